@@ -1,0 +1,1 @@
+"""Live model to pure function: observe, trace, verify, report (torch, jax, torchax)."""

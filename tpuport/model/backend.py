@@ -1,0 +1,97 @@
+"""The one place that imports torchax, and the conversions between torch and jax values.
+
+Importing torchax sets an environment variable and turns off a torch fast path; both are put back here, so importing tpuport's
+model layer leaves the process as it was. (torchax 0.0.14.dev20261026; can go when torchax imports cleanly.)
+"""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+
+def _import_torchax() -> None:
+    variable = "ENABLE_RUNTIME_UPTIME_TELEMETRY"
+    before = os.environ.get(variable)
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    import torchax
+
+    del torchax
+    torch.backends.mha.set_fastpath_enabled(fastpath)
+    if before is None:
+        os.environ.pop(variable, None)
+
+
+_import_torchax()
+
+from torchax.ops import jaten, ops_registry  # noqa: E402
+from torchax.ops import mappings as _mappings  # noqa: E402
+from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402
+
+TORCHAX_OPS: dict[Any, Any] = ops_registry.all_aten_ops
+torchax_lowerings = jaten
+
+_NO_NUMPY = {
+    torch.bfloat16: (torch.int16, jnp.bfloat16),
+    torch.float8_e4m3fn: (torch.uint8, jnp.float8_e4m3fn),
+    torch.float8_e4m3fnuz: (torch.uint8, jnp.float8_e4m3fnuz),
+    torch.float8_e5m2: (torch.uint8, jnp.float8_e5m2),
+    torch.float8_e5m2fnuz: (torch.uint8, jnp.float8_e5m2fnuz),
+}
+_NO_NUMPY_JAX = {np.dtype(jax_dtype): (bits, torch_dtype) for torch_dtype, (bits, jax_dtype) in _NO_NUMPY.items()}
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a jax dtype."""
+    return _mappings.j2t_dtype(np.dtype(dtype))
+
+
+def jax_dtype(dtype: torch.dtype) -> np.dtype:
+    """The jax dtype that holds a torch dtype here: 64-bit types are held in 32 bits unless jax_enable_x64 is on."""
+    return jax.dtypes.canonicalize_dtype(_mappings.t2j_dtype(dtype))
+
+
+def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU torch tensor as a numpy array of the same (ml_dtypes where needed) dtype, without rounding."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.dtype in _NO_NUMPY:
+        bits, dtype = _NO_NUMPY[tensor.dtype]
+        return tensor.contiguous().view(bits).numpy().view(np.dtype(dtype))
+    return tensor.numpy()
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """Copy a CPU torch tensor into a jax array (64-bit types narrowed to what jax is configured to hold).
+
+    Raises:
+        OverflowError: an int64 value does not fit in the 32 bits that jax holds without x64.
+    """
+    array = to_numpy_array(tensor)
+    target = jax_dtype(tensor.dtype)
+    if array.dtype != target and array.dtype.kind in "iu" and array.size:
+        info = np.iinfo(target)
+        if array.min() < info.min or array.max() > info.max:
+            msg = (
+                f"an {tensor.dtype} value (between {array.min()} and {array.max()}) does not fit in {target}, which jax"
+                " holds it in; enable 64-bit values with jax.config.update('jax_enable_x64', True) before converting"
+            )
+            raise OverflowError(msg)
+    # A copy: jax may alias a numpy buffer that torch later writes to.
+    return jnp.array(array, dtype=target, copy=True)
+
+
+def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy a concrete jax array into a plain CPU torch tensor, cast to `dtype` if given."""
+    array = np.asarray(value)
+    if array.dtype in _NO_NUMPY_JAX:
+        bits, held = _NO_NUMPY_JAX[array.dtype]
+        raw = array.view(np.int16 if bits is torch.int16 else np.uint8)
+        result = torch.from_numpy(np.array(raw, copy=True)).view(held)
+    else:
+        result = torch.from_numpy(np.array(array, copy=True))
+    return result if dtype is None else result.to(dtype)

@@ -1,0 +1,90 @@
+"""Finding the first module whose output differs between eager PyTorch and the port."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.errors import TpuportError
+from tpuport.model import structure
+from tpuport.model.report import Divergence, Parity
+
+
+def first_difference(
+    verifier: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, before: dict[str, Any]
+) -> Divergence | None:
+    """Run both sides recording every module's output in call order; the first leaf-most one beyond tolerance, or None.
+
+    The port runs operation by operation on concrete values here, so a difference that only XLA's fusion makes is not found.
+    """
+    ported = verifier.ported
+    if ported._program.master is None:
+        return None
+    from tpuport.model.ported import _argument_arrays
+
+    module = verifier_copy(verifier)
+    expected: list[tuple[str, str, Any]] = []
+    _record(module, expected)
+    mode = _mode(key)
+    host_args, host_kwargs = _host((args, kwargs), mode)
+    with torch.no_grad(), mode:
+        (module if method == "forward" else getattr(module, method))(*host_args, **host_kwargs)
+    got: list[tuple[str, str, Any]] = []
+    leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
+    values, metas = _argument_arrays(leaves, paths)
+    ported._program.on_module = lambda m: _record(m, got)
+    try:
+        ported._program.trace(method, before, key, values, metas, spec, checks=False, known=before)
+    except TpuportError:
+        return None
+    finally:
+        ported._program.on_module = None
+    return _compare(verifier, expected, got)
+
+
+def verifier_copy(verifier: Any) -> torch.nn.Module:
+    """The eager module to run beside the port."""
+    from tpuport.model.verify import eager_copy
+
+    return eager_copy(verifier.target)
+
+
+def _mode(key: jax.Array) -> Any:
+    from tpuport.model.verify import SameNumbers
+
+    return SameNumbers(key)
+
+
+def _host(value: Any, mode: Any) -> Any:
+    from tpuport.model.verify import _host_arguments
+
+    return _host_arguments(value, mode)
+
+
+def _record(module: torch.nn.Module, into: list[tuple[str, str, Any]]) -> None:
+    def hook(name: str) -> Callable[..., None]:
+        def after(owner: torch.nn.Module, inputs: Any, output: Any) -> None:
+            del inputs
+            leaves, _ = structure.flatten(output)
+            into.append((name, type(owner).__name__, [structure.to_torch(leaf) for leaf in leaves]))
+
+        return after
+
+    for name, owner in module.named_modules():
+        owner.register_forward_hook(hook(name))
+
+
+def _compare(verifier: Any, expected: list[Any], got: list[Any]) -> Divergence | None:
+    largest_before = 0.0
+    for (name, cls, want), (other, _, have) in zip(expected, got, strict=False):
+        if name != other:
+            return Divergence(name, cls=cls, max_rel=float("inf"), input_max_rel=largest_before)
+        worst = 0.0
+        for record in verifier.compare("output", name, want, have):
+            assert isinstance(record, Parity)
+            if not record.ok:
+                return Divergence(name, cls=cls, max_rel=record.max_rel, input_max_rel=largest_before)
+            worst = max(worst, record.max_rel)
+        largest_before = max(largest_before, worst)
+    return None

@@ -1,0 +1,118 @@
+"""`tpuport.convert`: the way in."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model import backend, notes
+from tpuport.model.ported import PortedModel
+
+
+def convert(
+    target: torch.nn.Module | Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    methods: tuple[str, ...] = ("forward",),
+    verify: bool = True,
+    rtol: float | None = None,
+    checks: bool = True,
+    matmul_precision: str | None = "highest",
+) -> PortedModel:
+    """Port a PyTorch module or function to one jitted JAX program, and check it against eager PyTorch.
+
+    Args:
+        target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only) or a function of tensors.
+        args: example positional arguments; with them the port is traced, compiled and checked now instead of at the first call.
+        kwargs: example keyword arguments, likewise.
+        methods: the methods to port; each is called as `ported.name(...)`, "forward" as `ported(...)`.
+        verify: compare the first call of each method with eager PyTorch on the CPU, and raise if they differ.
+        rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in float32, 2e-2 in bfloat16.
+        checks: raise the exceptions that the code raises on values (`if x.min() < 0: raise`), after the call. False drops them, which
+            saves a wait for the device at each call.
+        matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch; None leaves jax's setting).
+
+    Returns:
+        The ported model. The target itself, its class and all global state are as before.
+
+    Raises:
+        UsageError: `target` is not a module or function, is on an accelerator or already on jax, or `methods` names none of its methods.
+        PortError: the code cannot be ported exactly; the message names the line.
+        ParityError: the port's result differs from eager's; the report names the first module that differs.
+    """
+    _check_target(target, methods)
+    report = notes.new_report(target)
+    ported = PortedModel(target, methods=methods, report=report, checks=checks, precision=matmul_precision)
+    if verify:
+        from tpuport.model.verify import Verifier
+
+        ported._verifier = Verifier(ported, target, rtol)
+    if args is not None or kwargs is not None:
+        _check_arguments(target, methods[0], args or (), kwargs or {})
+        ported.trace_now(methods[0], args or (), kwargs or {})
+    return ported
+
+
+def _check_target(target: Any, methods: tuple[str, ...]) -> None:
+    if isinstance(target, PortedModel):
+        msg = "convert() got a PortedModel: it is ported already; call it"
+        raise UsageError(msg)
+    if isinstance(methods, str):
+        msg = f"methods must be a tuple of names, got the string {methods!r}; write methods=({methods!r},)"
+        raise UsageError(msg)
+    if isinstance(target, type):
+        msg = f"convert() got the class {target.__name__}; pass an instance: tpuport.convert({target.__name__}(...))"
+        raise UsageError(msg)
+    if not isinstance(target, torch.nn.Module):
+        if not callable(target):
+            msg = f"convert() expected an nn.Module or a function, got {type(target).__name__}"
+            raise UsageError(msg)
+        return
+    for name in methods:
+        if not callable(getattr(target, name, None)):
+            msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
+            raise UsageError(msg)
+    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+        if isinstance(tensor, backend.TorchaxTensor) or isinstance(tensor.data, backend.TorchaxTensor):
+            msg = (
+                f"the model is already on jax ({name} is a torchax tensor); convert the model as it is before .to('jax'):"
+                " convert() moves the weights itself"
+            )
+            raise UsageError(msg)
+        if tensor.device.type not in ("cpu", "meta"):
+            msg = f"{name} is on {tensor.device}; move the model to the CPU first: convert(model.cpu())"
+            raise UsageError(msg)
+
+
+def _check_arguments(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(args, (torch.Tensor, jax.Array)) or not isinstance(args, (tuple, list)):
+        msg = f"args must be a tuple of the positional arguments, got {type(args).__name__}; write args=(x,)"
+        raise UsageError(msg)
+    if not isinstance(kwargs, dict):
+        msg = f"kwargs must be a dict of the keyword arguments, got {type(kwargs).__name__}"
+        raise UsageError(msg)
+    check_signature(target, method, tuple(args), kwargs)
+
+
+def check_signature(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that Python would refuse, before anything is traced.
+
+    Raises:
+        UsageError: a missing, unknown or repeated argument.
+    """
+    function = getattr(target, method) if isinstance(target, torch.nn.Module) else target
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = type(target).__name__ if isinstance(target, torch.nn.Module) else getattr(target, "__name__", "function")
+        shown = f"{name}.{method}" if isinstance(target, torch.nn.Module) else name
+        msg = f"{shown}: {error}; its signature is {shown}{signature}"
+        raise UsageError(msg) from error

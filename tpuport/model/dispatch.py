@@ -1,0 +1,564 @@
+"""Every ATen op on a traced tensor comes through here.
+
+An op is first run on meta tensors, which gives torch's own shapes, dtypes, strides, aliasing and errors; then its value comes from a
+lowering: ours (`lowerings/`), else torchax's, else torch's decomposition. Tensors that do not depend on the program's inputs stay
+plain CPU tensors, are computed by torch, and become constants when they meet a traced one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpuport.errors import TpuportError
+from tpuport.model import backend, numbers
+from tpuport.model.locate import port_error
+from tpuport.model.tensor import Storage, TracedTensor, ViewStep, meta_of
+from tpuport.model.trace import KeyStream, Trace, current
+from tpuport.model.views import VIEWS, strided_step
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """What the schema of an op says about aliasing, and where its value comes from."""
+
+    writes: tuple[tuple[int, str], ...]
+    is_random: bool
+    functional: Any
+    view: Any
+    special: Callable[..., Any] | None
+    lower: Callable[..., Any] | None
+    needs_meta: bool
+    returns_self: bool
+    inplace_view: bool
+
+
+_RENAMED = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+    aten.normal_.default: aten.normal_functional.default,
+    aten._index_put_impl_.default: aten.index_put.default,
+}
+
+
+def _functional_of(func: Any) -> Any:
+    """The op without side effects behind `add_.Tensor` or `add.out`, or None."""
+    if func in _RENAMED:
+        return _RENAMED[func]
+    name = func._schema.name.split("::")[1]
+    packet = getattr(torch.ops, func.namespace)
+    if name.endswith("_") and not name.endswith("__"):
+        target = getattr(packet, name[:-1], None)
+        return getattr(target, func._overloadname, None) if target else None
+    if name.startswith("__i") and name.endswith("__"):
+        target = getattr(packet, "__" + name[3:], None)
+        return getattr(target, func._overloadname, None) if target else None
+    if any(a.is_out for a in func._schema.arguments):
+        target = getattr(packet, name)
+        wanted = [a.name for a in func._schema.arguments if not a.is_out]
+        for overload in target.overloads():
+            candidate = getattr(target, overload)
+            names = [a.name for a in candidate._schema.arguments]
+            mutable = any(a.alias_info and a.alias_info.is_write for a in candidate._schema.arguments)
+            if names == wanted and not mutable:
+                return candidate
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def op_info(func: Any) -> OpInfo:
+    """Facts about an op, worked out once."""
+    from tpuport.model.lowerings import find
+
+    arguments = func._schema.arguments
+    writes = tuple(
+        (index, a.name)
+        for index, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+    special, lower = find(func)
+    functional = _functional_of(func) if writes and special is None else None
+    return OpInfo(
+        writes=writes,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        functional=functional,
+        view=VIEWS.get(func),
+        special=special,
+        lower=lower,
+        needs_meta=True,
+        returns_self=bool(writes),
+        inplace_view=torch.Tag.inplace_view in func.tags,
+    )
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one ATen op of which at least one tensor is traced (or which draws random numbers in a trace).
+
+    Raises:
+        PortError: no lowering, or a form of the op that cannot be kept exact.
+    """
+    info = op_info(func)
+    if info.special is not None:
+        return info.special(*args, **kwargs)
+    if info.inplace_view:
+        return _inplace_view(func, args, kwargs)
+    if info.writes:
+        return _dispatch_write(func, info, args, kwargs)
+    if info.view is not None:
+        return _dispatch_view(func, info, args, kwargs)
+    if func is aten.as_strided.default:
+        return _as_strided(*args, **kwargs)
+    return _dispatch_value(func, info, args, kwargs)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, (list, tuple)):
+        return [_map_tensors(fn, item) for item in value]
+    if isinstance(value, numbers.SYMBOLIC):
+        return fn(value)
+    return value
+
+
+def _to_meta(tensor: Any) -> Any:
+    if isinstance(tensor, numbers.SYMBOLIC):
+        return numbers.placeholder(tensor)
+    if isinstance(tensor, TracedTensor):
+        if tensor.dim() == 0:
+            return _meta_scalar(tensor.dtype)
+        return meta_of(tensor)
+    # A 0-d CPU tensor may meet meta tensors: torch then treats it as it would in eager.
+    return tensor if tensor.dim() == 0 else meta_of(tensor)
+
+
+@functools.lru_cache(maxsize=64)
+def _meta_scalar(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((), dtype=dtype, device="meta")
+
+
+def value_of(tensor: Any) -> jax.Array:
+    """The jax value of any tensor: traced, promoted host tensor, or host constant.
+
+    Raises:
+        PortError: the tensor was left over by an earlier trace.
+    """
+    if isinstance(tensor, numbers.SYMBOLIC):
+        return numbers.node_value(tensor)
+    trace = current()
+    if isinstance(tensor, TracedTensor):
+        owner = tensor._storage.trace
+        if owner is not None and owner is not trace and owner.closed:
+            raise port_error(
+                "a tensor computed in an earlier trace is used here; something outside the model kept it (a global,"
+                " a functools.cache, a closure)",
+                code="TPU402",
+                remedy="keep it in a buffer of the module, or compute it from host values only",
+            )
+        if not torch.is_grad_enabled() and not tensor._frozen:
+            return _stopped(tensor)
+        return tensor._elem
+    if isinstance(tensor, backend.TorchaxTensor):
+        return tensor.jax()
+    if trace is None:
+        return backend.to_jax(tensor)
+    alias = trace.alias(tensor)
+    return trace.constant(tensor) if alias is None else alias._elem
+
+
+def _stopped(tensor: TracedTensor) -> jax.Array:
+    """The value cut off from gradients, for use under `torch.no_grad()`; made once per value."""
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return tensor._elem
+    version = tensor._storage.version
+    if tensor._stopped is None or tensor._stopped[0] != version:
+        tensor._stopped = (version, jax.lax.stop_gradient(tensor._elem))
+    return tensor._stopped[1]
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map_tensors(found.append, [*args, *kwargs.values()])
+    return found
+
+
+def grad_frozen(tensors: list[torch.Tensor]) -> bool:
+    """Whether no gradient flows into the result of an op on these operands."""
+    if not torch.is_grad_enabled():
+        return True
+    return all(not isinstance(t, TracedTensor) or t._frozen for t in tensors)
+
+
+# -- ops that only compute ---------------------------------------------------------------------------------------
+
+
+def _meta_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    meta_kwargs = {k: _map_tensors(_to_meta, v) for k, v in kwargs.items() if k != "generator"}
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    return func(*[_map_tensors(_to_meta, a) for a in args], **meta_kwargs)
+
+
+def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trace = current()
+    if info.lower is None:
+        return _decompose(func, args, kwargs)
+    tensors = _flat(args, kwargs)
+    meta = _meta_call(func, args, kwargs)
+    if info.is_random:
+        kwargs = {k: v for k, v in kwargs.items() if k != "generator"} | {"key": _key(trace, kwargs)}
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    jax_args = [_map_tensors(value_of, a) for a in args]
+    jax_kwargs = {k: _map_tensors(value_of, v) for k, v in kwargs.items()}
+    value = _lower(func, info.lower, jax_args, jax_kwargs)
+    return _wrap_result(func, value, meta, trace, grad_frozen(tensors))
+
+
+def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    trace = current()
+    if trace is not None:
+        name = str(func)
+        trace.counters.ops[name] = trace.counters.ops.get(name, 0) + 1
+    try:
+        with jax.named_scope(func._opname):
+            return lower(*args, **kwargs)
+    except TpuportError:
+        raise
+    except Exception as error:
+        raise port_error(
+            f"the lowering of {func} to JAX failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            code="TPU105",
+            remedy="this is a gap in tpuport or torchax: please report it with this line; until then use other operations",
+            cause=error,
+        ) from error
+
+
+_STREAM: ContextVar[KeyStream | None] = ContextVar("stream", default=None)
+
+
+@contextlib.contextmanager
+def keyed(stream: KeyStream) -> Iterator[None]:
+    """Random ops outside a trace take their keys from `stream` inside the block."""
+    token = _STREAM.set(stream)
+    try:
+        yield
+    finally:
+        _STREAM.reset(token)
+
+
+def _key(trace: Trace | None, kwargs: dict[str, Any]) -> jax.Array:
+    generator = kwargs.get("generator")
+    stream = _STREAM.get()
+    if stream is not None:
+        return stream.next()
+    if trace is None:
+        seed = torch.empty((), dtype=torch.int64).random_(generator=generator).item()
+        return jax.random.key(int(seed) % (1 << 63))
+    return trace.next_key(generator)
+
+
+def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, frozen: bool) -> Any:
+    if isinstance(meta, torch.Tensor):
+        return wrap_as(func, value, meta, trace, frozen)
+    if isinstance(meta, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) < len(meta):
+            msg = f"the lowering of {func} gave {type(value).__name__}, expected {len(meta)} values"
+            raise AssertionError(msg)
+        parts = [
+            None if m is None else _wrap_result(func, v, m, trace, frozen)
+            for v, m in zip(value, meta, strict=False)
+        ]
+        return type(meta)(parts) if type(meta) in (list, tuple) else tuple(parts)
+    return value
+
+
+def wrap_as(
+    func: Any, value: jax.Array, meta: torch.Tensor, trace: Trace | None, frozen: bool
+) -> TracedTensor:
+    """Wrap a lowered value with torch's own metadata, and hold the lowering to it."""
+    value = jnp.asarray(value)
+    if value.shape != meta.shape:
+        if value.size != meta.numel() or func not in _RESHAPED:
+            msg = f"the lowering of {func} gave shape {value.shape}, torch gives {tuple(meta.shape)}"
+            raise AssertionError(msg)
+        value = value.reshape(meta.shape)
+    dtype = backend.jax_dtype(meta.dtype)
+    if value.dtype != dtype:
+        value = value.astype(dtype)
+    storage = Storage(value, trace)
+    return TracedTensor(storage, (), meta, value, frozen or not meta.dtype.is_floating_point)
+
+
+_RESHAPED: set[Any] = set()
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op without a lowering by torch's own decomposition."""
+    from torch._decomp import decomposition_table
+
+    trace = current()
+    rule = decomposition_table.get(func)
+    mode = trace.dispatch_mode if trace is not None else None
+    try:
+        if rule is not None:
+            result = _within(mode, rule, args, kwargs)
+        else:
+            result = _within(mode, func.decompose, args, kwargs)
+    except NotImplementedError as error:
+        result, cause = NotImplemented, error
+    else:
+        cause = None
+    if result is NotImplemented:
+        raise port_error(
+            f"{func} has no lowering to JAX",
+            code="TPU105",
+            remedy="register one with tpuport.model.lowerings.lowering, or rewrite this line with other torch operations",
+            cause=cause,
+        )
+    return result
+
+
+def _within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if mode is None:
+        return rule(*args, **kwargs)
+    with mode:
+        return rule(*args, **kwargs)
+
+
+# -- views -------------------------------------------------------------------------------------------------------
+
+
+def _dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trace = current()
+    base = args[0]
+    if not isinstance(base, TracedTensor):
+        base = trace.alias(base) if trace is not None else None
+        if base is None:
+            return func(*args, **kwargs)
+    meta_base = meta_of(base)
+    meta = func(meta_base, *args[1:], **kwargs)
+    steps = info.view(meta_base, meta, *args[1:], **kwargs)
+    if isinstance(steps, ViewStep):
+        return _view_of(base, steps, meta, frozen=base._frozen or func is aten.detach.default)
+    views = [_view_of(base, s, m, base._frozen) for s, m in zip(steps, meta, strict=True)]
+    return type(meta)(views) if isinstance(meta, tuple) else views
+
+
+def _view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
+    # Offsets of meta tensors start at zero for the base: keep the base's own.
+    result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
+    result._cached, result._cached_version = step.forward(base._elem), base._storage.version
+    return result
+
+
+def _as_strided(
+    base: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """A window into the storage of `base`, as torch defines it (not into `base` itself)."""
+    if not isinstance(base, TracedTensor):
+        base = current().alias(base)  # type: ignore[union-attr, assignment]
+    assert isinstance(base, TracedTensor)
+    offset = base.storage_offset() if storage_offset is None else storage_offset
+    if any(isinstance(step, ViewStep) for step in base._chain) and not base.is_contiguous():
+        raise port_error(
+            "as_strided of a non-contiguous view",
+            code="TPU203",
+            remedy="call .contiguous() first, or index with ordinary slices",
+        )
+    step = strided_step(base.numel(), size, stride, offset)
+    shape = tuple(base.shape)
+    flat = ViewStep(
+        lambda v: step.forward(v.reshape(-1)),
+        lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
+    )
+    meta = torch.empty_strided(size, stride, dtype=base.dtype, device="meta")
+    return _view_of(base, flat, meta, base._frozen)
+
+
+def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """unsqueeze_, squeeze_, transpose_, t_: the same tensor object gets other sizes."""
+    from torch.utils._mode_utils import no_dispatch
+
+    target = args[0]
+    twin = _functional_of(func)
+    if not isinstance(target, TracedTensor) or op_info(twin).view is None:
+        raise port_error(
+            f"{func} on a traced tensor", code="TPU201", remedy="use the form of the method without the underscore"
+        )
+    result = _dispatch_view(twin, op_info(twin), args, kwargs)
+    with no_dispatch():
+        func(*args, **kwargs)
+    target._chain = result._chain
+    target._cached, target._cached_version = result._cached, result._cached_version
+    return target
+
+
+# -- writes ------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def _replace_value(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` in value, `old` in gradient: what an in-place write under no_grad does to autograd."""
+    del old
+    return new
+
+
+@_replace_value.defjvp
+def _replace_value_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
+    """Write `value` into `target` (traced or host) and through it into every alias."""
+    if not isinstance(target, TracedTensor):
+        trace = current()
+        if isinstance(target, torch.Tensor) and trace is not None:
+            trace.promote(target).write(_fit(value, target))
+            return target
+        msg = "an in-place write of a computed JAX value into a plain CPU tensor; use .copy_(y.cpu()) instead"
+        raise TypeError(msg)
+    value = _fit(value, target)
+    if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
+        value = _replace_value(target._elem, value)
+    elif frozen is False:
+        target._frozen = False
+    target.write(value)
+    return target
+
+
+def _fit(value: jax.Array, target: torch.Tensor) -> jax.Array:
+    dtype = backend.jax_dtype(target.dtype)
+    value = jnp.asarray(value)
+    if value.dtype != dtype:
+        if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            value = value.real
+        value = value.astype(dtype)
+    if value.shape != target.shape:
+        value = jnp.broadcast_to(value, target.shape)
+    return value
+
+
+def _dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if info.functional is None:
+        raise port_error(
+            f"{func} writes in place and has no form without side effects",
+            code="TPU201",
+            remedy="use an out-of-place operation",
+        )
+    targets = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
+    is_out = any(a.is_out for a in func._schema.arguments)
+    if is_out:
+        kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
+    else:
+        _check_write(func, args, kwargs)
+    if func in _RENAMED:
+        positional = [a for a in func._schema.arguments if not a.kwarg_only]
+        args = (*args, *(a.default_value for a in positional[len(args) :]))
+    frozen = grad_frozen(_flat(args, kwargs))
+    result = _call(info.functional, args, kwargs)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    for target, new in zip(targets, results, strict=False):
+        if isinstance(target, (list, tuple)):
+            for one, value in zip(target, new, strict=True):
+                _write_one(one, value, frozen)
+        else:
+            _write_one(target, new, frozen)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _write_one(target: torch.Tensor, new: Any, frozen: bool) -> None:
+    if target.shape != new.shape and target.numel() == 0:
+        raise port_error(
+            "an out= tensor that would be resized", code="TPU201", remedy="allocate it with the result's shape"
+        )
+    write(target, value_of(new), frozen=frozen)
+
+
+def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
+    _meta_call(func, args, kwargs)
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an op that may or may not be one we have to handle: host-only operands run in torch."""
+    tensors = _flat(args, kwargs)
+    trace = current()
+    random = op_info(func).is_random
+    if any(isinstance(t, (TracedTensor, *numbers.SYMBOLIC)) for t in tensors) or (
+        trace is not None and (random or any(trace.alias(t) is not None for t in tensors))
+    ):
+        return dispatch(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+# -- modes -------------------------------------------------------------------------------------------------------
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every ATen op while a trace runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled by dynamo here, and guarding each op against it costs more than the op.
+        return False
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if needs_dispatch(self.trace, func, types, args, kwargs):
+            return dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def needs_dispatch(
+    trace: Trace, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether an op concerns the traced program: a traced operand, a promoted one, or fresh randomness."""
+    if any(issubclass(t, TracedTensor) for t in types):
+        return True
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        generator = kwargs.get("generator")
+        if generator is None or id(generator) in trace.generators:
+            return True
+    operands = _flat(args, kwargs)
+    if any(isinstance(t, numbers.SYMBOLIC) for t in operands):
+        return True
+    return any(trace.alias(t) is not None for t in operands)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sees every call of the torch Python API while a trace runs; handles the few that must not reach C++ as they are."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from tpuport.model.functions import FUNCTIONS
+
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            result = handler(self.trace, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,334 @@
+"""Calls of the torch Python API that must not reach C++ as they are while a trace runs.
+
+Two kinds: ones that would ask a traced value for a Python number, and ones that C++ would take apart into pieces that XLA compiles worse
+(linear, matmul, einsum, attention).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tpuport.model import numbers
+from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
+from tpuport.model.locate import port_error
+from tpuport.model.tensor import TracedTensor
+from tpuport.model.trace import KeyStream, Trace
+
+Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
+FUNCTIONS: dict[Any, Handler] = {}
+
+
+def function(*targets: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for torch functions; it may return NotImplemented to let the call go its way."""
+
+    def register(handler: Handler) -> Handler:
+        for target in targets:
+            FUNCTIONS[target] = handler
+        return handler
+
+    return register
+
+
+def traced(trace: Trace, value: Any) -> TracedTensor | None:
+    """`value` as a traced tensor if it is one or stands for one."""
+    if isinstance(value, TracedTensor):
+        return value
+    return trace.alias(value) if isinstance(value, torch.Tensor) else None
+
+
+# -- Python numbers ----------------------------------------------------------------------------------------------
+
+
+@function(torch.Tensor.item)
+def _item(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else numbers.item(tensor)
+
+
+@function(torch.Tensor.tolist)
+def _tolist(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else numbers.tolist(tensor)
+
+
+@function(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
+def _bool(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    from tpuport.model import branching
+
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else branching.decide(branching.truth(tensor))
+
+
+def _number(kind: type) -> Handler:
+    def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+        from tpuport.model import branching
+
+        tensor = traced(trace, args[0])
+        if tensor is None:
+            return NotImplemented
+        if tensor.numel() != 1:
+            msg = f"only one element tensors can be converted to Python scalars, got {tuple(tensor.shape)}"
+            raise TypeError(msg)
+        return branching.concrete_number(tensor._elem.reshape(()), kind)
+
+    return handler
+
+
+FUNCTIONS[torch.Tensor.__float__] = _number(float)
+FUNCTIONS[torch.Tensor.__int__] = _number(int)
+FUNCTIONS[torch.Tensor.__index__] = _number(int)
+FUNCTIONS[torch.Tensor.__complex__] = _number(complex)
+
+
+@function(torch.Tensor.__contains__)
+def _contains(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if traced(trace, args[0]) is None and traced(trace, args[1]) is None:
+        return NotImplemented
+    return bool((args[1] == args[0]).any())
+
+
+@function(torch.Tensor.numpy, torch.Tensor.__array__)
+def _numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else tensor.numpy()
+
+
+@function(torch.tensor, torch.as_tensor, torch.asarray)
+def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    rest = {k: v for k, v in kwargs.items() if k in ("dtype",)}
+    if isinstance(data, torch.Tensor):
+        if traced(trace, data) is None:
+            return NotImplemented
+        made = data.detach().clone() if func is torch.tensor else data
+        return made.to(rest["dtype"]) if rest.get("dtype") else made
+    if isinstance(data, numbers.SYMBOLIC):
+        return _from_number(trace, data, rest.get("dtype"))
+    if isinstance(data, (list, tuple)) and _holds_traced(trace, data):
+        rows = [_tensor_row(trace, item, rest) for item in data]
+        return torch.stack(rows)
+    return NotImplemented
+
+
+def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()
+    return torch.tensor(item, **rest)
+
+
+def _holds_traced(trace: Trace, data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(_holds_traced(trace, item) for item in data)
+    return isinstance(data, numbers.SYMBOLIC) or traced(trace, data) is not None
+
+
+def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    default = {torch.SymInt: torch.int64, torch.SymFloat: torch.get_default_dtype(), torch.SymBool: torch.bool}
+    meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
+    return wrap_as(func=None, value=numbers.node_value(number), meta=meta, trace=trace, frozen=True)
+
+
+# -- indexing by traced integers ---------------------------------------------------------------------------------
+
+
+def _index_parts(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _widen(trace: Trace, index: Any) -> tuple[Any, list[int]] | None:
+    """Traced integers in an index as 1-element index tensors, with the result dims to drop; None if there is none."""
+    parts = _index_parts(index)
+    changed = False
+    for position, part in enumerate(parts):
+        tensor = traced(trace, part)
+        if tensor is not None and tensor.dim() == 0 and not tensor.dtype.is_floating_point:
+            if tensor.dtype is torch.bool:
+                continue
+            parts[position] = tensor
+            changed = True
+        elif isinstance(part, torch.SymInt) and isinstance(part.node, numbers.NumberNode):
+            parts[position] = _from_number(trace, part, torch.int64)
+            changed = True
+    return (tuple(parts), []) if changed else None
+
+
+@function(torch.Tensor.__getitem__)
+def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    source, index = args
+    widened = _widen(trace, index)
+    if widened is None:
+        return NotImplemented
+    return _take(trace, source, list(widened[0]))
+
+
+def _take(trace: Trace, source: torch.Tensor, parts: list[Any]) -> Any:
+    """`source[parts]` where some parts are 0-d traced integers."""
+    arrays = [p for p in parts if isinstance(p, torch.Tensor) and p.dim() > 0]
+    if arrays:
+        # Among other index tensors a 0-d one broadcasts: torch.ops.aten.index has exactly that meaning.
+        return source[tuple(p.reshape(1) if isinstance(p, torch.Tensor) and p.dim() == 0 else p for p in parts)]
+    dims_after = sum(1 for p in parts if p is not None and p is not Ellipsis)
+    result, dim = source, 0
+    for part in parts:
+        if part is None:
+            result, dim = result.unsqueeze(dim), dim + 1
+        elif part is Ellipsis:
+            dim += source.dim() - dims_after
+        elif isinstance(part, torch.Tensor):
+            result = result.index_select(dim, part.reshape(1).long()).squeeze(dim)
+        elif isinstance(part, bool):
+            return NotImplemented
+        elif isinstance(part, int):
+            result = result.select(dim, part)
+        else:
+            result = result[(slice(None),) * dim + (part,)]
+            dim += 1
+    return result
+
+
+@function(torch.Tensor.__setitem__)
+def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    target, index, value = args
+    widened = _widen(trace, index)
+    if widened is None:
+        return NotImplemented
+    positions = torch.arange(target.numel()).reshape(target.shape)
+    taken = _take(trace, positions, list(widened[0]))
+    flat = taken.reshape(-1)
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=target.dtype)
+    values = value.to(target.dtype).expand(taken.shape).reshape(-1)
+    new = target.reshape(-1).index_put((flat,), values).reshape(target.shape)
+    target.copy_(new)
+    return None
+
+
+# -- what XLA would rather have whole ----------------------------------------------------------------------------
+
+
+def _any_traced(trace: Trace, values: Any) -> bool:
+    return any(traced(trace, v) is not None for v in values if isinstance(v, torch.Tensor))
+
+
+def _autocast(func: Any) -> bool:
+    """Whether torch's CPU autocast is on: then C++ must see the call, to cast its operands."""
+    del func
+    return torch.is_autocast_enabled("cpu")
+
+
+def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
+    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
+    value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
+    return wrap_as(None, value, meta, trace, grad_frozen(tensors))
+
+
+def _metas(operands: list[Any]) -> list[Any]:
+    from tpuport.model.dispatch import _to_meta
+
+    return [_to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
+
+
+@function(torch._C._nn.linear, torch.nn.functional.linear)
+def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "weight", "bias")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    if not _any_traced(trace, [x, weight, bias]) or _autocast(func):
+        return NotImplemented
+    meta = torch._C._nn.linear(*_metas([x, weight, bias]))
+
+    def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+        y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
+        return y if b is None else y + b
+
+    return _whole(trace, [x, weight, bias], meta, compute)
+
+
+@function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) != 2 or kwargs or not _any_traced(trace, args) or _autocast(func):
+        return NotImplemented
+    if not all(isinstance(a, torch.Tensor) for a in args):
+        return NotImplemented
+    meta = torch.matmul(*_metas(list(args))) if func is not torch.bmm else torch.bmm(*_metas(list(args)))
+    return _whole(trace, list(args), meta, jnp.matmul)
+
+
+@function(torch.einsum, torch.functional.einsum)
+def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not args or not isinstance(args[0], str) or _autocast(func):
+        return NotImplemented
+    operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    if not _any_traced(trace, operands):
+        return NotImplemented
+    equation = args[0].replace(" ", "")
+    meta = torch.einsum(equation, *_metas(operands))
+    return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
+
+
+@function(torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    from tpuport.model.lowerings.attention import attention
+
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    if not _any_traced(trace, [q, k, v, mask]):
+        return NotImplemented
+    if _autocast(func):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
+    dropout = float(bound.get("dropout_p") or 0.0)
+    options = {
+        "is_causal": bool(bound.get("is_causal", False)),
+        "scale": bound.get("scale"),
+        "enable_gqa": bool(bound.get("enable_gqa", False)),
+    }
+    meta = torch._C._nn.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
+    key = trace.next_key(None) if dropout > 0.0 else None
+    if isinstance(options["scale"], numbers.SYMBOLIC):
+        options["scale"] = numbers.node_value(options["scale"])
+
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
+        return attention(q, k, v, m, dropout_key=key, dropout=dropout, **options)
+
+    return _whole(trace, [q, k, v, mask], meta, compute)
+
+
+# -- randomness, devices, autograd -------------------------------------------------------------------------------
+
+
+@function(torch.manual_seed)
+def _manual_seed(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    seed = args[0] if args else kwargs["seed"]
+    if isinstance(seed, numbers.SYMBOLIC) or isinstance(seed, torch.Tensor):
+        return NotImplemented
+    trace.keys = KeyStream(jax.random.key(int(seed) & 0x7FFFFFFFFFFFFFFF))
+    return torch.default_generator
+
+
+@function(torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.share_memory_)
+def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if traced(trace, args[0]) is None else args[0]
+
+
+@function(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
+def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not _holds_traced(trace, list(args)):
+        return NotImplemented
+    raise port_error(
+        f"torch autograd ({getattr(func, '__name__', func)}) inside a ported function",
+        code="TPU403",
+        remedy="take gradients outside, with jax.grad of ported.apply",
+    )
+
+
+@function(torch.from_numpy)
+def _from_numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], np.ndarray):
+        return NotImplemented
+    return args[0] if isinstance(args[0], torch.Tensor) else NotImplemented

@@ -1,0 +1,155 @@
+"""Creation, copies and casts: the ops whose torchax form is missing, or keeps a dtype or a value that torch does not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.model import backend
+from tpuport.model.lowerings import lowering, special
+from tpuport.model.tensor import TracedTensor
+
+aten = torch.ops.aten
+
+
+@lowering(aten.copy.default, reason="torchax copies without broadcasting to the target")
+def copy(target: jax.Array, source: jax.Array, non_blocking: bool = False) -> jax.Array:
+    return jnp.broadcast_to(cast(source, target.dtype), target.shape)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert as torch does: complex to real drops the imaginary part, anything to bool is `!= 0`."""
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x != 0 if dtype == jnp.bool_ else x.real.astype(dtype)
+    if dtype == jnp.bool_:
+        return x != 0
+    return x.astype(dtype)
+
+
+@lowering(aten._to_copy.default, reason="torchax moves between devices here")
+def to_copy(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return x if dtype is None else cast(x, backend.jax_dtype(dtype))
+
+
+@lowering(aten.clone.default, aten.contiguous.default, reason="torchax keeps no memory format")
+def clone(x: jax.Array, *, memory_format: Any = None) -> jax.Array:
+    return x
+
+
+@lowering(aten.fill.Scalar, aten.fill.Tensor, reason="torchax fills in the value's dtype")
+def fill(x: jax.Array, value: Any) -> jax.Array:
+    return jnp.broadcast_to(cast(jnp.asarray(value), x.dtype), x.shape)
+
+
+@lowering(aten.zero.default, aten.zeros_like.default, reason="torchax ignores dtype")
+def zeros_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
+
+
+@lowering(aten.ones_like.default)
+def ones_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return jnp.ones(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
+
+
+@lowering(aten.full_like.default)
+def full_like(x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    out = x.dtype if dtype is None else backend.jax_dtype(dtype)
+    return jnp.broadcast_to(cast(jnp.asarray(value), out), x.shape)
+
+
+@lowering(aten.full.default, reason="torchax takes no traced fill value")
+def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    return jnp.broadcast_to(value if dtype is None else cast(value, backend.jax_dtype(dtype)), tuple(size))
+
+
+@lowering(aten.scalar_tensor.default)
+def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    return value if dtype is None else cast(value, backend.jax_dtype(dtype))
+
+
+# Contents of `empty` are undefined in torch; zeros keep a program reproducible. `x.new_zeros(...)` and the like depend on x's dtype and
+# shape only: they stay host constants.
+def _creation(op: Any) -> Any:
+    def create(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        from tpuport.model import numbers
+        from tpuport.model.dispatch import value_of, wrap_as
+        from tpuport.model.trace import current
+
+        if op is aten.new_full.default and isinstance(args[1], numbers.SYMBOLIC):
+            dtype = kwargs.get("dtype") or x.dtype
+            meta = torch.empty(args[0], dtype=dtype, device="meta")
+            value = jnp.broadcast_to(value_of(args[1]), tuple(args[0]))
+            return wrap_as(op, value, meta, current(), True)
+        stand_in = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+        options = {"layout": torch.strided} | kwargs | {"device": torch.device("cpu")}
+        options.pop("pin_memory", None)
+        made = op(stand_in, *args, **options)
+        if "empty" in op._opname and made.numel():
+            made.zero_()
+        trace = current()
+        if trace is None and isinstance(x, TracedTensor):
+            from tpuport.model.tensor import wrap
+
+            return wrap(backend.to_jax(made), made.dtype)
+        return made
+
+    return create
+
+
+for _op in (
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+):
+    special(_op)(_creation(_op))
+
+
+@lowering(aten.cat.default, reason="torchax does not skip torch's legacy 1-d empty tensors")
+def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
+    kept = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or tensors[:1]
+    return jnp.concatenate(kept, axis=dim)
+
+
+@lowering(aten._local_scalar_dense.default)
+def local_scalar_dense(x: jax.Array) -> Any:
+    raise NotImplementedError("handled before dispatch")
+
+
+@special(aten._local_scalar_dense.default)
+def scalar_of(x: torch.Tensor) -> Any:
+    """A Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
+    from tpuport.model import branching
+    from tpuport.model.dispatch import value_of
+
+    kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
+    if x.dtype.is_complex:
+        kind = complex
+    return branching.concrete_number(value_of(x).reshape(()), kind)
+
+
+@special(aten.equal.default)
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """`torch.equal`: False for other shapes, else a branch on the values."""
+    if a.shape != b.shape:
+        return False
+    return bool((a == b).all())
+
+
+@special(aten.is_same_size.default)
+def is_same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape
+
+
+@special(aten.set_.source_Tensor)
+def set_source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    target.data = source
+    return target

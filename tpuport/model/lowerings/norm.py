@@ -1,0 +1,73 @@
+"""Batch norm with its running statistics, which torchax computes and drops."""
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.model.dispatch import grad_frozen, value_of, wrap_as, write
+from tpuport.model.lowerings import special
+from tpuport.model.trace import current
+
+aten = torch.ops.aten
+
+
+@special(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def native_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise [B, C, ...] over all dims but 1; in training also move the running statistics (unbiased variance)."""
+    value = value_of(x)
+    axes = tuple(d for d in range(value.ndim) if d != 1)
+    wide = value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
+    if training:
+        mean = jnp.mean(wide, axes)
+        variance = jnp.mean(jnp.square(wide - _column(mean, value.ndim)), axes)
+        if running_mean is not None and running_var is not None:
+            count = value.size // max(value.shape[1], 1)
+            _move(running_mean, mean, momentum)
+            _move(running_var, variance * (count / max(count - 1, 1)), momentum)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, variance = value_of(running_mean).astype(wide.dtype), value_of(running_var).astype(wide.dtype)
+    inverse = jax.lax.rsqrt(variance + eps)
+    scale = inverse if weight is None else inverse * value_of(weight).astype(wide.dtype)
+    out = (wide - _column(mean, value.ndim)) * _column(scale, value.ndim)
+    if bias is not None:
+        out = out + _column(value_of(bias).astype(wide.dtype), value.ndim)
+    meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+    frozen = grad_frozen([t for t in (x, weight, bias) if t is not None])
+    result = wrap_as(None, out, meta, current(), frozen)
+    kind = weight.dtype if weight is not None else x.dtype
+    saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
+    extra = [wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current(), True) for s in saved]
+    return result, extra[0], extra[1]
+
+
+def _column(channels: jax.Array, ndim: int) -> jax.Array:
+    return channels.reshape((1, -1) + (1,) * (ndim - 2))
+
+
+def _move(running: torch.Tensor, new: jax.Array, momentum: float) -> None:
+    new = jax.lax.stop_gradient(new)
+    old = value_of(running)
+    write(running, ((1 - momentum) * old + momentum * new).astype(old.dtype), frozen=True)
+
+
+@special(aten._native_batch_norm_legit.no_stats)
+def batch_norm_no_stats(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm over the batch's own statistics (instance norm)."""
+    return native_batch_norm(x, weight, bias, None, None, True, momentum, eps)

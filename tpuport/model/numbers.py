@@ -1,0 +1,320 @@
+"""Python numbers whose value is traced: what `.item()`, `int(...)` and sizes of data-dependent tensors give.
+
+They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that holds a 0-d jax value, so torch's
+argument parser takes them wherever it takes a Python number. A comparison gives a `SymBool`, whose truth is a branch on a traced
+value.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.fx.experimental import sym_node as _sym_node  # noqa: F401  (gives SymInt and SymFloat their operators)
+
+from tpuport.model.locate import port_error
+from tpuport.model.tensor import TracedTensor
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _weak(value: Any, kind: type) -> jax.Array:
+    dtype = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}[kind]
+    array = jnp.asarray(value)
+    if array.dtype.kind != jnp.dtype(dtype).kind:
+        array = array.astype(dtype)
+    return array
+
+
+class NumberNode:
+    """The node behind a traced number: a 0-d jax value, its Python type, and bounds where they are known.
+
+    `low` and `high` (inclusive) let comparisons that can only go one way be decided while tracing.
+    """
+
+    def __init__(
+        self, value: Any, kind: type, low: float = -math.inf, high: float = math.inf
+    ) -> None:
+        self.value = _weak(value, kind)
+        self.kind = kind
+        self.low, self.high = low, high
+
+    # -- what torch asks of a node -------------------------------------------------------------------------------
+
+    def is_int(self) -> bool:
+        return self.kind is int
+
+    def is_float(self) -> bool:
+        return self.kind is float
+
+    def is_bool(self) -> bool:
+        return self.kind is bool
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_float(self) -> None:
+        return None
+
+    def nested_int(self) -> None:
+        return None
+
+    constant_int = constant_bool = maybe_as_int
+
+    def wrap_int(self, number: int) -> "NumberNode":
+        return NumberNode(number, int, number, number)
+
+    def wrap_float(self, number: float) -> "NumberNode":
+        return NumberNode(number, float, number, number)
+
+    def wrap_bool(self, flag: bool) -> "NumberNode":
+        return NumberNode(flag, bool, flag, flag)
+
+    def clone(self) -> "NumberNode":
+        return self
+
+    def str(self) -> str:
+        return f"<traced {self.kind.__name__}>"
+
+    __str__ = __repr__ = str
+
+    def _graph_repr(self) -> str:
+        return self.str()
+
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
+    def int_(self) -> int:
+        return self.guard_int("", 0)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        del file, line
+        if self.low == self.high:
+            return bool(self.low)
+        from tpuport.model import branching
+
+        return branching.decide(self.value != 0)
+
+    def guard_int(self, file: str, line: int) -> int:
+        del file, line
+        if self.low == self.high:
+            return int(self.low)
+        from tpuport.model import branching
+
+        return branching.concrete_number(self.value, int)
+
+    def guard_float(self, file: str, line: int) -> float:
+        del file, line
+        from tpuport.model import branching
+
+        return branching.concrete_number(self.value, float)
+
+    expect_true = guard_bool
+    guard_size_oblivious = guard_bool
+    guard_or_false = guard_or_true = guard_bool
+    expect_size = guard_bool
+
+    # -- conversions ---------------------------------------------------------------------------------------------
+
+    def sym_float(self) -> "NumberNode":
+        return NumberNode(self.value.astype(jnp.float32), float, self.low, self.high)
+
+    def sym_int(self) -> "NumberNode":
+        truncated = jnp.trunc(self.value).astype(jnp.int32)
+        return NumberNode(truncated, int, self.low, self.high)
+
+    def neg(self) -> "NumberNode":
+        return NumberNode(-self.value, self.kind, -self.high, -self.low)
+
+    def pos(self) -> "NumberNode":
+        return self
+
+    def abs(self) -> "NumberNode":
+        high = max(abs(self.low), abs(self.high))
+        return NumberNode(jnp.abs(self.value), self.kind, 0, high)
+
+    def sym_not(self) -> "NumberNode":
+        return NumberNode(jnp.logical_not(self.value), bool, 1 - self.high, 1 - self.low)
+
+    def round(self, digits: Any = None) -> "NumberNode":
+        if digits is None:
+            return NumberNode(jnp.round(self.value).astype(jnp.int32), int)
+        return NumberNode(jnp.round(self.value, int(digits.low)), self.kind)
+
+
+def _compare(name: str) -> Callable[..., NumberNode]:
+    operation = getattr(jnp, name)
+
+    def method(self: NumberNode, other: NumberNode) -> NumberNode:
+        low, high = _decided(name, self, other)
+        return NumberNode(operation(self.value, other.value), bool, low, high)
+
+    return method
+
+
+def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
+    """(low, high) of a comparison from the bounds of its sides: equal where it can only go one way."""
+    always = {
+        "less": a.high < b.low,
+        "less_equal": a.high <= b.low,
+        "greater": a.low > b.high,
+        "greater_equal": a.low >= b.high,
+        "equal": a.low == a.high == b.low == b.high,
+        "not_equal": a.high < b.low or a.low > b.high,
+    }[name]
+    never = {
+        "less": a.low >= b.high,
+        "less_equal": a.low > b.high,
+        "greater": a.high <= b.low,
+        "greater_equal": a.high < b.low,
+        "equal": a.high < b.low or a.low > b.high,
+        "not_equal": a.low == a.high == b.low == b.high,
+    }[name]
+    return (1, 1) if always else (0, 0) if never else (0, 1)
+
+
+def _corners(op: Callable[[float, float], float], a: NumberNode, b: NumberNode) -> tuple[float, float]:
+    values = [op(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
+    if any(math.isnan(v) for v in values):
+        return -math.inf, math.inf
+    return min(values), max(values)
+
+
+_BOUNDED: dict[str, Callable[[float, float], float]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "sym_min": min,
+    "sym_max": max,
+}
+
+
+def _arithmetic(name: str, operation: Callable[..., Any], result: type | None) -> Callable[..., NumberNode]:
+    def method(self: NumberNode, other: NumberNode) -> NumberNode:
+        kind = result or (float if float in (self.kind, other.kind) else int)
+        value = operation(self.value, other.value)
+        bounds = _BOUNDED.get(name)
+        low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
+        return NumberNode(value, kind, low, high)
+
+    return method
+
+
+def _true_divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.true_divide(a, b)
+
+
+for _name, _jnp in {
+    "lt": "less",
+    "le": "less_equal",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "eq": "equal",
+    "ne": "not_equal",
+}.items():
+    setattr(NumberNode, _name, _compare(_jnp))
+for _name, _operation, _result in (
+    ("add", jnp.add, None),
+    ("sub", jnp.subtract, None),
+    ("mul", jnp.multiply, None),
+    ("mod", jnp.mod, None),
+    ("floordiv", jnp.floor_divide, None),
+    ("int_floordiv", jnp.floor_divide, int),
+    ("truediv", _true_divide, float),
+    ("int_truediv", _true_divide, float),
+    ("float_truediv", _true_divide, float),
+    ("pow", jnp.power, None),
+    ("float_pow", jnp.power, float),
+    ("pow_by_natural", jnp.power, int),
+    ("sym_min", jnp.minimum, None),
+    ("sym_max", jnp.maximum, None),
+    ("and_", jnp.logical_and, bool),
+    ("or_", jnp.logical_or, bool),
+    ("bitwise_and", jnp.bitwise_and, None),
+    ("bitwise_or", jnp.bitwise_or, None),
+    ("lshift", jnp.left_shift, int),
+    ("rshift", jnp.right_shift, int),
+):
+    setattr(NumberNode, _name, _arithmetic(_name, _operation, _result))
+for _name, _operation in (
+    ("floor", jnp.floor),
+    ("ceil", jnp.ceil),
+    ("trunc", jnp.trunc),
+):
+    setattr(
+        NumberNode,
+        _name,
+        lambda self, _op=_operation: NumberNode(_op(self.value).astype(jnp.int32), int),
+    )
+for _name in ("sqrt", "cos", "sin", "tan", "exp", "log", "log2", "tanh", "cosh", "sinh", "asin", "acos", "atan"):
+    setattr(
+        NumberNode,
+        f"sym_{_name}",
+        lambda self, _op=getattr(jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)): (
+            NumberNode(_op(self.value.astype(jnp.float32)), float)
+        ),
+    )
+
+
+def number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> Any:
+    """A traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
+    node = NumberNode(value, kind, low, high)
+    return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind](node)
+
+
+def node_value(number: Any) -> jax.Array:
+    """The 0-d jax value of a traced number."""
+    node = number.node
+    if isinstance(node, NumberNode):
+        return node.value
+    raise port_error(
+        "a symbolic number of torch.export or torch.compile met a traced program",
+        code="TPU106",
+        remedy="convert the model itself, not its exported or compiled form",
+    )
+
+
+def placeholder(number: Any) -> Any:
+    """A Python number to stand for a traced one where only dtypes and shapes matter."""
+    return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]
+
+
+def item(tensor: TracedTensor) -> Any:
+    """`.item()` of a traced tensor: a traced Python number."""
+    if tensor.numel() != 1:
+        msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
+        raise RuntimeError(msg)
+    value = tensor._elem.reshape(())
+    if tensor.dtype is torch.bool:
+        return number(value, bool)
+    if tensor.dtype.is_floating_point:
+        return number(value, float)
+    if tensor.dtype.is_complex:
+        raise port_error(
+            ".item() of a traced complex tensor",
+            code="TPU106",
+            remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
+        )
+    low, high = getattr(tensor, "_bounds", (-math.inf, math.inf))
+    return number(value, int, low, high)
+
+
+def tolist(tensor: TracedTensor) -> Any:
+    """`.tolist()` of a traced tensor: nested lists of traced numbers."""
+    if tensor.dim() == 0:
+        return item(tensor)
+    return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+"""Running a user's function as a traced program: attempts, what they learn, and what came out."""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tpuport.errors import PortError
+from tpuport.model import backend, branching, numbers, structure
+from tpuport.model.locate import port_error
+from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
+from tpuport.model.tensor import Storage, TracedTensor, meta_of
+from tpuport.model.trace import KeyStream, Trace, active
+from tpuport.shims._shim import installed
+try:
+    from tpuport.source import live
+except ImportError:
+    class live:
+        class LiveRewrite: pass
+        import contextlib
+        @staticmethod
+        @contextlib.contextmanager
+        def swapped(r): yield
+        @staticmethod
+        def rewrite_function(*a, **k): return None
+
+_MAX_ATTEMPTS = 40
+
+
+@dataclass
+class Outcome:
+    """What one trace of a program gave. Arrays are tracers of the enclosing jax trace."""
+
+    out_leaves: list[Any]
+    out_spec: structure.Spec
+    out_metas: list[Any]
+    state: dict[str, jax.Array]
+    mutated: dict[int, jax.Array]
+    error_code: jax.Array | None
+    trace: Trace
+    rewrites: list[live.LiveRewrite]
+    python_changes: PythonChanges | None = None
+    uses_key: bool = False
+    baked: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """A module's method or a free function, and what tracing it has taught so far (`plan`)."""
+
+    function: Callable[..., Any] | None
+    master: torch.nn.Module | None
+    plan: branching.Plan = field(default_factory=branching.Plan)
+    rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
+    on_module: Callable[[Any], None] | None = None
+
+    def trace(
+        self,
+        method: str,
+        values: dict[str, jax.Array],
+        key: jax.Array | None,
+        leaves: list[Any],
+        metas: list[Any],
+        spec: structure.Spec,
+        *,
+        hoist: Callable[[torch.Tensor], jax.Array | None] | None = None,
+        checks: bool = True,
+        known: dict[str, jax.Array] | None = None,
+    ) -> Outcome:
+        """Trace the program once with these values (call inside a jax transformation, or with concrete arrays).
+
+        Args:
+            method: name of the module's method ("forward" goes through `__call__`, hooks included).
+            values: state by name.
+            key: base key of the program's randomness, or None if it may not draw any.
+            leaves: argument arrays (a key array for a `torch.Generator`).
+            metas: for each leaf a meta tensor, or None for a generator.
+            spec: the arguments' structure.
+            hoist: given a host constant, may return an array to use instead of embedding it.
+            checks: collect the conditions of lifted checks.
+            known: state whose value may be used as a Python number, if the trace cannot do without.
+
+        Raises:
+            PortError: the program cannot be ported exactly.
+        """
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._attempt(method, values, key, leaves, metas, spec, hoist, checks, known or {})
+            except branching.Restart as restart:
+                self._learn(restart)
+        msg = f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts; branches found: {self.plan.sites}"
+        raise PortError(msg, remedy="please report this with the code of the function")
+
+    def _learn(self, restart: branching.Restart) -> None:
+        if restart.rewrite is None:
+            self.plan.learn(restart)
+            return
+        code, line = restart.rewrite
+        self.plan.learn(restart)
+        original = self._original_code(code)
+        rewrite = _rewrite(original, self.plan.sites[code] | self.plan.sites.get(original, set()))
+        if rewrite is None or line not in rewrite.lines:
+            self.plan.refused.add((code, line))
+            self.plan.refused.add((original, line))
+        if rewrite is not None:
+            self.rewrites[original] = rewrite
+            self.plan.sites.setdefault(rewrite.code, set()).update(self.plan.sites[code])
+
+    def _original_code(self, code: Any) -> Any:
+        for original, rewrite in self.rewrites.items():
+            if rewrite.code is code:
+                return original
+        return code
+
+    def _attempt(
+        self,
+        method: str,
+        values: dict[str, jax.Array],
+        key: jax.Array | None,
+        leaves: list[Any],
+        metas: list[Any],
+        spec: structure.Spec,
+        hoist: Any,
+        checks: bool,
+        known: dict[str, jax.Array],
+    ) -> Outcome:
+        trace = Trace(KeyStream(key) if key is not None else None)
+        keys = trace.keys
+        trace.hoist = hoist
+        trace.explorer = branching.Explorer(trace, self.plan)
+        with _unchanged_randomness(), torch.compiler.set_stance("force_eager"), live.swapped(list(self.rewrites.values())):
+            with installed(), active(trace):
+                if checks:
+                    trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
+                module, call, baked = self._callable(trace, method, values, known)
+                tree = state_tree(module) if module is not None else None
+                if self.on_module is not None:
+                    self.on_module(module)
+                args, kwargs, made = _arguments(trace, leaves, metas, spec)
+                before = [m._storage.version if isinstance(m, TracedTensor) else 0 for m in made]
+                name = type(module).__qualname__ if module is not None else "<function>"
+                result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), [module, args, kwargs])
+                if trace.refusal is not None:
+                    raise trace.refusal
+                outcome = self._outcome(trace, module, tree, result, values, baked)
+                for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
+                    if isinstance(tensor, TracedTensor) and tensor._storage.version != version:
+                        outcome.mutated[index] = tensor._elem
+        outcome.uses_key = keys is not None and (keys.count > 0 or bool(trace.generators))
+        return outcome
+
+    def _callable(
+        self, trace: Trace, method: str, values: dict[str, jax.Array], known: dict[str, jax.Array]
+    ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
+        """The traced copy of the module, the bound method, and the state that stays on the host."""
+        if self.master is None:
+            assert self.function is not None
+            return None, self.function, {}
+        tree = state_tree(self.master, self.plan.numbers)
+        by_id = {id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)}
+        baked: dict[str, torch.Tensor] = {}
+        traced: dict[str, Any] = {}
+
+        def tensor_map(tensor: torch.Tensor) -> Any:
+            name = by_id.get(id(tensor))
+            if name is None or name not in values:
+                return tensor
+            if self.plan.host_state and name in known and _is_small_state(tensor):
+                baked[name] = backend.to_torch(known[name], tensor.dtype)
+                return baked[name]
+            traced[name] = _state_tensor(trace, tensor, values[name])
+            return traced[name]
+
+        module, _ = clone_module(self.master, tensor_map)
+        for name, leaf in tree.leaves.items():
+            if name in traced:
+                trace.substitutes[id(leaf)] = traced[name]
+            elif name in self.plan.numbers and name in values:
+                fqn, attribute = tree.owners[name]
+                made = numbers.number(values[name], type(leaf))
+                module.get_submodule(fqn).__dict__[attribute] = made
+        return module, module if method == "forward" else getattr(module, method), baked
+
+    def _outcome(
+        self,
+        trace: Trace,
+        module: torch.nn.Module | None,
+        before: StateTree | None,
+        result: Any,
+        values: dict[str, jax.Array],
+        baked: dict[str, torch.Tensor],
+    ) -> Outcome:
+        from tpuport.model.dispatch import value_of
+
+        out_leaves, out_spec = structure.flatten(result, leaf=_out_leaf)
+        arrays = [numbers.node_value(v) if isinstance(v, numbers.SYMBOLIC) else value_of(v) for v in out_leaves]
+        metas = [type(v) if isinstance(v, numbers.SYMBOLIC) else meta_of(v) for v in out_leaves]
+        outcome = Outcome(arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values()))
+        if module is not None and before is not None:
+            after = state_tree(module)
+            for name, leaf in after.leaves.items():
+                if isinstance(leaf, numbers.SYMBOLIC):
+                    outcome.state[name] = numbers.node_value(leaf)
+                elif isinstance(leaf, TracedTensor) or trace.alias(leaf) is not None or (
+                    name in baked and leaf._version
+                ):
+                    array = value_of(leaf)
+                    if array is not values.get(name):
+                        outcome.state[name] = array
+            outcome.python_changes = python_changes(before, after, module)
+            outcome.baked = dict(baked)
+        if trace.checks and trace.error_code is not None:
+            outcome.error_code = trace.error_code.value
+        return outcome
+
+
+_SMALL = 4096
+
+
+def _is_small_state(tensor: torch.Tensor) -> bool:
+    """State that may be read as Python numbers: small, and not trained."""
+    return not tensor.requires_grad and tensor.numel() <= _SMALL
+
+
+def _out_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, jax.Array, *numbers.SYMBOLIC))
+
+
+def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
+    frozen = not (tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen)
+    made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
+    made.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
+    if isinstance(tensor, torch.nn.Parameter):
+        made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
+    return made
+
+
+def _arguments(
+    trace: Trace, leaves: list[Any], metas: list[Any], spec: structure.Spec
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    made: list[Any] = []
+    for value, meta in zip(leaves, metas, strict=True):
+        if meta is None:
+            generator = torch.Generator()
+            trace.generators[id(generator)] = KeyStream(value)
+            made.append(generator)
+        else:
+            made.append(TracedTensor(Storage(value, trace), (), meta, value, not meta.dtype.is_floating_point))
+    args, kwargs = structure.rebuild(spec, made)
+    return args, kwargs, made
+
+
+def _rewrite(code: Any, lines: set[int]) -> live.LiveRewrite | None:
+    import gc
+
+    for candidate in gc.get_referrers(code):
+        if callable(candidate) and getattr(candidate, "__code__", None) is code:
+            result = live.rewrite_function(candidate, sites=frozenset(lines))
+            return result if isinstance(result, live.LiveRewrite) and result.code is not None else None
+    return None
+
+
+@contextlib.contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    """Refuse a trace that drew from Python's, numpy's or torch's host generators: its numbers would be frozen.
+
+    Raises:
+        PortError: it did.
+    """
+    before = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())  # noqa: NPY002
+    yield
+    after = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())  # noqa: NPY002
+    names = ("Python's `random`", "numpy's global random state", "torch's CPU generator")
+    same = (
+        before[0] == after[0],
+        bool((before[1][0] == after[1][0]).all()) and before[1][1] == after[1][1],
+        bool((before[2] == after[2]).all()),
+    )
+    for name, is_same in zip(names, same, strict=True):
+        if not is_same:
+            raise port_error(
+                f"the function drew random numbers from {name} while it was traced; they would be the same at every call",
+                code="TPU404",
+                remedy="draw them with torch (torch.rand, torch.randint), which a ported model makes fresh at each call",
+            )

@@ -1,0 +1,201 @@
+"""What a port did and how exactly it reproduces eager PyTorch: the object behind `ported.report`.
+
+Data only: `report_text` renders it for a terminal and `report_html` as one self-contained page.
+Neither torch nor jax is imported, so a saved report can be read anywhere.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from tpuport.errors import UsageError
+from tpuport.model.report_records import Branch as Branch
+from tpuport.model.report_records import Divergence as Divergence
+from tpuport.model.report_records import HoistedConstant as HoistedConstant
+from tpuport.model.report_records import Kind as Kind
+from tpuport.model.report_records import Parity as Parity
+from tpuport.model.report_records import Record as Record
+from tpuport.model.report_records import RegisteredOp as RegisteredOp
+from tpuport.model.report_records import Retrace as Retrace
+from tpuport.model.report_records import Rewrite as Rewrite
+from tpuport.model.report_records import ShimUse as ShimUse
+from tpuport.model.report_records import Stage as Stage
+from tpuport.model.report_records import Timing as Timing
+from tpuport.model.report_records import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Verdict = Literal["agrees", "differs", "not verified"]
+_FORMAT = 1
+
+
+@dataclass
+class PortReport:
+    """What `convert` did to a model, and what the comparison with eager PyTorch found.
+
+    `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
+    the port runs: `add` takes any record, `timed` the seconds of a stage.
+
+    Attributes:
+        model: Class of the model.
+        class_file: File that defines the class.
+        versions: Package name to version.
+        num_parameters: Elements over all parameters, a tied weight once.
+        parameter_bytes: Their size.
+        num_buffers: Elements over all buffers.
+        buffer_bytes: Their size.
+        verified: Whether the comparison ran and agreed; None where it did not run.
+        why_not_verified: Why it did not run or did not agree, as a clause without a full stop.
+        notes: Sentences for the reader.
+    """
+
+    model: str
+    _: KW_ONLY
+    class_file: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    num_parameters: int = 0
+    parameter_bytes: int = 0
+    num_buffers: int = 0
+    buffer_bytes: int = 0
+    verified: bool | None = None
+    why_not_verified: str = ""
+    parity: list[Parity] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)
+    rewrites: list[Rewrite] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    shims: list[ShimUse] = field(default_factory=list)
+    registered_ops: list[RegisteredOp] = field(default_factory=list)
+    retraces: list[Retrace] = field(default_factory=list)
+    constants: list[HoistedConstant] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *records: Record) -> None:
+        """Append each record to the list of its type."""
+        for record in records:
+            getattr(self, _LIST_OF[type(record)]).append(record)
+
+    @contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Add the seconds spent inside the `with` block to a stage, also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = getattr(self.timing, stage) + time.perf_counter() - start
+            self.timing = replace(self.timing, **{stage: spent})
+
+    @property
+    def verdict(self) -> Verdict:
+        """One word for the comparison; a port that compared nothing is never said to agree."""
+        if self.verified is False or self.divergences or not all(p.ok for p in self.parity):
+            return "differs"
+        return "agrees" if self.verified and self.parity else "not verified"
+
+    @property
+    def ok(self) -> bool:
+        """Whether values were compared and all of them agree."""
+        return self.verdict == "agrees"
+
+    @property
+    def by_severity(self) -> list[Parity]:
+        """The compared values, worst first."""
+        return sorted(self.parity, key=lambda p: (-p.used, p.path))
+
+    @property
+    def worst(self) -> Parity | None:
+        """The value that uses most of its tolerance, or None where nothing was compared."""
+        return min(self.parity, key=lambda p: (-p.used, p.path), default=None)
+
+    def __str__(self) -> str:
+        """Plain text of at most 100 columns, without colour codes."""
+        from tpuport.model.report_text import to_text
+
+        return to_text(self)
+
+    def __rich__(self) -> "RenderableType":
+        """What rich prints, at the width of the terminal."""
+        from tpuport.model.report_text import render
+
+        return render(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready data; a float that JSON cannot hold becomes `"nan"`, `"inf"` or `"-inf"`."""
+        derived = {"format": _FORMAT, "ok": self.ok, "verdict": self.verdict}
+        return derived | to_plain(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`.
+
+        Raises:
+            UsageError: The data is not a report of this format.
+        """
+        if data.get("format") != _FORMAT:
+            raise UsageError(
+                f"Expected a port report of format {_FORMAT}, got format {data.get('format')!r}: "
+                "read it with the tpuport version that wrote it."
+            )
+        given: dict[str, Any] = {f.name: data[f.name] for f in fields(cls)}
+        for record, name in _LIST_OF.items():
+            given[name] = [from_plain(record, item) for item in given[name]]
+        given["timing"] = from_plain(Timing, given["timing"])
+        return cls(**given)
+
+    def to_json(self) -> str:
+        """The report as standard JSON, indented."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of `to_json`; raises UsageError as `from_dict` does."""
+        return cls.from_dict(json.loads(text))
+
+    def to_html(self) -> str:
+        """The report as one HTML page that loads nothing from elsewhere."""
+        from tpuport.model.report_html import to_html
+
+        return to_html(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report, as the suffix says: .json, .html or .txt. Return the path.
+
+        A reader sees the old file or the whole new one, never a part.
+
+        Raises:
+            UsageError: Another suffix.
+            OSError: The file cannot be written; what was there before is left alone.
+        """
+        path = Path(path)
+        writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}
+        if path.suffix.lower() not in writers:
+            raise UsageError(
+                f"Expected a report file ending in .json, .html or .txt, got {str(path)!r}: "
+                f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
+            )
+        text = writers[path.suffix.lower()]()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+
+_LIST_OF: dict[type, str] = {
+    Parity: "parity",
+    Divergence: "divergences",
+    Rewrite: "rewrites",
+    Branch: "branches",
+    ShimUse: "shims",
+    RegisteredOp: "registered_ops",
+    Retrace: "retraces",
+    HoistedConstant: "constants",
+}

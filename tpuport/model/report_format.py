@@ -1,0 +1,182 @@
+"""How a port report words its numbers, names and verdict, alike on a terminal and in HTML."""
+
+import unicodedata
+from typing import TYPE_CHECKING
+
+from tpuport.model.report_records import KINDS, Divergence, Parity
+
+if TYPE_CHECKING:
+    from tpuport.model.report import PortReport
+
+
+def visible(text: object) -> str:
+    """Text with its control, format and surrogate characters spelled out; tabs become spaces.
+
+    Paths and source lines come from files nobody here has seen: an escape sequence must not reach
+    a terminal, nor a bidirectional override reorder a line on a page.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs")
+        else char
+        for char in str(text).expandtabs(4)
+    )
+
+
+def number(value: float) -> str:
+    """Three significant digits at most: `0`, `12.3`, `2.1e-6`, `nan`."""
+    if value == 0 or not 0 < abs(value) < float("inf"):
+        return f"{value:g}"
+    if 1e-2 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def element(value: float) -> str:
+    """A tensor element, with the digits that tell two nearly equal ones apart."""
+    return f"{value:.9g}"
+
+
+def seconds(value: float) -> str:
+    """`3 ms`, `1.2 s`, `2 min 5 s`."""
+    if value < 1:
+        return f"{value * 1e3:.0f} ms" if value >= 1e-3 or value == 0 else "<1 ms"
+    if value < 60:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s"
+
+
+def count(value: int) -> str:
+    """`812`, `12,345`, `1.24 M`, `8.33 B`."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:,}"
+
+
+def size(num_bytes: int) -> str:
+    """`512 B`, `1.5 KiB`, `31.0 GiB`."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def plural(num: int, noun: str) -> str:
+    """`1 value`, `3 values`, `2 branches`."""
+    suffix = "" if num == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{num:,} {noun}{suffix}"
+
+
+def array(dtype: str, shape: tuple[int, ...]) -> str:
+    """`float32[2, 16]`."""
+    return f"{dtype}{list(shape)}"
+
+
+def short_path(path: str) -> str:
+    """The part of a path that a reader needs: from the package on, or the last three parts."""
+    _, found, package_path = path.rpartition("site-packages/")
+    if found:
+        return package_path
+    parts = path.split("/")
+    return path if len(parts) <= 4 else "/".join(parts[-3:])
+
+
+def place(file: str, line: int) -> str:
+    """`package/file.py:12`."""
+    return f"{short_path(file)}:{line}"
+
+
+def headline(report: "PortReport") -> str:
+    """The verdict as one sentence that starts with the model's name."""
+    if report.verdict == "agrees":
+        return f"{report.model} agrees with eager PyTorch"
+    if report.verdict == "not verified":
+        return f"{report.model} has not been verified against eager PyTorch"
+    return f"{report.model} does not agree with eager PyTorch"
+
+
+def explanation(report: "PortReport") -> str:
+    """What the verdict rests on: how many values were compared, which is the worst, and why not."""
+    sentences = []
+    worst = report.worst
+    if worst is not None:
+        failed = sum(not p.ok for p in report.parity)
+        within = f"{failed:,} of them out of tolerance" if failed else "all within tolerance"
+        sentences.append(f"{plural(len(report.parity), 'value')} compared, {within}.")
+        sentences.append(worst_value(worst))
+    for reason in _reasons(report):
+        sentences.append(f"{reason[:1].upper()}{reason[1:].rstrip('.')}.")
+    return " ".join(sentences)
+
+
+def _reasons(report: "PortReport") -> list[str]:
+    if report.verdict == "agrees":
+        return []
+    if report.why_not_verified:
+        return [report.why_not_verified]
+    return [] if report.parity else ["No value has been compared"]
+
+
+def worst_value(worst: Parity) -> str:
+    """The worst value in a sentence, against its tolerance."""
+    if worst.problem:
+        return f"The worst is {worst.path}: {worst.problem}."
+    if worst.used == 0:
+        return "Every value is identical."
+    error = f"The worst is {worst.path}, {number(worst.max_rel)} relative"
+    if worst.ok and worst.max_rel > worst.tolerance:
+        return f"{error}, accepted as {number(worst.max_abs)} is below {number(worst.atol)}."
+    return f"{error} where {number(worst.tolerance)} is allowed."
+
+
+def error_and_limit(parity: Parity) -> tuple[str, str]:
+    """The error and what is allowed: relative, or absolute where that is what accepted it."""
+    if parity.ok and parity.max_rel > parity.tolerance:
+        return f"{number(parity.max_abs)} abs", f"{number(parity.atol)} abs"
+    return number(parity.max_rel), number(parity.tolerance)
+
+
+def worst_element(parity: Parity) -> str:
+    """Both sides at the worst element, or why there are not two sides."""
+    if parity.problem:
+        return parity.problem
+    if parity.used == 0:
+        return "identical"
+    at = f" at {list(parity.where)}" if parity.where else ""
+    return f"{element(parity.got)} for {element(parity.expected)}{at}"
+
+
+def by_kind(parity: list[Parity]) -> dict[str, list[Parity]]:
+    """The compared values of each kind, in the order outputs, gradients, buffers, arguments."""
+    groups = {kind: [p for p in parity if p.kind == kind] for kind in KINDS}
+    return {kind: group for kind, group in groups.items() if group}
+
+
+def divergence(found: Divergence) -> str:
+    """Where the first difference appears, in a sentence."""
+    return (
+        f"The first submodule that differs is {found.module} ({found.cls}): its inputs agree to "
+        f"{number(found.input_max_rel)}, its output is off by {number(found.max_rel)}."
+    )
+
+
+def facts(report: "PortReport") -> list[str]:
+    """Where the class is, and its size."""
+    found = [short_path(report.class_file)] if report.class_file else []
+    for noun, num, num_bytes in (
+        ("parameter", report.num_parameters, report.parameter_bytes),
+        ("buffer element", report.num_buffers, report.buffer_bytes),
+    ):
+        if num:
+            found.append(f"{count(num)} {noun}{'' if num == 1 else 's'} ({size(num_bytes)})")
+    return found
+
+
+def versions(report: "PortReport") -> list[str]:
+    """`torch 2.13.0` and so on."""
+    return [f"{name} {version}" for name, version in report.versions.items()]

@@ -1,0 +1,334 @@
+"""The records that a port report is made of: one frozen dataclass for each sort of finding."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
+
+import numpy as np
+
+Kind = Literal["output", "gradient", "buffer", "mutated argument"]
+Stage = Literal["observe", "rewrite", "trace", "lower", "compile", "verify"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One value of the ported model against the same value of eager PyTorch.
+
+    Attributes:
+        path: Which value, such as `output.logits` or `grad.layers.0.weight`.
+        kind: What sort of value it is.
+        shape: Shape in eager PyTorch.
+        dtype: Dtype in eager PyTorch, such as `float32`.
+        max_abs: Largest `|got - expected|`. Elements that are the same NaN or infinity count as 0,
+            and one that is not finite on one side only counts as infinity.
+        max_rel: `max_abs / max|expected|`: relative to the size of the whole value.
+        where: Index of the worst element.
+        expected: Worst element in eager PyTorch.
+        got: Worst element in the port.
+        tolerance: Largest accepted `max_rel`.
+        atol: Largest `max_abs` accepted whatever `max_rel` is, for a value that is zero but for
+            rounding (the gradient of a bias ahead of a normalisation).
+        problem: Why the two cannot be compared (another shape or dtype, a missing value), or empty.
+    """
+
+    path: str
+    _: KW_ONLY
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    max_abs: float
+    max_rel: float
+    where: tuple[int, ...]
+    expected: float
+    got: float
+    tolerance: float
+    atol: float = 0.0
+    problem: str = ""
+
+    @classmethod
+    def compare(
+        cls,
+        path: str,
+        expected: np.ndarray,
+        got: np.ndarray,
+        *,
+        kind: Kind,
+        tolerance: float,
+        atol: float = 0.0,
+        dtype: str | None = None,
+    ) -> Self:
+        """Compare two arrays element by element, in float64.
+
+        Args:
+            path: Which value this is.
+            expected: What eager PyTorch gives, of any shape and any real, integer, bool or complex
+                dtype. A complex array is compared as its real view (a last dim of size 2).
+            got: What the port gives. Another shape or dtype is recorded as a `problem`.
+            kind: What sort of value it is.
+            tolerance: Largest accepted error relative to `max|expected|`.
+            atol: Largest accepted absolute error, whatever the relative one.
+            dtype: Name to report where numpy's own would mislead (a bfloat16 value that was
+                widened to float32 on its way to numpy).
+        """
+        if expected.shape != got.shape or expected.dtype != got.dtype:
+            problem = f"{_array_label(got)} where eager PyTorch gives {_array_label(expected)}"
+            worst, relative, where, pair = math.inf, math.inf, (), (math.nan, math.nan)
+        else:
+            problem = ""
+            worst, relative, where, pair = _worst_element(expected, got)
+        return cls(
+            path,
+            kind=kind,
+            shape=tuple(expected.shape),
+            dtype=dtype or str(expected.dtype),
+            max_abs=worst,
+            max_rel=relative,
+            where=where,
+            expected=pair[0],
+            got=pair[1],
+            tolerance=tolerance,
+            atol=atol,
+            problem=problem,
+        )
+
+    @property
+    def used(self) -> float:
+        """Share of the tolerance used: 0 is identical, 1 the limit, inf cannot be accepted."""
+        if self.problem or not _same_sort(self.expected, self.got):
+            return math.inf
+        return min(_share(self.max_rel, self.tolerance), _share(self.max_abs, self.atol))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the port reproduces this value; a NaN where eager is finite never is."""
+        return self.used <= 1
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """Source that a rule changed in the port's copy of a function.
+
+    Attributes:
+        file: Path of the user's file.
+        line: First line there, counted from 1.
+        code: The rule's code, such as `TPU201`.
+        before: The source as written.
+        after: The source as traced.
+        safety: The rule's safety level: exact, close or unsafe.
+    """
+
+    file: str
+    line: int
+    _: KW_ONLY
+    code: str
+    before: str
+    after: str
+    safety: str
+
+
+@dataclass(frozen=True)
+class ShimUse:
+    """A call inside someone else's package that was served by a shim.
+
+    Attributes:
+        name: The shim.
+        target: Qualified name of what it stood in for.
+        reason: Why the original cannot run under a trace.
+        calls: How often it was reached while tracing.
+    """
+
+    name: str
+    _: KW_ONLY
+    target: str
+    reason: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class RegisteredOp:
+    """An ATen op that torchax does not lower, or lowers wrongly, and tpuport's own lowering served.
+
+    Attributes:
+        name: Such as `aten.hann_window.default`.
+        reason: What torchax does with it.
+        calls: How often it was reached while tracing.
+    """
+
+    name: str
+    _: KW_ONLY
+    reason: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """A trace after the first one, each a compilation.
+
+    Attributes:
+        method: The traced method, such as `forward`.
+        index: Which trace of the method this was; the first retrace is 2.
+        causes: What changed, such as `args[0]: float32[2, 16] -> float32[3, 16]`.
+    """
+
+    method: str
+    index: int
+    causes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HoistedConstant:
+    """A large tensor known at trace time, passed to the compiled function as an argument.
+
+    Attributes:
+        origin: `file:line` that made it.
+        shape: Its shape.
+        dtype: Its dtype.
+        bytes: Its size.
+    """
+
+    origin: str
+    _: KW_ONLY
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch whose condition is only known on the device.
+
+    Attributes:
+        file: Path of the user's file.
+        line: Line of the branch, counted from 1.
+        source: The condition as written.
+        how: How it was kept, such as `both sides traced, selected on device`.
+    """
+
+    file: str
+    line: int
+    _: KW_ONLY
+    source: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds spent in each stage of the port, summed over methods and retraces."""
+
+    observe: float = 0.0
+    rewrite: float = 0.0
+    trace: float = 0.0
+    lower: float = 0.0
+    compile: float = 0.0
+    verify: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds over all stages."""
+        return sum(getattr(self, stage) for stage in STAGES)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first submodule, in the order of execution, whose output differs from eager PyTorch's.
+
+    Attributes:
+        module: Its fqn, such as `blocks.3.attn`.
+        cls: Its class.
+        max_rel: Error of its output, relative to the output's size.
+        input_max_rel: The same for its inputs, which still agreed.
+    """
+
+    module: str
+    _: KW_ONLY
+    cls: str
+    max_rel: float
+    input_max_rel: float
+
+
+Record = Parity | Rewrite | ShimUse | RegisteredOp | Retrace | HoistedConstant | Branch | Divergence
+
+
+def to_plain(value: object) -> Any:
+    """JSON-ready form of records, containers and scalars.
+
+    A float that JSON cannot hold becomes `"nan"`, `"inf"` or `"-inf"`, which `float` reads back.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return to_plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def from_plain(record: type[_R], data: Mapping[str, Any]) -> _R:
+    """A record from its `to_plain` form."""
+    restored = {
+        name: float(data[name])
+        if annotation is float
+        else tuple(data[name])
+        if isinstance(data[name], list)
+        else data[name]
+        for name, annotation in get_type_hints(record).items()
+        if name in data
+    }
+    return record(**restored)
+
+
+def _worst_element(
+    expected: np.ndarray, got: np.ndarray
+) -> tuple[float, float, tuple[int, ...], tuple[float, float]]:
+    """Largest absolute error, the same relative to the value, its index, and both elements."""
+    error, want, have = _errors(expected, got)
+    if not error.size:
+        return 0.0, 0.0, (), (0.0, 0.0)
+    where = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
+    worst = float(error[where])
+    scale = float(np.abs(np.where(np.isfinite(want), want, 0.0)).max())
+    relative = worst / scale if scale else (math.inf if worst else 0.0)
+    return worst, relative, where, (float(want[where]), float(have[where]))
+
+
+def _errors(expected: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Element-wise error, and both sides in float64; arrays of one shape and dtype."""
+    if np.iscomplexobj(expected):
+        expected, got = (np.stack([np.real(x), np.imag(x)], axis=-1) for x in (expected, got))
+    want, have = expected.astype(np.float64), got.astype(np.float64)
+    same = (expected == got) | (np.isnan(want) & np.isnan(have))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(have - want))
+    error[np.isnan(error)] = math.inf
+    # Integers beyond 2**53 may differ and yet be one float64.
+    error[~same & (error == 0)] = 1.0
+    return error, want, have
+
+
+def _array_label(array: np.ndarray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def _same_sort(expected: float, got: float) -> bool:
+    """Whether both are finite, both NaN, or both the same infinity."""
+    if math.isfinite(expected) or math.isfinite(got):
+        return math.isfinite(expected) and math.isfinite(got)
+    return expected == got or (math.isnan(expected) and math.isnan(got))
+
+
+def _share(error: float, limit: float) -> float:
+    """`error / limit`, where no error fits any limit and NaN fits none."""
+    if error == 0:
+        return 0.0
+    return error / limit if limit > 0 and not math.isnan(error) else math.inf

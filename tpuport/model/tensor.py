@@ -1,0 +1,298 @@
+"""The tensor that user code holds while its program is traced, and afterwards as a result.
+
+A `TracedTensor` is a torch wrapper subclass around a `jax.Array` (a tracer during tracing). Its torch-side metadata
+(dtype, sizes, strides, storage offset) is what eager PyTorch would have, so code that asks `.dtype`, `.stride()` or
+`is_contiguous()` takes the path that it takes in eager; its value lives in a `Storage` shared by all of its views, so an
+in-place write through any of them is seen by all the others, as in PyTorch.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.model import backend
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStep:
+    """One view operation: how to read it from its base, and how to write it back into the base.
+
+    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the view was set to `new`.
+    """
+
+    forward: Callable[[jax.Array], jax.Array]
+    inverse: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+_SERIALS = itertools.count()
+
+
+class Storage:
+    """The value behind a tensor and all of its views; `version` counts the writes."""
+
+    __slots__ = ("__weakref__", "serial", "trace", "value", "version")
+
+    def __init__(self, value: jax.Array, trace: Any) -> None:
+        self.value = value
+        self.version = 0
+        self.trace = trace
+        self.serial = next(_SERIALS)
+        if trace is not None:
+            trace.created(self)
+
+    def set(self, value: jax.Array) -> None:
+        """Replace the value; every view re-reads it on next use."""
+        if self.trace is not None:
+            self.trace.writing(self)
+        self.value = value
+        self.version += 1
+
+
+class TracedTensor(backend.TorchaxTensor):
+    """A torch tensor whose value is a jax array; see the module docstring."""
+
+    is_traced = True
+
+    @staticmethod
+    def __new__(
+        cls,
+        storage: Storage,
+        chain: tuple[ViewStep, ...],
+        meta: torch.Tensor,
+        value: jax.Array | None = None,
+        frozen: bool = False,
+    ) -> "TracedTensor":
+        """Wrap `storage` read through `chain`; `meta` gives dtype, sizes, strides and offset."""
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device="cpu",
+            requires_grad=False,
+        )
+
+    def __init__(
+        self,
+        storage: Storage,
+        chain: tuple[ViewStep, ...],
+        meta: torch.Tensor,
+        value: jax.Array | None = None,
+        frozen: bool = False,
+    ) -> None:
+        self._storage = storage
+        self._chain = chain
+        self._cached = value
+        self._cached_version = storage.version if value is not None else -1
+        self._frozen = frozen
+        self._stopped: tuple[int, jax.Array] | None = None
+        self._env = None
+
+    # -- value ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _elem(self) -> jax.Array:
+        """The current value, re-read from the storage if another alias wrote to it."""
+        storage = self._storage
+        if self._cached_version == storage.version:
+            return self._cached  # type: ignore[return-value]
+        value = storage.value
+        for step in self._chain:
+            value = step.forward(value)
+        self._cached, self._cached_version = value, storage.version
+        return value
+
+    @_elem.setter
+    def _elem(self, value: jax.Array) -> None:
+        self.write(value)
+
+    def write(self, value: jax.Array) -> None:
+        """Set this tensor's value in its storage, so that every alias sees it."""
+        bases = [self._storage.value]
+        for step in self._chain[:-1]:
+            bases.append(step.forward(bases[-1]))
+        written = value
+        for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
+            written = step.inverse(base, written)
+        self._storage.set(written)
+        if not self._chain:
+            self._cached, self._cached_version = value, self._storage.version
+
+    def jax(self) -> jax.Array:
+        """The value as a jax array (a tracer while a program is being traced)."""
+        return self._elem
+
+    @property
+    def is_concrete(self) -> bool:
+        """Whether the value is known now (not a tracer)."""
+        return not isinstance(self._elem, jax.core.Tracer)
+
+    # -- torch surface -------------------------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from tpuport.model import dispatch
+
+        return dispatch.dispatch(func, args, kwargs or {})
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.size()
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return self.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        if self._storage.trace is not None:
+            return torch.device("cpu")
+        return torch.device("jax:0")
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return not self._frozen and self.dtype.is_floating_point
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "TracedTensor":
+        """Stop gradients through this tensor from here on when `requires_grad` is False."""
+        if not requires_grad and not self._frozen:
+            self.write(jax.lax.stop_gradient(self._elem))
+        self._frozen = not requires_grad
+        return self
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        return None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, TracedTensor):
+            self.copy_(value)
+            return
+        self._storage, self._chain = value._storage, value._chain
+        self._cached_version = -1
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The value on the host, in the torch dtype.
+
+        Raises:
+            PortError: while the program is being traced (there is no value yet).
+        """
+        del force
+        return to_cpu(self).numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        if self._storage.trace is not None:
+            from tpuport.model import numbers
+
+            return numbers.tolist(self)
+        return to_cpu(self).tolist()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A plain CPU tensor, or, while tracing, the tensor itself (nothing leaves the device)."""
+        del args, kwargs
+        return self if self._storage.trace is not None else to_cpu(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        if self.is_concrete and self._storage.trace is None:
+            return f"tpuport.Tensor({to_cpu(self)!r:.2000})"
+        return f"TracedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.is_concrete and self.dim() == 0:
+            return format(to_cpu(self).item(), spec)
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return to_cpu(self).__reduce_ex__(protocol)
+
+    type_as = torch.Tensor.type_as
+    flatten = torch.Tensor.flatten
+    detach = torch.Tensor.detach
+    __setitem__ = torch.Tensor.__setitem__
+
+    def dim(self) -> int:
+        return torch.Tensor.dim(self)
+
+    def torch(self) -> torch.Tensor:
+        """A plain CPU torch tensor with the same value and dtype."""
+        return to_cpu(self)
+
+
+def wrap(
+    value: jax.Array, dtype: torch.dtype | None = None, *, trace: Any = None, frozen: bool = False
+) -> TracedTensor:
+    """A fresh contiguous tensor around `value`; `dtype` where torch's differs from jax's (int64 held as int32)."""
+    torch_dtype = dtype or backend.torch_dtype(value.dtype)
+    meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
+    return TracedTensor(Storage(value, trace), (), meta, value, frozen)
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the sizes, strides and dtype of `tensor`."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def to_cpu(tensor: TracedTensor) -> torch.Tensor:
+    """Copy a computed tensor to a plain CPU tensor of its torch dtype.
+
+    Raises:
+        PortError: if the value is a tracer.
+    """
+    value = tensor._elem
+    if isinstance(value, jax.core.Tracer):
+        from tpuport.model.locate import port_error
+
+        raise port_error(
+            "a traced value was asked for on the host (.numpy(), np.asarray, .cpu().numpy())",
+            code="TPU301",
+            remedy="do this with torch operations, or after the ported call on its output",
+        )
+    return backend.to_torch(value, tensor.dtype)
+
+
+def is_alive_in(tensor: TracedTensor, trace: Any) -> bool:
+    """Whether `tensor` belongs to `trace` (or is concrete and can enter any trace)."""
+    owner = tensor._storage.trace
+    return owner is None or owner is trace

@@ -1,0 +1,198 @@
+"""One trace of one program: its randomness, the host constants it met, and what it wrote."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.model import backend
+from tpuport.model.tensor import Storage, TracedTensor, ViewStep
+
+_LOCAL = threading.local()
+
+
+@dataclass
+class KeyStream:
+    """Numbered keys from one base key: the n-th random op of a program folds n into the base."""
+
+    base: jax.Array
+    count: int = 0
+
+    def next(self) -> jax.Array:
+        """A key never handed out before by this stream."""
+        key = jax.random.fold_in(self.base, self.count)
+        self.count += 1
+        return key
+
+
+@dataclass
+class Effects:
+    """What a stretch of a trace created and wrote; regions (checkpoint, cond) turn it into outputs."""
+
+    created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
+    before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Check:
+    """An exception that the user's code raises on a traced condition, lifted out of the program."""
+
+    error: BaseException
+    site: str
+
+
+@dataclass
+class HostConstant:
+    """A CPU tensor that met a traced one and so became part of the program."""
+
+    tensor: torch.Tensor
+    value: jax.Array
+    version: int
+
+
+class Trace:
+    """State of one trace. `keys` is None for a program that was given no key: a random op is then an error."""
+
+    def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
+        self.keys = keys
+        self.generators: dict[int, KeyStream] = {}
+        self.constants: dict[int, HostConstant] = {}
+        self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
+        self.effects: list[Effects] = []
+        self.counters = counters or Counters()
+        self.hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+        self.explorer: Any = None
+        self.checks: list[Check] = []
+        self.error_code: Storage | None = None
+        self.refusal: Exception | None = None
+        self.substitutes: dict[int, TracedTensor] = {}
+        self.dispatch_mode: Any = None
+        self.function_mode: Any = None
+        self.closed = False
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def created(self, storage: Storage) -> None:
+        """Note a storage that came into being."""
+        for effects in self.effects:
+            effects.created[storage.serial] = weakref.ref(storage)
+
+    def writing(self, storage: Storage) -> None:
+        """Note a storage about to be written, with its value before."""
+        for effects in self.effects:
+            if storage.serial not in effects.created and storage.serial not in effects.before:
+                effects.before[storage.serial] = (storage, storage.value, storage.version)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Effects]:
+        """Record what happens inside the block."""
+        effects = Effects()
+        self.effects.append(effects)
+        try:
+            yield effects
+        finally:
+            self.effects.remove(effects)
+
+    # -- randomness ----------------------------------------------------------------------------------------------
+
+    def next_key(self, generator: torch.Generator | None) -> jax.Array:
+        """The key for the next random op, from `generator`'s stream if it was an argument of the program."""
+        if generator is not None and id(generator) in self.generators:
+            return self.generators[id(generator)].next()
+        if self.keys is None:
+            from tpuport.model.locate import port_error
+
+            raise port_error(
+                "a random operation ran in a program that was given no key",
+                code="TPU401",
+                remedy="pass a key: ported.apply(params, buffers, jax.random.key(0), ...)",
+            )
+        return self.keys.next()
+
+    def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
+        """Note that the program fails with `error` when `failed`; the first failing check wins."""
+        self.checks.append(Check(error, site))
+        if self.error_code is not None:
+            code = self.error_code.value
+            self.error_code.set(jnp.where((code == 0) & failed, len(self.checks), code))
+
+    # -- host constants ------------------------------------------------------------------------------------------
+
+    def constant(self, tensor: torch.Tensor) -> jax.Array:
+        """The jax value of a host tensor, made once per tensor however often it is used."""
+        known = self.constants.get(id(tensor))
+        if known is not None and known.version == tensor._version:
+            return known.value
+        value = self.hoist(tensor) if self.hoist is not None else None
+        if value is None:
+            with jax.ensure_compile_time_eval():
+                value = backend.to_jax(tensor)
+        self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
+        return value
+
+    def promote(self, tensor: torch.Tensor) -> TracedTensor:
+        """Make the storage of a host tensor a traced one: it is about to be written with a traced value.
+
+        Every alias of it (PyTorch knows them by storage) reads the traced value from here on.
+        """
+        key = tensor.untyped_storage()._cdata
+        if key not in self.promoted:
+            flat = torch.empty(0, dtype=tensor.dtype).set_(
+                tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,)
+            )
+            storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
+            self.promoted[key] = (tensor, storage)
+        return self.alias(tensor)  # type: ignore[return-value]
+
+    def alias(self, tensor: torch.Tensor) -> TracedTensor | None:
+        """The traced stand-in of a host tensor: a weight of the model, or one whose storage was promoted."""
+        known = self.substitutes.get(id(tensor))
+        if known is not None or not self.promoted:
+            return known
+        found = self.promoted.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        from tpuport.model.views import strided_step
+
+        step: ViewStep = strided_step(
+            found[1].value.size, tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
+        return TracedTensor(found[1], (step,), tensor)
+
+
+@dataclass
+class Counters:
+    """What the report says happened, by name."""
+
+    ops: dict[str, int] = field(default_factory=dict)
+    shims: dict[str, int] = field(default_factory=dict)
+
+
+def current() -> Trace | None:
+    """The trace running in this thread, if any."""
+    stack = getattr(_LOCAL, "stack", None)
+    return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def active(trace: Trace) -> Iterator[Trace]:
+    """Make `trace` the running one: torch calls in this thread go through its modes."""
+    from tpuport.model.dispatch import DispatchMode, FunctionMode
+
+    stack = getattr(_LOCAL, "stack", None)
+    if stack is None:
+        stack = _LOCAL.stack = []
+    stack.append(trace)
+    trace.dispatch_mode, trace.function_mode = DispatchMode(trace), FunctionMode(trace)
+    try:
+        with trace.dispatch_mode, trace.function_mode:
+            yield trace
+    finally:
+        stack.pop()
+        trace.closed = True

@@ -1,0 +1,260 @@
+"""Running eager PyTorch beside the port, on the same inputs and the same random numbers, and comparing everything."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpuport.errors import ParityError
+from tpuport.model import backend, structure
+from tpuport.model.report import Kind, Parity
+from tpuport.model.state import clone_module, state_tree
+from tpuport.model.tensor import TracedTensor, to_cpu, wrap
+from tpuport.model.trace import KeyStream
+
+_RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def tolerance(dtype: torch.dtype, rtol: float | None = None) -> float:
+    """The accepted relative error for values of a dtype."""
+    return rtol if rtol is not None else _RTOL.get(dtype, 1e-4)
+
+
+class SameNumbers(TorchDispatchMode):
+    """Runs eager torch with the random numbers that a ported program draws from `key`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, key: jax.Array) -> None:
+        super().__init__()
+        self.keys = KeyStream(key)
+        self.generators: dict[int, KeyStream] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        generator = kwargs.get("generator")
+        own = generator is not None and id(generator) not in self.generators
+        if torch.Tag.nondeterministic_seeded not in func.tags or own:
+            return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from tpuport.model import dispatch
+
+        generator = kwargs.pop("generator", None)
+        stream = self.generators.get(id(generator), self.keys)
+        tensors: list[tuple[torch.Tensor, TracedTensor]] = []
+
+        def lift(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            lifted = wrap(backend.to_jax(tensor), tensor.dtype)
+            tensors.append((tensor, lifted))
+            return lifted
+
+        lifted = [dispatch._map_tensors(lift, a) for a in args]
+        with dispatch.keyed(stream):
+            result = dispatch.dispatch(func, tuple(lifted), kwargs)
+        for plain, one in tensors:
+            if one._storage.version:
+                plain.copy_(to_cpu(one))
+                if result is one:
+                    result = plain
+        return structure.map_tensors(lambda t: to_cpu(t) if isinstance(t, TracedTensor) else t, result)
+
+
+def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
+    """A copy of a module to run eagerly: parameters shared (or fresh leaves if `trainable`), buffers copied."""
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, torch.nn.Parameter):
+            if not trainable:
+                return tensor
+            return torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+        return tensor.detach().clone()
+
+    return clone_module(module, copy)[0]
+
+
+class Verifier:
+    """Compares each method's first call with eager PyTorch, and names the first module that differs."""
+
+    def __init__(self, ported: Any, target: torch.nn.Module | Callable[..., Any], rtol: float | None) -> None:
+        self.ported, self.target, self.rtol = ported, target, rtol
+        self.done: set[str] = set()
+
+    def reference(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, *, trainable: bool = False
+    ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
+        """Run eager: the output, the module after the call, and the arguments after the call."""
+        with self.ported.report.timed("observe"):
+            module = None
+            function: Callable[..., Any]
+            if isinstance(self.target, torch.nn.Module):
+                module = eager_copy(self.ported.to_torch_view(), trainable=trainable)
+                function = module if method == "forward" else getattr(module, method)
+            else:
+                function = self.target
+            mode = SameNumbers(key)
+            args, kwargs = _host_arguments((args, kwargs), mode)
+            with torch.compiler.set_stance("force_eager"), mode, torch.set_grad_enabled(trainable):
+                out = function(*args, **kwargs)
+        return out, module, (args, kwargs)
+
+    def compare(
+        self,
+        kind: Kind,
+        path: str,
+        expected: Any,
+        got: Any,
+        atol: float = 0.0,
+    ) -> list[Parity]:
+        """Compare two structures tensor by tensor."""
+        ours, _, paths = structure.flatten_with_paths(expected, leaf=_comparable, path=path)
+        theirs, _, _ = structure.flatten_with_paths(got, leaf=_comparable, path=path)
+        records = []
+        if len(ours) != len(theirs):
+            msg = f"eager gives {len(ours)} tensors at {path}, the port {len(theirs)}"
+            raise ParityError(msg, remedy="please report this with the model")
+        for want, have, where in zip(ours, theirs, paths, strict=True):
+            want_torch = structure.to_torch(want)
+            have_torch = structure.to_torch(have)
+            if isinstance(have, jax.Array):
+                # State is held as jax holds it (64-bit types in 32 bits); tensors carry torch's own dtype.
+                have_torch = have_torch.to(want_torch.dtype)
+            records.append(
+                Parity.compare(
+                    where,
+                    _widened(want_torch),
+                    _widened(have_torch),
+                    kind=kind,
+                    tolerance=tolerance(want_torch.dtype, self.rtol),
+                    atol=atol,
+                    dtype=str(want_torch.dtype).removeprefix("torch."),
+                )
+            )
+        return records
+
+
+def _comparable(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, jax.Array))
+
+
+def _widened(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    if tensor.dtype in (torch.bfloat16, torch.float16) or tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        tensor = tensor.float()
+    return tensor.numpy()
+
+
+def _host_arguments(value: Any, mode: SameNumbers) -> Any:
+    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams."""
+
+    leaves, spec = structure.flatten(value)
+    made = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Generator):
+            # Compared with the stream that the port uses for the same argument.
+            stand_in = torch.Generator()
+            seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
+            mode.generators[id(stand_in)] = KeyStream(jax.random.key(int(seed)))
+            made.append(stand_in)
+        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
+            made.append(leaf.detach().clone())
+        else:
+            made.append(structure.to_torch(leaf))
+    return structure.rebuild(spec, made)
+
+
+def _fork(generator: torch.Generator) -> torch.Generator:
+    twin = torch.Generator()
+    twin.set_state(generator.get_state())
+    return twin
+
+
+def gradient_parity(
+    verifier: Verifier, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array
+) -> list[Parity]:
+    """Compare the gradients of a fixed random projection of all floating outputs, for every trainable parameter."""
+    ported = verifier.ported
+    out, module, _ = verifier.reference(method, args, kwargs, key, trainable=True)
+    assert module is not None
+    leaves, _ = structure.flatten(out, leaf=_comparable)
+    weights = [_projection(leaf, i) for i, leaf in enumerate(leaves)]
+    total = sum(
+        (leaf * torch.from_numpy(w)).sum() for leaf, w in zip(leaves, weights, strict=True) if w is not None
+    )
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return []
+    total.backward()
+    expected = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        result, _ = ported.apply(params, ported.buffers, key, *args, method=method, **kwargs)
+        ours, _ = structure.flatten(result, leaf=_comparable)
+        return sum(  # type: ignore[return-value]
+            (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None), jnp.zeros(())
+        )
+
+    with ported._precision_scope():
+        grads = jax.jit(jax.grad(loss))(ported.params)
+    largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
+    records = []
+    for name, got in grads.items():
+        want = expected.get(name)
+        if want is None:
+            want = torch.zeros(got.shape)
+        # Against the largest gradient: one that is zero but for rounding has no relative error of its own.
+        records += verifier.compare("gradient", f"grad.{name}", want, got.astype(backend.jax_dtype(want.dtype)), 1e-5 * largest)
+    return records
+
+
+def _projection(leaf: torch.Tensor, index: int) -> np.ndarray | None:
+    if not leaf.dtype.is_floating_point:
+        return None
+    draw = np.random.default_rng(index).standard_normal(tuple(leaf.shape))
+    return draw.astype(np.float32) / max(leaf.numel(), 1) ** 0.5
+
+
+def state_parity(verifier: Verifier, module: torch.nn.Module, before: dict[str, Any]) -> list[Parity]:
+    """Compare every buffer (and tensor attribute) that the call changed."""
+    after = state_tree(module).leaves
+    ported = verifier.ported
+    records = []
+    for name, value in {**ported.buffers, **ported.params}.items():
+        if name in after and before.get(name) is not value:
+            records += verifier.compare("buffer", f"buffer.{name}", after[name], value)
+    for name in set(before) & set(after):
+        if name not in ported.params and before[name] is ported.buffers.get(name):
+            want = after[name]
+            if isinstance(want, torch.Tensor) and want._version:
+                records += verifier.compare("buffer", f"buffer.{name}", want, ported.buffers[name])
+    return records
+
+
+def fail(
+    verifier: Verifier, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, before: dict[str, Any]
+) -> None:
+    """Raise for a failed comparison, naming the worst value and the first module whose output differs."""
+    from tpuport.model import bisect
+
+    report = verifier.ported.report
+    worst = report.worst
+    divergence = bisect.first_difference(verifier, method, args, kwargs, key, before)
+    where = ""
+    if divergence is not None:
+        report.add(divergence)
+        where = f"; the first module that differs is {divergence.module or 'the model itself'} ({divergence.cls})"
+    msg = f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance {worst.tolerance:.0e}){where}"
+    raise ParityError(
+        msg,
+        remedy="print(ported.report) shows every value; convert(..., rtol=...) accepts a larger error if it is rounding",
+    )

@@ -1,0 +1,274 @@
+"""View operations: how each reads from its base and writes back to it.
+
+Every view op of ATen that returns an alias is here; the write-back of the ones without a simple inverse goes through the flat
+indices of the view in its base, computed by torch itself on an integer tensor.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from tpuport.model import backend
+from tpuport.model.tensor import ViewStep
+
+aten = torch.ops.aten
+ViewBuilder = Callable[..., ViewStep | list[ViewStep]]
+VIEWS: dict[Any, ViewBuilder] = {}
+
+
+def view(*ops: Any) -> Callable[[ViewBuilder], ViewBuilder]:
+    """Register the builder of one or more view ops: called as builder(base_meta, out_meta, *args, **kwargs)."""
+
+    def register(builder: ViewBuilder) -> ViewBuilder:
+        for op in ops:
+            VIEWS[op] = builder
+        return builder
+
+    return register
+
+
+def _reshape_step(base: Sequence[int], out: Sequence[int]) -> ViewStep:
+    base, out = tuple(base), tuple(out)
+    return ViewStep(lambda v: lax.reshape(v, out), lambda _, new: lax.reshape(new, base))
+
+
+@view(
+    aten.view.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten._unsafe_view.default,
+)
+def _reshape(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> ViewStep:
+    return _reshape_step(base.shape, out.shape)
+
+
+def _permutation(dims: Sequence[int]) -> ViewStep:
+    dims = tuple(dims)
+    back = tuple(np.argsort(dims).tolist())
+    return ViewStep(lambda v: lax.transpose(v, dims), lambda _, new: lax.transpose(new, back))
+
+
+@view(aten.permute.default)
+def _permute(base: torch.Tensor, out: torch.Tensor, dims: Sequence[int]) -> ViewStep:
+    return _permutation([d % base.dim() if base.dim() else 0 for d in dims])
+
+
+@view(aten.transpose.int)
+def _transpose(base: torch.Tensor, out: torch.Tensor, dim0: int, dim1: int) -> ViewStep:
+    dims = list(range(base.dim()))
+    if dims:
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permutation(dims)
+
+
+@view(aten.t.default, aten.numpy_T.default)
+def _t(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return _permutation(range(base.dim())[::-1])
+
+
+@view(aten.mT.default, aten.adjoint.default)
+def _mt(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return _transpose(base, out, -1, -2)
+
+
+@view(aten.alias.default, aten.lift_fresh.default)
+def _alias(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(lambda v: v, lambda _, new: new)
+
+
+@view(aten.detach.default)
+def _detach(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(lax.stop_gradient, lambda _, new: new)
+
+
+@view(aten.expand.default)
+def _expand(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> ViewStep:
+    shape = tuple(out.shape)
+    lead = len(shape) - base.dim()
+    axes = tuple(range(lead, len(shape)))
+    kept = tuple(base.shape)
+
+    def inverse(_: jax.Array, new: jax.Array) -> jax.Array:
+        # torch refuses writes where several elements share memory, so any of them is the value.
+        index = (0,) * lead + tuple(
+            slice(0, 1) if size == 1 else slice(None) for size in kept
+        )
+        return new[index]
+
+    return ViewStep(lambda v: lax.broadcast_in_dim(v, shape, axes), inverse)
+
+
+def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
+    """A basic index: contiguous ranges go through lax.slice, which keeps the program small."""
+    starts, limits, strides, dropped = [], [], [], []
+    for dim, part in enumerate(index):
+        if isinstance(part, int):
+            starts.append(part), limits.append(part + 1), strides.append(1), dropped.append(dim)
+        else:
+            start, stop, step = part.indices(shape[dim])
+            starts.append(start), limits.append(max(start, stop)), strides.append(step)
+    for size in shape[len(index) :]:
+        starts.append(0), limits.append(size), strides.append(1)
+    kept = tuple(
+        -(-(stop - start) // step) for start, stop, step in zip(starts, limits, strides, strict=True)
+    )
+    out = tuple(size for dim, size in enumerate(kept) if dim not in dropped)
+
+    def forward(v: jax.Array) -> jax.Array:
+        v = lax.slice(v, starts, limits, strides)
+        return lax.reshape(v, out) if dropped else v
+
+    def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
+        new = lax.reshape(new, kept)
+        if math.prod(kept) == 0:
+            return base
+        if kept == base.shape:
+            return new
+        if all(step == 1 for step in strides):
+            return lax.dynamic_update_slice(base, new, [np.int32(s) for s in starts])
+        where = tuple(
+            slice(start, stop, step)
+            for start, stop, step in zip(starts, limits, strides, strict=True)
+        )
+        return base.at[where].set(new)
+
+    return ViewStep(forward, inverse)
+
+
+def _at(dim: int, part: Any, base: torch.Tensor) -> ViewStep:
+    dim %= base.dim()
+    return _index_step((slice(None),) * dim + (part,), base.shape)
+
+
+@view(aten.select.int)
+def _select(base: torch.Tensor, out: torch.Tensor, dim: int, index: int) -> ViewStep:
+    size = base.shape[dim]
+    return _at(dim, index + size if index < 0 else index, base)
+
+
+@view(aten.slice.Tensor)
+def _slice(
+    base: torch.Tensor,
+    out: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> ViewStep:
+    return _at(dim, slice(start, end, step), base)
+
+
+@view(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(base: torch.Tensor, out: Sequence[torch.Tensor], sizes: Any, dim: int = 0) -> list[ViewStep]:
+    steps, start = [], 0
+    for part in out:
+        stop = start + part.shape[dim]
+        steps.append(_at(dim, slice(start, stop), base))
+        start = stop
+    return steps
+
+
+@view(aten.unbind.int)
+def _unbind(base: torch.Tensor, out: Sequence[torch.Tensor], dim: int = 0) -> list[ViewStep]:
+    return [_at(dim, index, base) for index in range(len(out))]
+
+
+@view(aten.view_as_real.default)
+def _view_as_real(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(
+        lambda v: jnp.stack([v.real, v.imag], axis=-1), lambda _, new: lax.complex(new[..., 0], new[..., 1])
+    )
+
+
+@view(aten.view_as_complex.default)
+def _view_as_complex(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(
+        lambda v: lax.complex(v[..., 0], v[..., 1]), lambda _, new: jnp.stack([new.real, new.imag], axis=-1)
+    )
+
+
+@view(aten._conj.default)
+def _conj(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(jnp.conj, lambda _, new: jnp.conj(new))
+
+
+@view(aten._neg_view.default)
+def _neg_view(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
+    return ViewStep(lax.neg, lambda _, new: lax.neg(new))
+
+
+@view(aten.view.dtype)
+def _view_dtype(base: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> ViewStep:
+    before, after = backend.jax_dtype(base.dtype), backend.jax_dtype(dtype)
+    if base.dtype.itemsize != before.itemsize or dtype.itemsize != after.itemsize:
+        msg = f"view of {base.dtype} as {dtype}: a 64-bit type is held in 32 bits here"
+        raise NotImplementedError(msg)
+    return ViewStep(lambda v: v.view(after), lambda _, new: new.view(before))
+
+
+def _by_index(op: Any) -> ViewBuilder:
+    def build(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> ViewStep:
+        positions = torch.arange(base.numel()).reshape(base.shape)
+        return _gather_step(op(positions, *args, **kwargs).contiguous().numpy())
+
+    return build
+
+
+for _op in (aten.diagonal.default, aten.unfold.default):
+    VIEWS[_op] = _by_index(_op)
+
+
+def _gather_step(flat: np.ndarray) -> ViewStep:
+    flat = flat.astype(np.int32)
+
+    def forward(v: jax.Array) -> jax.Array:
+        return jnp.take(v.reshape(-1), flat, mode="clip")
+
+    def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
+        return base.reshape(-1).at[flat.reshape(-1)].set(new.reshape(-1)).reshape(base.shape)
+
+    return ViewStep(forward, inverse)
+
+
+def strided_step(numel: int, size: Sequence[int], stride: Sequence[int], offset: int) -> ViewStep:
+    """A strided window into a flat storage of `numel` elements.
+
+    Contiguous windows and permutations of them become slice, reshape and transpose; the rest a gather.
+    """
+    size, stride = tuple(size), tuple(stride)
+    count = math.prod(size)
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d]))
+    expected = 1
+    dense = True
+    for dim in reversed(order):
+        if size[dim] != 1 and stride[dim] != expected:
+            dense = False
+        expected *= size[dim]
+    if not dense:
+        index = torch.arange(numel).as_strided(size, stride, offset)
+        return _gather_step(index.contiguous().numpy())
+    ordered = tuple(size[d] for d in order)
+    back = tuple(np.argsort(order).tolist())
+
+    def forward(v: jax.Array) -> jax.Array:
+        flat = v if count == numel else lax.slice(v, (offset,), (offset + count,))
+        shaped = lax.reshape(flat, ordered)
+        return shaped if order == sorted(order) else lax.transpose(shaped, back)
+
+    def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
+        if not count:
+            return base
+        shaped = new if order == sorted(order) else lax.transpose(new, tuple(order))
+        flat = lax.reshape(shaped, (count,))
+        return flat if count == numel else lax.dynamic_update_slice(base, flat, [np.int32(offset)])
+
+    return ViewStep(forward, inverse)

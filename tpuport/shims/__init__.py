@@ -1,0 +1,1 @@
+"""Scoped replacements of calls inside other people's packages; one file a shim, the folder is walked."""
