@@ -41,7 +41,9 @@ _NO_NUMPY = {
     torch.float8_e5m2: (torch.uint8, jnp.float8_e5m2),
     torch.float8_e5m2fnuz: (torch.uint8, jnp.float8_e5m2fnuz),
 }
-_NO_NUMPY_JAX = {np.dtype(jax_dtype): (bits, torch_dtype) for torch_dtype, (bits, jax_dtype) in _NO_NUMPY.items()}
+_NO_NUMPY_JAX = {
+    np.dtype(jax_dtype): (bits, torch_dtype) for torch_dtype, (bits, jax_dtype) in _NO_NUMPY.items()
+}
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

@@ -12,7 +12,12 @@ from tpuport.model.report import Divergence, Parity
 
 
 def first_difference(
-    verifier: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, before: dict[str, Any]
+    verifier: Any,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: jax.Array,
+    before: dict[str, Any],
 ) -> Divergence | None:
     """Run both sides recording every module's output in call order; the first leaf-most one beyond tolerance, or None.
 
@@ -84,7 +89,9 @@ def _compare(verifier: Any, expected: list[Any], got: list[Any]) -> Divergence |
         for record in verifier.compare("output", name, want, have):
             assert isinstance(record, Parity)
             if not record.ok:
-                return Divergence(name, cls=cls, max_rel=record.max_rel, input_max_rel=largest_before)
+                return Divergence(
+                    name, cls=cls, max_rel=record.max_rel, input_max_rel=largest_before
+                )
             worst = max(worst, record.max_rel)
         largest_before = max(largest_before, worst)
     return None

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import numbers, structure
-from tpuport.model.locate import port_error, user_line, user_site
+from tpuport.model.locate import inside_try, port_error, user_line, user_site
 from tpuport.model.region import Body
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, current
@@ -66,7 +66,7 @@ class Plan:
         self.host_state = self.host_state or restart.host_state
 
 
-@dataclass
+@dataclass(eq=False)
 class Unit:
     """A module call (or the whole function) being explored path by path."""
 
@@ -126,7 +126,9 @@ class Explorer:
             self.units.remove(unit)
             self.calls.pop()
 
-    def _explore(self, unit: Unit, thunk: Callable[[], Any], snapshot: "Snapshot", path: tuple[bool, ...]) -> Any:
+    def _explore(
+        self, unit: Unit, thunk: Callable[[], Any], snapshot: "Snapshot", path: tuple[bool, ...]
+    ) -> Any:
         keys = self.trace.keys
         count = keys.count if keys is not None else 0
         while True:
@@ -148,6 +150,8 @@ class Explorer:
                     return thunk()
                 except Undecided as undecided:
                     del self.calls[depth:]
+                    if keys is not None:
+                        keys.count = count
                     for storage, value, _ in effects.before.values():
                         storage.set(value)
                     pending = undecided
@@ -207,13 +211,17 @@ class Snapshot:
         """Put every container and attribute back."""
         for target, kind, content in self.saved:
             if kind == "list":
-                if len(target) != len(content) or any(a is not b for a, b in zip(target, content, strict=True)):
+                if len(target) != len(content) or any(
+                    a is not b for a, b in zip(target, content, strict=True)
+                ):
                     target[:] = content
             elif kind == "set":
                 if target != content:
                     target.clear()
                     target.update(content)
-            elif len(target) != len(content) or any(target.get(k, self) is not v for k, v in content.items()):
+            elif len(target) != len(content) or any(
+                target.get(k, self) is not v for k, v in content.items()
+            ):
                 for name in [k for k in target if k not in content]:
                     del target[name]
                 for name, value in content.items():
@@ -227,7 +235,9 @@ class Snapshot:
                 changed = {k: v for k, v in target.items() if content.get(k, self) is not v}
                 found.append(changed | {("gone", k): None for k in content if k not in target})
             elif kind == "list":
-                same = len(target) == len(content) and all(a is b for a, b in zip(target, content, strict=True))
+                same = len(target) == len(content) and all(
+                    a is b for a, b in zip(target, content, strict=True)
+                )
                 found.append(None if same else list(target))
             else:
                 found.append(None if target == content else sorted(map(repr, target)))
@@ -312,7 +322,7 @@ def merge(
                 values = [_leaf_value(v, t) for v, t in zip(leaves, sides[0].metas, strict=True)]
                 after = [s.value for s in written]
             for storage, value, version in effects.before.values():
-                storage.value, storage.version = value, version + 1
+                storage.value, storage.version = value, storage.version + 1
             return values, after
 
         return body
@@ -349,7 +359,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
         side.body = Body(trace, thunk)
         side.body.written = list(effects.before.values())
         for storage, value, version in side.body.written:
-            storage.value, storage.version = value, version + 1
+            storage.value, storage.version = value, storage.version + 1
         return 0
 
     errors, code = len(trace.checks), trace.error_code
@@ -416,12 +426,15 @@ def _check_sides(sides: list[_Side], site: str) -> None:
 
 def _outline(side: _Side) -> str:
     text = ", ".join(
-        f"{str(m.dtype)[6:]}{list(m.shape)}" if isinstance(m, torch.Tensor) else m.__name__ for m in side.metas[:4]
+        f"{str(m.dtype)[6:]}{list(m.shape)}" if isinstance(m, torch.Tensor) else m.__name__
+        for m in side.metas[:4]
     )
     return f"({text}{', ...' if len(side.metas) > 4 else ''})"
 
 
-def _rebuild_merged(trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None) -> Any:
+def _rebuild_merged(
+    trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
+) -> Any:
     a, b = sides
     leaves = []
     for value, meta, fa, fb in zip(values, a.metas, a.frozen, b.frozen, strict=True):
@@ -460,6 +473,17 @@ def decide(value: jax.Array) -> bool:
     return trace.explorer.decide(value)
 
 
+def raise_if(failed: jax.Array, error: Exception) -> None:
+    """Fail as eager does where `failed`: as a lifted check, or as a branch where the user's code catches exceptions."""
+    trace = current()
+    assert trace is not None
+    if inside_try():
+        if decide(failed):
+            raise error
+        return
+    trace.check(failed, error, user_line())
+
+
 def concrete_number(value: jax.Array, kind: type) -> Any:
     """A Python number that must be known while tracing (a size, a range, an index of a list).
 
@@ -472,7 +496,11 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     if trace is not None and trace.explorer is not None:
         plan = trace.explorer.plan
         site = user_site()
-        if site is not None and (site[2], site[1]) not in plan.refused and site[1] not in plan.sites.get(site[2], ()):
+        if (
+            site is not None
+            and (site[2], site[1]) not in plan.refused
+            and site[1] not in plan.sites.get(site[2], ())
+        ):
             raise Restart(rewrite=(site[2], site[1]))
         if not plan.host_state:
             raise Restart(host_state=True)
@@ -483,7 +511,9 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     )
 
 
-def traced_cond(test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+def traced_cond(
+    test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
     """`then(*operands)` if the traced `test` holds, else `orelse(*operands)`, decided on the device.
 
     Args:
@@ -556,7 +586,9 @@ def traced_number(tensor: Any, kind: type) -> Any:
     return numbers.number(node.value != 0, bool)
 
 
-def traced_while(test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+def traced_while(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
     """`while test(*operands): operands = body(*operands)` on the device.
 
     Raises:
@@ -571,7 +603,9 @@ def traced_while(test: Callable[..., Any], body: Callable[..., Any], operands: t
         made = [
             wrap(v, m.dtype, trace=trace)
             if isinstance(m, torch.Tensor)
-            else numbers.number(v, {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[m])
+            else numbers.number(
+                v, {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[m]
+            )
             for v, m in zip(values, metas, strict=True)
         ]
         return structure.rebuild(spec, made)

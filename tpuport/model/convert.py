@@ -46,7 +46,9 @@ def convert(
     """
     _check_target(target, methods)
     report = notes.new_report(target)
-    ported = PortedModel(target, methods=methods, report=report, checks=checks, precision=matmul_precision)
+    ported = PortedModel(
+        target, methods=methods, report=report, checks=checks, precision=matmul_precision
+    )
     if verify:
         from tpuport.model.verify import Verifier
 
@@ -77,7 +79,9 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
             msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
             raise UsageError(msg)
     for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
-        if isinstance(tensor, backend.TorchaxTensor) or isinstance(tensor.data, backend.TorchaxTensor):
+        if isinstance(tensor, backend.TorchaxTensor) or isinstance(
+            tensor.data, backend.TorchaxTensor
+        ):
             msg = (
                 f"the model is already on jax ({name} is a torchax tensor); convert the model as it is before .to('jax'):"
                 " convert() moves the weights itself"
@@ -88,7 +92,9 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
             raise UsageError(msg)
 
 
-def _check_arguments(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_arguments(
+    target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if isinstance(args, (torch.Tensor, jax.Array)) or not isinstance(args, (tuple, list)):
         msg = f"args must be a tuple of the positional arguments, got {type(args).__name__}; write args=(x,)"
         raise UsageError(msg)
@@ -98,7 +104,9 @@ def _check_arguments(target: Any, method: str, args: tuple[Any, ...], kwargs: di
     check_signature(target, method, tuple(args), kwargs)
 
 
-def check_signature(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_signature(
+    target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Refuse a call that Python would refuse, before anything is traced.
 
     Raises:
@@ -112,7 +120,11 @@ def check_signature(target: Any, method: str, args: tuple[Any, ...], kwargs: dic
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = type(target).__name__ if isinstance(target, torch.nn.Module) else getattr(target, "__name__", "function")
+        name = (
+            type(target).__name__
+            if isinstance(target, torch.nn.Module)
+            else getattr(target, "__name__", "function")
+        )
         shown = f"{name}.{method}" if isinstance(target, torch.nn.Module) else name
         msg = f"{shown}: {error}; its signature is {shown}{signature}"
         raise UsageError(msg) from error

@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.errors import TpuportError
-from tpuport.model import backend, numbers
+from tpuport.model import backend, bounded, numbers
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor, ViewStep, meta_of
 from tpuport.model.trace import KeyStream, Trace, current
-from tpuport.model.views import VIEWS, strided_step
+from tpuport.model.views import VIEWS, replace_value, strided_step
 
 aten = torch.ops.aten
 
@@ -48,6 +48,7 @@ _RENAMED = {
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
     aten.normal_.default: aten.normal_functional.default,
     aten._index_put_impl_.default: aten.index_put.default,
+    aten.transpose_.default: aten.transpose.int,
 }
 
 
@@ -69,7 +70,9 @@ def _functional_of(func: Any) -> Any:
         for overload in target.overloads():
             candidate = getattr(target, overload)
             names = [a.name for a in candidate._schema.arguments]
-            mutable = any(a.alias_info and a.alias_info.is_write for a in candidate._schema.arguments)
+            mutable = any(
+                a.alias_info and a.alias_info.is_write for a in candidate._schema.arguments
+            )
             if names == wanted and not mutable:
                 return candidate
     return None
@@ -108,6 +111,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PortError: no lowering, or a form of the op that cannot be kept exact.
     """
     info = op_info(func)
+    trace = current()
+    if trace is not None and not info.writes and (trace.dynamic or func._opname in _SELECTIONS):
+        if func._opname in _SELECTIONS and _selects(func, args) or bounded.involved(args, kwargs):
+            result = bounded.dispatch(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
     if info.special is not None:
         return info.special(*args, **kwargs)
     if info.inplace_view:
@@ -119,6 +128,19 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.as_strided.default:
         return _as_strided(*args, **kwargs)
     return _dispatch_value(func, info, args, kwargs)
+
+
+_SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter", "bincount"}
+
+
+def _selects(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an indexing op picks elements by a mask whose values are not known."""
+    from tpuport.model.selection import traced_mask
+
+    if func._opname in ("nonzero", "bincount"):
+        return True
+    masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    return any(traced_mask(m) for m in masks)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
@@ -219,12 +241,47 @@ def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
     tensors = _flat(args, kwargs)
     meta = _meta_call(func, args, kwargs)
     if info.is_random:
-        kwargs = {k: v for k, v in kwargs.items() if k != "generator"} | {"key": _key(trace, kwargs)}
+        kwargs = {k: v for k, v in kwargs.items() if k != "generator"} | {
+            "key": _key(trace, kwargs)
+        }
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
     jax_args = [_map_tensors(value_of, a) for a in args]
     jax_kwargs = {k: _map_tensors(value_of, v) for k, v in kwargs.items()}
     value = _lower(func, info.lower, jax_args, jax_kwargs)
-    return _wrap_result(func, value, meta, trace, grad_frozen(tensors))
+    result = _wrap_result(func, value, meta, trace, grad_frozen(tensors))
+    if func._opname in _MARKS:
+        _mark(func, args, result)
+    return result
+
+
+_MARKS = {
+    "bitwise_not",
+    "logical_not",
+    "topk",
+    "argmax",
+    "argmin",
+    "argsort",
+    "sort",
+    "view",
+    "clone",
+    "_to_copy",
+}
+
+
+def _mark(func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Keep what is known of a result: which mask it negates, the range of an index."""
+    source, name = args[0], func._opname
+    if name in ("bitwise_not", "logical_not"):
+        if isinstance(source, TracedTensor) and source.dtype is torch.bool:
+            result._negates = (source, source._elem)
+    elif name in ("clone", "_to_copy"):
+        if isinstance(source, TracedTensor):
+            result._bounds = (0, 1) if source.dtype is torch.bool else source._bounds
+    elif isinstance(source, torch.Tensor) and source.dim():
+        dim = args[2 if name == "topk" else 1] if len(args) > (2 if name == "topk" else 1) else -1
+        if isinstance(dim, int) and not isinstance(dim, bool):
+            indices = result[1] if isinstance(result, tuple) else result
+            indices._bounds = (0, torch.Tensor.size(source)[dim] - 1)
 
 
 def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -292,7 +349,9 @@ def wrap_as(
     value = jnp.asarray(value)
     if value.shape != meta.shape:
         if value.size != meta.numel() or func not in _RESHAPED:
-            msg = f"the lowering of {func} gave shape {value.shape}, torch gives {tuple(meta.shape)}"
+            msg = (
+                f"the lowering of {func} gave shape {value.shape}, torch gives {tuple(meta.shape)}"
+            )
             raise AssertionError(msg)
         value = value.reshape(meta.shape)
     dtype = backend.jax_dtype(meta.dtype)
@@ -358,8 +417,12 @@ def _dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
 
 
 def _view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
-    # Offsets of meta tensors start at zero for the base: keep the base's own.
+    # Offsets of meta tensors start at zero for the base: add the base's own.
+    offset = base.storage_offset() * base.itemsize // meta.itemsize + meta.storage_offset()
+    if offset:
+        meta = meta.as_strided(meta.size(), meta.stride(), offset)
     result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
+    result._bounds = base._bounds
     result._cached, result._cached_version = step.forward(base._elem), base._storage.version
     return result
 
@@ -372,20 +435,24 @@ def _as_strided(
         base = current().alias(base)  # type: ignore[union-attr, assignment]
     assert isinstance(base, TracedTensor)
     offset = base.storage_offset() if storage_offset is None else storage_offset
-    if any(isinstance(step, ViewStep) for step in base._chain) and not base.is_contiguous():
+    root = base._storage
+    shape = root.value.shape
+    whole = torch.empty(shape, dtype=base.dtype, device="meta")
+    if root.stride != whole.stride() or root.value.dtype != backend.jax_dtype(base.dtype):
         raise port_error(
-            "as_strided of a non-contiguous view",
+            "as_strided of a tensor that is not contiguous in memory",
             code="TPU203",
             remedy="call .contiguous() first, or index with ordinary slices",
         )
-    step = strided_step(base.numel(), size, stride, offset)
-    shape = tuple(base.shape)
-    flat = ViewStep(
+    step = strided_step(root.value.size, size, stride, offset)
+    detached = base._frozen and base.dtype.is_floating_point
+    window = ViewStep(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
     )
-    meta = torch.empty_strided(size, stride, dtype=base.dtype, device="meta")
-    return _view_of(base, flat, meta, base._frozen)
+    chain = (window, VIEWS[aten.detach.default](whole, whole)) if detached else (window,)
+    meta = whole.as_strided(size, stride, offset)
+    return TracedTensor(root, chain, meta, None, base._frozen)
 
 
 def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -396,7 +463,9 @@ def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     twin = _functional_of(func)
     if not isinstance(target, TracedTensor) or op_info(twin).view is None:
         raise port_error(
-            f"{func} on a traced tensor", code="TPU201", remedy="use the form of the method without the underscore"
+            f"{func} on a traced tensor",
+            code="TPU201",
+            remedy="use the form of the method without the underscore",
         )
     result = _dispatch_view(twin, op_info(twin), args, kwargs)
     with no_dispatch():
@@ -407,18 +476,6 @@ def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 # -- writes ------------------------------------------------------------------------------------------------------
-
-
-@jax.custom_jvp
-def _replace_value(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` in value, `old` in gradient: what an in-place write under no_grad does to autograd."""
-    del old
-    return new
-
-
-@_replace_value.defjvp
-def _replace_value_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[1], tangents[0]
 
 
 def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
@@ -432,7 +489,7 @@ def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tens
         raise TypeError(msg)
     value = _fit(value, target)
     if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
-        value = _replace_value(target._elem, value)
+        value = replace_value(target._elem, value)
     elif frozen is False:
         target._frozen = False
     target.write(value)
@@ -443,11 +500,13 @@ def _fit(value: jax.Array, target: torch.Tensor) -> jax.Array:
     dtype = backend.jax_dtype(target.dtype)
     value = jnp.asarray(value)
     if value.dtype != dtype:
-        if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(
+            dtype, jnp.complexfloating
+        ):
             value = value.real
         value = value.astype(dtype)
-    if value.shape != target.shape:
-        value = jnp.broadcast_to(value, target.shape)
+    if value.shape != torch.Tensor.size(target):
+        value = jnp.broadcast_to(value, torch.Tensor.size(target))
     return value
 
 
@@ -464,6 +523,9 @@ def _dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
     else:
         _check_write(func, args, kwargs)
+    for target in targets:
+        if isinstance(target, torch.Tensor):
+            _refuse_overlap(func, target)
     if func in _RENAMED:
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
@@ -479,16 +541,42 @@ def _dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _write_one(target: torch.Tensor, new: Any, frozen: bool) -> None:
-    if target.shape != new.shape and target.numel() == 0:
+def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
+    """What eager refuses, and meta tensors do not: a write to elements that share memory."""
+    sizes = torch.Tensor.size(target)
+    shared = any(s == 0 and n > 1 for s, n in zip(target.stride(), sizes, strict=True))
+    if not shared or func._opname in ("fill_", "zero_"):
+        return
+    if func._opname in ("masked_fill_", "index_put_", "_index_put_impl_", "scatter_"):
         raise port_error(
-            "an out= tensor that would be resized", code="TPU201", remedy="allocate it with the result's shape"
+            f"{func} writes to an expanded tensor, elements of which share memory",
+            code="TPU202",
+            remedy="call .clone() on it first",
+        )
+    msg = (
+        "unsupported operation: more than one element of the written-to tensor refers to a single memory"
+        " location. Please clone() the tensor before performing the operation."
+    )
+    raise RuntimeError(msg)
+
+
+def _write_one(target: torch.Tensor, new: Any, frozen: bool) -> None:
+    if torch.Tensor.size(target) != torch.Tensor.size(new) and torch.Tensor.numel(target) == 0:
+        raise port_error(
+            "an out= tensor that would be resized",
+            code="TPU201",
+            remedy="allocate it with the result's shape",
         )
     write(target, value_of(new), frozen=frozen)
 
 
 def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
+    trace = current()
+    if trace is not None and trace.dynamic and bounded.involved(args, kwargs):
+        return
+    if func._opname in ("index_put_", "masked_scatter_", "_index_put_impl_"):
+        return  # with a mask the number of rows is not known
     _meta_call(func, args, kwargs)
 
 
@@ -520,7 +608,11 @@ class DispatchMode(TorchDispatchMode):
         self.trace = trace
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if needs_dispatch(self.trace, func, types, args, kwargs):
@@ -552,7 +644,11 @@ class FunctionMode(TorchFunctionMode):
         self.trace = trace
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         from tpuport.model.functions import FUNCTIONS
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.model import numbers
+from tpuport.model import bounded, numbers
 from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import TracedTensor
@@ -127,7 +127,11 @@ def _holds_traced(trace: Trace, data: Any) -> bool:
 
 
 def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    default = {torch.SymInt: torch.int64, torch.SymFloat: torch.get_default_dtype(), torch.SymBool: torch.bool}
+    default = {
+        torch.SymInt: torch.int64,
+        torch.SymFloat: torch.get_default_dtype(),
+        torch.SymBool: torch.bool,
+    }
     meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
     return wrap_as(func=None, value=numbers.node_value(number), meta=meta, trace=trace, frozen=True)
 
@@ -139,71 +143,82 @@ def _index_parts(index: Any) -> list[Any]:
     return list(index) if isinstance(index, tuple) else [index]
 
 
-def _widen(trace: Trace, index: Any) -> tuple[Any, list[int]] | None:
-    """Traced integers in an index as 1-element index tensors, with the result dims to drop; None if there is none."""
+def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
+    """An index with its 0-d traced integers (and slice ends) as traced Python numbers; None if it has none."""
     parts = _index_parts(index)
     changed = False
     for position, part in enumerate(parts):
+        if isinstance(part, slice):
+            ends = [_slice_end(trace, end) for end in (part.start, part.stop, part.step)]
+            if any(isinstance(end, torch.SymInt) for end in ends):
+                parts[position], changed = slice(*ends), True
+            continue
+        if isinstance(part, torch.SymInt) and isinstance(part.node, numbers.NumberNode):
+            changed = True
+            continue
         tensor = traced(trace, part)
-        if tensor is not None and tensor.dim() == 0 and not tensor.dtype.is_floating_point:
-            if tensor.dtype is torch.bool:
-                continue
-            parts[position] = tensor
-            changed = True
-        elif isinstance(part, torch.SymInt) and isinstance(part.node, numbers.NumberNode):
-            parts[position] = _from_number(trace, part, torch.int64)
-            changed = True
-    return (tuple(parts), []) if changed else None
+        if (
+            tensor is None
+            or tensor.dim()
+            or tensor.dtype is torch.bool
+            or tensor.dtype.is_floating_point
+        ):
+            continue
+        parts[position], changed = numbers.item(tensor), True
+    return tuple(parts) if changed else None
+
+
+def _slice_end(trace: Trace, end: Any) -> Any:
+    tensor = traced(trace, end)
+    return end if tensor is None else numbers.item(tensor)
 
 
 @function(torch.Tensor.__getitem__)
 def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     source, index = args
-    widened = _widen(trace, index)
-    if widened is None:
+    parts = _number_index(trace, index)
+    if parts is None:
         return NotImplemented
-    return _take(trace, source, list(widened[0]))
+    if traced(trace, source) is None:
+        # Only read: a copy is traced, and the host tensor stays a host constant.
+        source = wrap_as(None, value_of(source), _metas([source])[0], trace, True)
+    view, rest = _select_numbers(source, parts)
+    return view[rest] if rest else view
 
 
-def _take(trace: Trace, source: torch.Tensor, parts: list[Any]) -> Any:
-    """`source[parts]` where some parts are 0-d traced integers."""
-    arrays = [p for p in parts if isinstance(p, torch.Tensor) and p.dim() > 0]
-    if arrays:
-        # Among other index tensors a 0-d one broadcasts: torch.ops.aten.index has exactly that meaning.
-        return source[tuple(p.reshape(1) if isinstance(p, torch.Tensor) and p.dim() == 0 else p for p in parts)]
-    dims_after = sum(1 for p in parts if p is not None and p is not Ellipsis)
-    result, dim = source, 0
+def _select_numbers(source: torch.Tensor, parts: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Apply the traced integers of an index as selects (views); gives the index that remains."""
+    used = sum(1 if not _is_mask(p) else p.dim() for p in parts if p is not None and p is not Ellipsis)
+    rest: list[Any] = []
+    dim = 0
     for part in parts:
-        if part is None:
-            result, dim = result.unsqueeze(dim), dim + 1
-        elif part is Ellipsis:
-            dim += source.dim() - dims_after
-        elif isinstance(part, torch.Tensor):
-            result = result.index_select(dim, part.reshape(1).long()).squeeze(dim)
-        elif isinstance(part, bool):
-            return NotImplemented
-        elif isinstance(part, int):
-            result = result.select(dim, part)
-        else:
-            result = result[(slice(None),) * dim + (part,)]
-            dim += 1
-    return result
+        if isinstance(part, torch.SymInt):
+            source = torch.ops.aten.select.int(source, dim, part)
+            continue
+        rest.append(part)
+        if part is Ellipsis:
+            dim += source.dim() - (used - sum(1 for p in parts[: len(rest)] if isinstance(p, torch.SymInt)))
+            dim = max(dim, 0)
+        elif part is not None:
+            dim += part.dim() if _is_mask(part) else 1
+    return source, tuple(rest)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
 
 
 @function(torch.Tensor.__setitem__)
 def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     target, index, value = args
-    widened = _widen(trace, index)
-    if widened is None:
+    parts = _number_index(trace, index)
+    if parts is None:
         return NotImplemented
-    positions = torch.arange(target.numel()).reshape(target.shape)
-    taken = _take(trace, positions, list(widened[0]))
-    flat = taken.reshape(-1)
-    if not isinstance(value, torch.Tensor):
-        value = torch.tensor(value, dtype=target.dtype)
-    values = value.to(target.dtype).expand(taken.shape).reshape(-1)
-    new = target.reshape(-1).index_put((flat,), values).reshape(target.shape)
-    target.copy_(new)
+    view, rest = _select_numbers(target, parts)
+    if rest:
+        view[rest] = value
+    else:
+        view.copy_(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype))
     return None
 
 
@@ -222,6 +237,8 @@ def _autocast(func: Any) -> bool:
 
 def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
     tensors = [o for o in operands if isinstance(o, torch.Tensor)]
+    if any(bounded.extents_of(t) for t in tensors):
+        raise AssertionError("an operand of data-dependent size reached a whole op")
     value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
     return wrap_as(None, value, meta, trace, grad_frozen(tensors))
 
@@ -239,13 +256,16 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     if not _any_traced(trace, [x, weight, bias]) or _autocast(func):
         return NotImplemented
+    if bounded.extents_of(weight) or (x.dim() - 1) in bounded.extents_of(x):
+        return NotImplemented
     meta = torch._C._nn.linear(*_metas([x, weight, bias]))
 
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
         return y if b is None else y + b
 
-    return _whole(trace, [x, weight, bias], meta, compute)
+    result = _whole(trace, [bounded.strip(x), weight, bias], meta, compute)
+    return bounded.attach(result, dict(bounded.extents_of(x)))
 
 
 @function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
@@ -254,7 +274,13 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not all(isinstance(a, torch.Tensor) for a in args):
         return NotImplemented
-    meta = torch.matmul(*_metas(list(args))) if func is not torch.bmm else torch.bmm(*_metas(list(args)))
+    if any(bounded.extents_of(a) for a in args):
+        return bounded.matmul(*args)
+    meta = (
+        torch.matmul(*_metas(list(args)))
+        if func is not torch.bmm
+        else torch.bmm(*_metas(list(args)))
+    )
     return _whole(trace, list(args), meta, jnp.matmul)
 
 
@@ -262,15 +288,21 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not args or not isinstance(args[0], str) or _autocast(func):
         return NotImplemented
-    operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    operands = (
+        list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    )
     if not _any_traced(trace, operands):
         return NotImplemented
     equation = args[0].replace(" ", "")
+    if any(bounded.extents_of(o) for o in operands):
+        return bounded.einsum(equation, operands)
     meta = torch.einsum(equation, *_metas(operands))
     return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
 
 
-@function(torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+@function(
+    torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention
+)
 def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     from tpuport.model.lowerings.attention import attention
 
@@ -282,6 +314,12 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if _autocast(func):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
+    extents = {d: n for t in (q, k, v) for d, n in bounded.extents_of(t).items() if d < t.dim() - 2}
+    if (q.dim() - 2) in bounded.extents_of(q):
+        extents[q.dim() - 2] = bounded.extents_of(q)[q.dim() - 2]
+    if bounded.extents_of(k) or bounded.extents_of(mask):
+        mask = bounded.key_mask(k, mask)
+    q, k, v = (bounded.strip(t) for t in (q, k, v))
     dropout = float(bound.get("dropout_p") or 0.0)
     options = {
         "is_causal": bool(bound.get("is_causal", False)),
@@ -296,7 +334,8 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
         return attention(q, k, v, m, dropout_key=key, dropout=dropout, **options)
 
-    return _whole(trace, [q, k, v, mask], meta, compute)
+    result = _whole(trace, [q, k, v, mask], meta, compute)
+    return bounded.attach(result, extents) if extents else result
 
 
 # -- randomness, devices, autograd -------------------------------------------------------------------------------
@@ -316,7 +355,9 @@ def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented if traced(trace, args[0]) is None else args[0]
 
 
-@function(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
+@function(
+    torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook
+)
 def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not _holds_traced(trace, list(args)):
         return NotImplemented

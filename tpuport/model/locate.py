@@ -1,5 +1,7 @@
 """Where in the user's code we are, and errors that say so."""
 
+import ast
+import functools
 import linecache
 import os
 import sys
@@ -12,10 +14,16 @@ import torch
 from tpuport.errors import PortError
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PROGRAM = os.path.join(_HERE, "model", "program.py")
 _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, jax)
 )
-_INSIDE = (_HERE + os.sep, *_LIBRARIES, os.path.dirname(os.__file__) + os.sep + "contextlib", "<frozen")
+_INSIDE = (
+    _HERE + os.sep,
+    *_LIBRARIES,
+    os.path.dirname(os.__file__) + os.sep + "contextlib",
+    "<frozen",
+)
 
 
 def user_frame() -> FrameType | None:
@@ -33,6 +41,32 @@ def user_site() -> tuple[str, int, CodeType] | None:
     """File, line and code object of the user's code that is running."""
     frame = user_frame()
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code)
+
+
+def inside_try() -> bool:
+    """Whether an exception raised now would meet an `except` of the user's before it leaves the program."""
+    frame = user_frame()
+    while frame is not None and frame.f_code.co_filename != _PROGRAM:
+        if frame.f_lineno in _guarded_lines(frame.f_code):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _guarded_lines(code: CodeType) -> frozenset[int]:
+    """Lines of a function that lie in the body of a `try` with an `except`."""
+    if code.co_filename.startswith(_INSIDE):
+        return frozenset()
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except (SyntaxError, ValueError):
+        return frozenset()
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try) and node.handlers:
+            lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
+    return frozenset(lines)
 
 
 def user_line() -> str:

@@ -29,7 +29,9 @@ def new_report(target: torch.nn.Module | Callable[..., Any]) -> PortReport:
         except metadata.PackageNotFoundError:
             continue
     if not isinstance(target, torch.nn.Module):
-        return PortReport(getattr(target, "__name__", str(target)), class_file=_file(target), versions=versions)
+        return PortReport(
+            getattr(target, "__name__", str(target)), class_file=_file(target), versions=versions
+        )
     parameters = {id(p): p for p in target.parameters()}.values()
     buffers = {id(b): b for b in target.buffers()}.values()
     return PortReport(
@@ -55,17 +57,29 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
     trace = outcome.trace
     for rewrite in outcome.rewrites:
         for one in rewrite.applied:
-            item = Rewrite(one.file, one.line, code=one.code, before=one.before, after=one.after, safety=one.safety)
+            item = Rewrite(
+                one.file,
+                one.line,
+                code=one.code,
+                before=one.before,
+                after=one.after,
+                safety=one.safety,
+            )
             if item not in report.rewrites:
                 report.add(item)
     _record_branches(report, trace)
     _record_counts(report, trace)
     for tensor in hoisted:
         size = tensor.numel() * tensor.element_size()
-        report.add(HoistedConstant("a host tensor", shape=tuple(tensor.shape), dtype=str(tensor.dtype)[6:], bytes=size))
+        report.add(
+            HoistedConstant(
+                "a host tensor", shape=tuple(tensor.shape), dtype=str(tensor.dtype)[6:], bytes=size
+            )
+        )
     if outcome.baked:
         report.notes.append(
-            "read as Python numbers while tracing, so a change of them compiles again: " + ", ".join(sorted(outcome.baked))
+            "read as Python numbers while tracing, so a change of them compiles again: "
+            + ", ".join(sorted(outcome.baked))
         )
 
 
@@ -76,7 +90,9 @@ def _record_branches(report: PortReport, trace: Any) -> None:
     for site, how in trace.explorer.branches.items():
         file, _, line = site.rpartition(":")
         if file and (file, int(line)) not in known:
-            report.add(Branch(file, int(line), source=linecache.getline(file, int(line)).strip(), how=how))
+            report.add(
+                Branch(file, int(line), source=linecache.getline(file, int(line)).strip(), how=how)
+            )
 
 
 def _record_counts(report: PortReport, trace: Any) -> None:

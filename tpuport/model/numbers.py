@@ -5,8 +5,10 @@ argument parser takes them wherever it takes a Python number. A comparison gives
 value.
 """
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,6 +30,29 @@ def _weak(value: Any, kind: type) -> jax.Array:
     return array
 
 
+_ATOMS = itertools.count()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A whole-number combination of unknown counts: equal expressions are equal numbers in every run."""
+
+    const: int
+    terms: tuple[tuple[int, int], ...] = ()
+
+    def plus(self, other: "Linear", sign: int = 1) -> "Linear":
+        """This plus `sign` times the other."""
+        merged = dict(self.terms)
+        for atom, factor in other.terms:
+            merged[atom] = merged.get(atom, 0) + sign * factor
+        kept = tuple(sorted((a, f) for a, f in merged.items() if f))
+        return Linear(self.const + sign * other.const, kept)
+
+    def times(self, factor: int) -> "Linear":
+        """This times a known number."""
+        return Linear(self.const * factor, tuple((a, f * factor) for a, f in self.terms if factor))
+
+
 class NumberNode:
     """The node behind a traced number: a 0-d jax value, its Python type, and bounds where they are known.
 
@@ -35,11 +60,24 @@ class NumberNode:
     """
 
     def __init__(
-        self, value: Any, kind: type, low: float = -math.inf, high: float = math.inf
+        self,
+        value: Any,
+        kind: type,
+        low: float = -math.inf,
+        high: float = math.inf,
+        expr: Linear | None = None,
     ) -> None:
         self.value = _weak(value, kind)
         self.kind = kind
-        self.low, self.high = low, high
+        if kind is int and expr is None:
+            expr = (
+                Linear(int(low))
+                if low == high and abs(low) != math.inf
+                else Linear(0, ((next(_ATOMS), 1),))
+            )
+        if expr is not None and not expr.terms:
+            low = high = expr.const
+        self.low, self.high, self.expr = low, high, expr
 
     # -- what torch asks of a node -------------------------------------------------------------------------------
 
@@ -123,6 +161,10 @@ class NumberNode:
 
         return branching.concrete_number(self.value, float)
 
+    def statically_known_true(self, file: str, line: int) -> bool:
+        del file, line
+        return self.low == self.high and bool(self.low)
+
     expect_true = guard_bool
     guard_size_oblivious = guard_bool
     guard_or_false = guard_or_true = guard_bool
@@ -138,7 +180,8 @@ class NumberNode:
         return NumberNode(truncated, int, self.low, self.high)
 
     def neg(self) -> "NumberNode":
-        return NumberNode(-self.value, self.kind, -self.high, -self.low)
+        expr = self.expr.times(-1) if self.expr is not None else None
+        return NumberNode(-self.value, self.kind, -self.high, -self.low, expr)
 
     def pos(self) -> "NumberNode":
         return self
@@ -168,6 +211,9 @@ def _compare(name: str) -> Callable[..., NumberNode]:
 
 def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
     """(low, high) of a comparison from the bounds of its sides: equal where it can only go one way."""
+    if a.expr is not None and a.expr == b.expr:
+        same = name in ("less_equal", "greater_equal", "equal")
+        return (1, 1) if same else (0, 0)
     always = {
         "less": a.high < b.low,
         "less_equal": a.high <= b.low,
@@ -187,7 +233,9 @@ def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
     return (1, 1) if always else (0, 0) if never else (0, 1)
 
 
-def _corners(op: Callable[[float, float], float], a: NumberNode, b: NumberNode) -> tuple[float, float]:
+def _corners(
+    op: Callable[[float, float], float], a: NumberNode, b: NumberNode
+) -> tuple[float, float]:
     values = [op(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
     if any(math.isnan(v) for v in values):
         return -math.inf, math.inf
@@ -203,15 +251,31 @@ _BOUNDED: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def _arithmetic(name: str, operation: Callable[..., Any], result: type | None) -> Callable[..., NumberNode]:
+def _arithmetic(
+    name: str, operation: Callable[..., Any], result: type | None
+) -> Callable[..., NumberNode]:
     def method(self: NumberNode, other: NumberNode) -> NumberNode:
         kind = result or (float if float in (self.kind, other.kind) else int)
         value = operation(self.value, other.value)
         bounds = _BOUNDED.get(name)
         low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
-        return NumberNode(value, kind, low, high)
+        return NumberNode(value, kind, low, high, _combined(name, kind, self, other))
 
     return method
+
+
+def _combined(name: str, kind: type, a: NumberNode, b: NumberNode) -> Linear | None:
+    if kind is not int or a.expr is None or b.expr is None:
+        return None
+    if name in ("add", "sub"):
+        return a.expr.plus(b.expr, 1 if name == "add" else -1)
+    if name == "mul" and not b.expr.terms:
+        return a.expr.times(b.expr.const)
+    if name == "mul" and not a.expr.terms:
+        return b.expr.times(a.expr.const)
+    if name in ("sym_min", "sym_max") and a.expr == b.expr:
+        return a.expr
+    return None
 
 
 def _true_divide(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -260,7 +324,21 @@ for _name, _operation in (
         _name,
         lambda self, _op=_operation: NumberNode(_op(self.value).astype(jnp.int32), int),
     )
-for _name in ("sqrt", "cos", "sin", "tan", "exp", "log", "log2", "tanh", "cosh", "sinh", "asin", "acos", "atan"):
+for _name in (
+    "sqrt",
+    "cos",
+    "sin",
+    "tan",
+    "exp",
+    "log",
+    "log2",
+    "tanh",
+    "cosh",
+    "sinh",
+    "asin",
+    "acos",
+    "atan",
+):
     setattr(
         NumberNode,
         f"sym_{_name}",
@@ -272,7 +350,14 @@ for _name in ("sqrt", "cos", "sin", "tan", "exp", "log", "log2", "tanh", "cosh",
 
 def number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> Any:
     """A traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
-    node = NumberNode(value, kind, low, high)
+    return from_node(NumberNode(value, kind, low, high))
+
+
+def from_node(node: NumberNode) -> Any:
+    """The Python number of a node: a plain int where its value is known."""
+    kind = node.kind
+    if kind is int and node.low == node.high:
+        return int(node.low)
     return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind](node)
 
 
@@ -309,8 +394,12 @@ def item(tensor: TracedTensor) -> Any:
             code="TPU106",
             remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
         )
-    low, high = getattr(tensor, "_bounds", (-math.inf, math.inf))
-    return number(value, int, low, high)
+    tensor._storage.trace.dynamic = True
+    node = tensor._as_number
+    if node is None or node[0] is not tensor._elem:
+        low, high = tensor._bounds or (-math.inf, math.inf)
+        node = tensor._as_number = (tensor._elem, NumberNode(value, int, low, high))
+    return from_node(node[1])
 
 
 def tolist(tensor: TracedTensor) -> Any:

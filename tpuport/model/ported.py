@@ -88,7 +88,9 @@ class PortedModel:
             trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
             target = self.params if trainable else self.buffers
             if leaf.device.type == "meta":
-                target[name] = jax.ShapeDtypeStruct(tuple(leaf.shape), backend.jax_dtype(leaf.dtype))  # type: ignore[assignment]
+                target[name] = jax.ShapeDtypeStruct(
+                    tuple(leaf.shape), backend.jax_dtype(leaf.dtype)
+                )  # type: ignore[assignment]
             else:
                 target[name] = backend.to_jax(leaf)
 
@@ -170,7 +172,11 @@ class PortedModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.__dict__.get("methods", ()):
             program = self.__dict__.get("_program")
-            where = "" if program is None or program.master is None else f" of a ported {type(program.master).__name__}"
+            where = (
+                ""
+                if program is None or program.master is None
+                else f" of a ported {type(program.master).__name__}"
+            )
             msg = (
                 f"{name!r} is not a ported method{where}; to call a method of the module, name it:"
                 f" tpuport.convert(model, methods=('forward', {name!r}))"
@@ -223,7 +229,9 @@ class PortedModel:
             verify.fail(verifier, method, args, kwargs, key, before)
         return out
 
-    def verify(self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any) -> PortReport:
+    def verify(
+        self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
+    ) -> PortReport:
         """Compare outputs, changed buffers and gradients with eager PyTorch on these arguments; adds to `report`.
 
         Raises:
@@ -254,7 +262,10 @@ class PortedModel:
             self.eval_shape(*args, method=method, **kwargs)
             self.report.why_not_verified = "the model is on the meta device and has no weights"
             return
-        master, version = clone_module(self._program.master, lambda t: t)[0] if self._program.master else None, self._state_version
+        master, version = (
+            clone_module(self._program.master, lambda t: t)[0] if self._program.master else None,
+            self._state_version,
+        )
         self._call(method, args, kwargs)
         self.params, self.buffers = params, buffers
         if self._state_version != version:
@@ -294,7 +305,9 @@ class PortedModel:
         key = None if rng is None else _as_key(rng)
         with self._precision_scope():
             known = {n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)}
-            outcome = self._program.trace(method, values, key, arrays, metas, spec, checks=False, known=known)
+            outcome = self._program.trace(
+                method, values, key, arrays, metas, spec, checks=False, known=known
+            )
         out = structure.rebuild(outcome.out_spec, outcome.out_leaves)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
@@ -308,25 +321,46 @@ class PortedModel:
                 " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
             )
             raise UsageError(msg)
-        return {name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+        return {
+            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
+            for name, v in values.items()
+        }
 
     # -- compiling -----------------------------------------------------------------------------------------------
 
     def _signature(
-        self, method: str, values: list[Any], metas: list[Any], paths: list[str], spec: structure.Spec, leaves: list[Any]
+        self,
+        method: str,
+        values: list[Any],
+        metas: list[Any],
+        paths: list[str],
+        spec: structure.Spec,
+        leaves: list[Any],
     ) -> Signature:
         parts = tuple(
             (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
             for path, meta in zip(paths, metas, strict=True)
         )
         kinds = tuple(
-            None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride()) for meta in metas
+            None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride())
+            for meta in metas
         )
-        key = (spec.key, kinds, self._state_version, torch.is_grad_enabled(), torch.get_default_dtype())
+        key = (
+            spec.key,
+            kinds,
+            self._state_version,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+        )
         return Signature(method, key, parts)
 
     def _compile(
-        self, signature: Signature, state: dict[str, Any], values: list[Any], metas: list[Any], spec: structure.Spec
+        self,
+        signature: Signature,
+        state: dict[str, Any],
+        values: list[Any],
+        metas: list[Any],
+        spec: structure.Spec,
     ) -> Compiled:
         self._note_retrace(signature)
         self._refuse_meta(state)
@@ -345,10 +379,20 @@ class PortedModel:
 
         def pure(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
             outcome = self._program.trace(
-                signature.method, state, key, values, metas, spec, hoist=hoist, checks=self._checks, known=concrete
+                signature.method,
+                state,
+                key,
+                values,
+                metas,
+                spec,
+                hoist=hoist,
+                checks=self._checks,
+                known=concrete,
             )
             held["outcome"] = outcome
-            code = outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
+            code = (
+                outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
+            )
             return outcome.out_leaves, outcome.state, outcome.mutated, code
 
         start = time.perf_counter()
@@ -389,7 +433,9 @@ class PortedModel:
         held: dict[str, Outcome] = {}
 
         def pure(state: Any, key: Any, values: Any) -> Any:
-            held["outcome"] = self._program.trace(method, state, key, values, metas, spec, checks=False)
+            held["outcome"] = self._program.trace(
+                method, state, key, values, metas, spec, checks=False
+            )
             return held["outcome"].out_leaves
 
         out = jax.eval_shape(pure, self._values(), _NO_KEY(), shapes)
@@ -410,7 +456,9 @@ class PortedModel:
             names = ", ".join(self._state_changes) or "training mode"
             causes = [f"state of the module changed: {names}"]
         if not causes and last.key[0] != signature.key[0]:
-            causes = [f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"]
+            causes = [
+                f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
+            ]
         if not causes:
             causes = ["strides, grad mode or default dtype changed"]
         self.report.retraces.append(Retrace(signature.method, len(earlier), tuple(causes)))
@@ -525,7 +573,9 @@ def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], li
             continue
         if isinstance(leaf, jax.Array):
             values.append(leaf)
-            metas.append(torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta"))
+            metas.append(
+                torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
+            )
             continue
         if isinstance(leaf, backend.TorchaxTensor):
             values.append(leaf.jax())
@@ -542,7 +592,9 @@ def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], li
     return values, metas
 
 
-def _executable(closed: Any, shape: Any, example: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+def _executable(
+    closed: Any, shape: Any, example: Any
+) -> tuple[Callable[..., Any], list[jax.Array]]:
     """A jitted callable of (state, key, values); large constants are arguments of it, not literals in it."""
     big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= _HOIST_BYTES]
     small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < _HOIST_BYTES}

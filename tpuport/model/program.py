@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +19,26 @@ from tpuport.model.state import PythonChanges, StateTree, clone_module, python_c
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
 from tpuport.shims._shim import installed
+
 try:
     from tpuport.source import live
 except ImportError:
+
     class live:
-        class LiveRewrite: pass
+        class LiveRewrite:
+            pass
+
         import contextlib
+
         @staticmethod
         @contextlib.contextmanager
-        def swapped(r): yield
+        def swapped(r):
+            yield
+
         @staticmethod
-        def rewrite_function(*a, **k): return None
+        def rewrite_function(*a, **k):
+            return None
+
 
 _MAX_ATTEMPTS = 40
 
@@ -91,7 +101,9 @@ class Program:
         """
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._attempt(method, values, key, leaves, metas, spec, hoist, checks, known or {})
+                return self._attempt(
+                    method, values, key, leaves, metas, spec, hoist, checks, known or {}
+                )
             except branching.Restart as restart:
                 self._learn(restart)
         msg = f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts; branches found: {self.plan.sites}"
@@ -134,7 +146,11 @@ class Program:
         keys = trace.keys
         trace.hoist = hoist
         trace.explorer = branching.Explorer(trace, self.plan)
-        with _unchanged_randomness(), torch.compiler.set_stance("force_eager"), live.swapped(list(self.rewrites.values())):
+        with (
+            _unchanged_randomness(),
+            torch.compiler.set_stance("force_eager"),
+            live.swapped(list(self.rewrites.values())),
+        ):
             with installed(), active(trace):
                 if checks:
                     trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
@@ -145,7 +161,9 @@ class Program:
                 args, kwargs, made = _arguments(trace, leaves, metas, spec)
                 before = [m._storage.version if isinstance(m, TracedTensor) else 0 for m in made]
                 name = type(module).__qualname__ if module is not None else "<function>"
-                result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), [module, args, kwargs])
+                result = trace.explorer.run_module(
+                    name, lambda: call(*args, **kwargs), [module, args, kwargs]
+                )
                 if trace.refusal is not None:
                     raise trace.refusal
                 outcome = self._outcome(trace, module, tree, result, values, baked)
@@ -163,7 +181,9 @@ class Program:
             assert self.function is not None
             return None, self.function, {}
         tree = state_tree(self.master, self.plan.numbers)
-        by_id = {id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)}
+        by_id = {
+            id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
+        }
         baked: dict[str, torch.Tensor] = {}
         traced: dict[str, Any] = {}
 
@@ -199,16 +219,23 @@ class Program:
         from tpuport.model.dispatch import value_of
 
         out_leaves, out_spec = structure.flatten(result, leaf=_out_leaf)
-        arrays = [numbers.node_value(v) if isinstance(v, numbers.SYMBOLIC) else value_of(v) for v in out_leaves]
+        arrays = [
+            numbers.node_value(v) if isinstance(v, numbers.SYMBOLIC) else value_of(v)
+            for v in out_leaves
+        ]
         metas = [type(v) if isinstance(v, numbers.SYMBOLIC) else meta_of(v) for v in out_leaves]
-        outcome = Outcome(arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values()))
+        outcome = Outcome(
+            arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
+        )
         if module is not None and before is not None:
             after = state_tree(module)
             for name, leaf in after.leaves.items():
                 if isinstance(leaf, numbers.SYMBOLIC):
                     outcome.state[name] = numbers.node_value(leaf)
-                elif isinstance(leaf, TracedTensor) or trace.alias(leaf) is not None or (
-                    name in baked and leaf._version
+                elif (
+                    isinstance(leaf, TracedTensor)
+                    or trace.alias(leaf) is not None
+                    or (name in baked and leaf._version)
                 ):
                     array = value_of(leaf)
                     if array is not values.get(name):
@@ -233,7 +260,9 @@ def _out_leaf(value: Any) -> bool:
 
 
 def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
-    frozen = not (tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen)
+    frozen = not (
+        tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
+    )
     made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
     made.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
@@ -251,7 +280,11 @@ def _arguments(
             trace.generators[id(generator)] = KeyStream(value)
             made.append(generator)
         else:
-            made.append(TracedTensor(Storage(value, trace), (), meta, value, not meta.dtype.is_floating_point))
+            made.append(
+                TracedTensor(
+                    Storage(value, trace), (), meta, value, not meta.dtype.is_floating_point
+                )
+            )
     args, kwargs = structure.rebuild(spec, made)
     return args, kwargs, made
 
@@ -262,8 +295,18 @@ def _rewrite(code: Any, lines: set[int]) -> live.LiveRewrite | None:
     for candidate in gc.get_referrers(code):
         if callable(candidate) and getattr(candidate, "__code__", None) is code:
             result = live.rewrite_function(candidate, sites=frozenset(lines))
-            return result if isinstance(result, live.LiveRewrite) and result.code is not None else None
+            return (
+                result if isinstance(result, live.LiveRewrite) and result.code is not None else None
+            )
     return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warning for each 64-bit type that is held in 32 bits: torch's dtypes are kept beside the values."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
+        yield
 
 
 @contextlib.contextmanager

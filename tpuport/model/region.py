@@ -34,7 +34,7 @@ class Body:
         values = [s.value for s in self.alive]
         after = [s.value for s, _, _ in self.written]
         for storage, value, version in self.written:
-            storage.value, storage.version = value, version + 1
+            storage.value, storage.version = value, storage.version + 1
         return values, after
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:

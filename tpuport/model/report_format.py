@@ -148,7 +148,7 @@ def worst_element(parity: Parity) -> str:
     if parity.used == 0:
         return "identical"
     at = f" at {list(parity.where)}" if parity.where else ""
-    return f"{element(parity.got)} for {element(parity.expected)}{at}"
+    return f"{element(parity.got)} where eager PyTorch gives {element(parity.expected)}{at}"
 
 
 def by_kind(parity: list[Parity]) -> dict[str, list[Parity]]:

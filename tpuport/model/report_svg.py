@@ -183,10 +183,12 @@ def _lane(kind: str, group: Sequence[Parity], scale: ErrorScale) -> tuple[Markup
     parts = [_wash(scale.limit(limits[-1]), 0, height)]
     parts += [_line(scale.limit(limit), 0, height, class_="limit") for limit in limits]
     parts.append(_line_h(0, 100, height, class_="axis"))
-    for x, column in columns:
-        for level, p in enumerate(column):
-            title = f"{p.path}: {number(p.max_rel)}"
-            parts.append(_dot(x, height - 7 - level * step, look(p), title=title))
+    dots = [
+        _dot(x, height - 7 - level * step, look(p), title=f"{p.path}: {number(p.max_rel)}")
+        for x, column in columns
+        for level, p in enumerate(column)
+    ]
+    parts.append(tag("g", *dots, class_="dense" if step < _DOT else None))
     parts.append(_label(0, 15, plural(len(group), kind), "start", class_="lane"))
     at = scale.limit(limits[-1])
     words = "allowed " + " and ".join(number(limit) for limit in limits[-2:])

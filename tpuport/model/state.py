@@ -68,7 +68,10 @@ class _Cloner:
             return value
         if isinstance(value, torch.nn.Module):
             made = value.__class__.__new__(value.__class__)
-        elif isinstance(value, (dict, list, set)) and type(value).__module__ in ("builtins", "collections"):
+        elif isinstance(value, (dict, list, set)) and type(value).__module__ in (
+            "builtins",
+            "collections",
+        ):
             made = copy.copy(value)
         else:
             try:
@@ -93,9 +96,16 @@ class _Cloner:
         if isinstance(value, (torch.nn.Module, dict, list, set)):
             return True
         module = type(value).__module__.split(".")[0]
-        return module not in ("builtins", "torch", "numpy", "jax", "logging", "_thread", "weakref", "re") and hasattr(
-            value, "__dict__"
-        )
+        return module not in (
+            "builtins",
+            "torch",
+            "numpy",
+            "jax",
+            "logging",
+            "_thread",
+            "weakref",
+            "re",
+        ) and hasattr(value, "__dict__")
 
 
 def clone_module(
@@ -176,7 +186,9 @@ def _attribute(
     full = prefix + name
     tree.owners[full] = (fqn, name)
     tree.values[full] = value
-    if isinstance(value, numbers.SYMBOLIC) or (full in number_names and isinstance(value, (bool, int, float))):
+    if isinstance(value, numbers.SYMBOLIC) or (
+        full in number_names and isinstance(value, (bool, int, float))
+    ):
         tree.leaves[full] = value
         return
     if isinstance(value, _PLAIN):
@@ -235,7 +247,9 @@ class _Buffer:
     value: Any
 
 
-def python_changes(before: StateTree, after: StateTree, module: torch.nn.Module) -> PythonChanges | None:
+def python_changes(
+    before: StateTree, after: StateTree, module: torch.nn.Module
+) -> PythonChanges | None:
     """What a call changed in the Python state of a module, or None.
 
     Args:

@@ -101,9 +101,18 @@ class _Flattener:
         ]
         attributes.update({name: getattr(value, name) for name in slots})
         prefix = path + "." if not isinstance(value, UserDict) else path + "."
-        parts = [(k, self.visit(v, f"{path}.{k}" if isinstance(k, str) else f"{path}[{k}]")) for k, v in items]
+        parts = [
+            (k, self.visit(v, f"{path}.{k}" if isinstance(k, str) else f"{path}[{k}]"))
+            for k, v in items
+        ]
         held = [(k, self.visit(v, prefix + k)) for k, v in attributes.items()]
-        node = ("object", index, kind, [(k, n) for k, (n, _) in parts], [(k, n) for k, (n, _) in held])
+        node = (
+            "object",
+            index,
+            kind,
+            [(k, n) for k, (n, _) in parts],
+            [(k, n) for k, (n, _) in held],
+        )
         key = (
             kind,
             tuple((_hashable(k, self.keep), v) for k, (_, v) in parts),
@@ -128,7 +137,11 @@ class _Flattener:
         else:
             parts = []
         parts += list(getattr(value, "__dict__", {}).values())
-        parts += [getattr(value, name) for name in getattr(type(value), "__slots__", ()) if hasattr(value, name)]
+        parts += [
+            getattr(value, name)
+            for name in getattr(type(value), "__slots__", ())
+            if hasattr(value, name)
+        ]
         self.keep.append(value)
         self.bearing[id(value)] = any(self._bears(part, depth + 1) for part in parts)
         return self.bearing[id(value)]
@@ -154,7 +167,9 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
     return value
 
 
-def flatten(value: Any, *, leaf: Callable[[Any], bool] = is_leaf, path: str = "") -> tuple[list[Any], Spec]:
+def flatten(
+    value: Any, *, leaf: Callable[[Any], bool] = is_leaf, path: str = ""
+) -> tuple[list[Any], Spec]:
     """Take the leaves out of any structure.
 
     Returns:
@@ -217,7 +232,9 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     leaves, spec = flatten(value)
     if not leaves:
         return value
-    return rebuild(spec, [leaf if isinstance(leaf, torch.Generator) else fn(leaf) for leaf in leaves])
+    return rebuild(
+        spec, [leaf if isinstance(leaf, torch.Generator) else fn(leaf) for leaf in leaves]
+    )
 
 
 def to_torch(value: Any) -> Any:

@@ -32,13 +32,17 @@ _SERIALS = itertools.count()
 
 
 class Storage:
-    """The value behind a tensor and all of its views; `version` counts the writes."""
+    """The value behind a tensor and all of its views; `version` counts the writes.
 
-    __slots__ = ("__weakref__", "serial", "trace", "value", "version")
+    `stride` is torch's layout of the tensor that made it (its value is held in logical order).
+    """
+
+    __slots__ = ("__weakref__", "serial", "stride", "trace", "value", "version")
 
     def __init__(self, value: jax.Array, trace: Any) -> None:
         self.value = value
         self.version = 0
+        self.stride: tuple[int, ...] | None = None
         self.trace = trace
         self.serial = next(_SERIALS)
         if trace is not None:
@@ -56,6 +60,13 @@ class TracedTensor(backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
 
     is_traced = True
+    # Sizes that depend on data, by dim: the physical size is an upper bound, elements past the size are meaningless.
+    _extents: dict[int, Any] | None = None
+    # The smallest and largest value that an integer tensor can hold, where an op guarantees it.
+    _bounds: tuple[int, int] | None = None
+    # The boolean tensor that this one negates, and its value then.
+    _negates: "tuple[TracedTensor, jax.Array] | None" = None
+    _as_number: tuple[jax.Array, Any] | None = None
 
     @staticmethod
     def __new__(
@@ -86,6 +97,8 @@ class TracedTensor(backend.TorchaxTensor):
         frozen: bool = False,
     ) -> None:
         self._storage = storage
+        if not chain and storage.stride is None:
+            storage.stride = meta.stride()
         self._chain = chain
         self._cached = value
         self._cached_version = storage.version if value is not None else -1
@@ -146,7 +159,42 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.size()
+        return torch.Tensor.size(self) if self._extents is None else self._logical()
+
+    def _logical(self) -> torch.Size:
+        """Sizes with the data-dependent ones as traced integers."""
+        from tpuport.model import numbers
+
+        sizes = list(torch.Tensor.size(self))
+        for dim, node in (self._extents or {}).items():
+            sizes[dim] = numbers.from_node(node)
+        return torch.Size(sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        if self._extents is None:
+            return torch.Tensor.size(self) if dim is None else torch.Tensor.size(self, dim)
+        shape = self._logical()
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> Any:
+        if self._extents is None:
+            return torch.Tensor.numel(self)
+        total: Any = 1
+        for size in self._logical():
+            total = total * size
+        return total
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if self._extents and 0 in self._extents:
+            return int(self._logical()[0])
+        return torch.Tensor.__len__(self)
+
+    @property
+    def bound_shape(self) -> torch.Size:
+        """The physical sizes: those of `shape`, upper bounds where a size depends on data."""
+        return torch.Tensor.size(self)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -195,10 +243,16 @@ class TracedTensor(backend.TorchaxTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        from tpuport.model.views import replace_value
+
+        old = self._elem
         if not isinstance(value, TracedTensor):
-            self.copy_(value)
-            return
-        self._storage, self._chain = value._storage, value._chain
+            value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
+        # Autograd does not see the assignment: the gradient stays that of the value before.
+        step = ViewStep(lambda v: replace_value(old, v), replace_value)
+        same = value.dtype == self.dtype and old.shape == value._elem.shape
+        self._storage = value._storage
+        self._chain = (*value._chain, step) if same and self.dtype.is_floating_point else value._chain
         self._cached_version = -1
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -271,7 +325,9 @@ def wrap(
 
 def meta_of(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor with the sizes, strides and dtype of `tensor`."""
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(
+        torch.Tensor.size(tensor), tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
 
 
 def to_cpu(tensor: TracedTensor) -> torch.Tensor:

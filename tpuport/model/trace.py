@@ -31,7 +31,7 @@ class KeyStream:
         return key
 
 
-@dataclass
+@dataclass(eq=False)
 class Effects:
     """What a stretch of a trace created and wrote; regions (checkpoint, cond) turn it into outputs."""
 
@@ -75,6 +75,9 @@ class Trace:
         self.dispatch_mode: Any = None
         self.function_mode: Any = None
         self.closed = False
+        # Whether a number or size that depends on data has come up; until then no op needs to look for one.
+        self.dynamic = False
+        self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
 
     # -- effects -------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,11 @@ class SameNumbers(TorchDispatchMode):
         self.generators: dict[int, KeyStream] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
@@ -68,7 +72,9 @@ class SameNumbers(TorchDispatchMode):
                 plain.copy_(to_cpu(one))
                 if result is one:
                     result = plain
-        return structure.map_tensors(lambda t: to_cpu(t) if isinstance(t, TracedTensor) else t, result)
+        return structure.map_tensors(
+            lambda t: to_cpu(t) if isinstance(t, TracedTensor) else t, result
+        )
 
 
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
@@ -87,12 +93,20 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
 class Verifier:
     """Compares each method's first call with eager PyTorch, and names the first module that differs."""
 
-    def __init__(self, ported: Any, target: torch.nn.Module | Callable[..., Any], rtol: float | None) -> None:
+    def __init__(
+        self, ported: Any, target: torch.nn.Module | Callable[..., Any], rtol: float | None
+    ) -> None:
         self.ported, self.target, self.rtol = ported, target, rtol
         self.done: set[str] = set()
 
     def reference(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, *, trainable: bool = False
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: jax.Array,
+        *,
+        trainable: bool = False,
     ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         """Run eager: the output, the module after the call, and the arguments after the call."""
         with self.ported.report.timed("observe"):
@@ -150,7 +164,11 @@ def _comparable(value: Any) -> bool:
 
 def _widened(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
-    if tensor.dtype in (torch.bfloat16, torch.float16) or tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+    if (
+        tensor.dtype in (torch.bfloat16, torch.float16)
+        or tensor.dtype.itemsize == 1
+        and tensor.is_floating_point()
+    ):
         tensor = tensor.float()
     return tensor.numpy()
 
@@ -190,7 +208,9 @@ def gradient_parity(
     leaves, _ = structure.flatten(out, leaf=_comparable)
     weights = [_projection(leaf, i) for i, leaf in enumerate(leaves)]
     total = sum(
-        (leaf * torch.from_numpy(w)).sum() for leaf, w in zip(leaves, weights, strict=True) if w is not None
+        (leaf * torch.from_numpy(w)).sum()
+        for leaf, w in zip(leaves, weights, strict=True)
+        if w is not None
     )
     if not isinstance(total, torch.Tensor) or not total.requires_grad:
         return []
@@ -201,19 +221,29 @@ def gradient_parity(
         result, _ = ported.apply(params, ported.buffers, key, *args, method=method, **kwargs)
         ours, _ = structure.flatten(result, leaf=_comparable)
         return sum(  # type: ignore[return-value]
-            (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None), jnp.zeros(())
+            (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None),
+            jnp.zeros(()),
         )
 
     with ported._precision_scope():
         grads = jax.jit(jax.grad(loss))(ported.params)
-    largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
+    largest = max(
+        (float(g.abs().max()) for g in expected.values() if g is not None and g.numel()),
+        default=0.0,
+    )
     records = []
     for name, got in grads.items():
         want = expected.get(name)
         if want is None:
             want = torch.zeros(got.shape)
         # Against the largest gradient: one that is zero but for rounding has no relative error of its own.
-        records += verifier.compare("gradient", f"grad.{name}", want, got.astype(backend.jax_dtype(want.dtype)), 1e-5 * largest)
+        records += verifier.compare(
+            "gradient",
+            f"grad.{name}",
+            want,
+            got.astype(backend.jax_dtype(want.dtype)),
+            1e-5 * largest,
+        )
     return records
 
 
@@ -221,10 +251,12 @@ def _projection(leaf: torch.Tensor, index: int) -> np.ndarray | None:
     if not leaf.dtype.is_floating_point:
         return None
     draw = np.random.default_rng(index).standard_normal(tuple(leaf.shape))
-    return draw.astype(np.float32) / max(leaf.numel(), 1) ** 0.5
+    return np.asarray(draw / max(leaf.numel(), 1) ** 0.5, np.float32)
 
 
-def state_parity(verifier: Verifier, module: torch.nn.Module, before: dict[str, Any]) -> list[Parity]:
+def state_parity(
+    verifier: Verifier, module: torch.nn.Module, before: dict[str, Any]
+) -> list[Parity]:
     """Compare every buffer (and tensor attribute) that the call changed."""
     after = state_tree(module).leaves
     ported = verifier.ported
@@ -241,7 +273,12 @@ def state_parity(verifier: Verifier, module: torch.nn.Module, before: dict[str, 
 
 
 def fail(
-    verifier: Verifier, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array, before: dict[str, Any]
+    verifier: Verifier,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: jax.Array,
+    before: dict[str, Any],
 ) -> None:
     """Raise for a failed comparison, naming the worst value and the first module whose output differs."""
     from tpuport.model import bisect

@@ -85,9 +85,22 @@ def _alias(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
     return ViewStep(lambda v: v, lambda _, new: new)
 
 
+@jax.custom_jvp
+def replace_value(old: jax.Array, new: jax.Array) -> jax.Array:
+    """`new` in value, `old` in gradient: what a write that autograd does not see does to a tensor."""
+    del old
+    return new
+
+
+@replace_value.defjvp
+def _replace_value_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
 @view(aten.detach.default)
 def _detach(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
-    return ViewStep(lax.stop_gradient, lambda _, new: new)
+    # A write through a detached alias changes the value of its base but no gradient.
+    return ViewStep(lax.stop_gradient, replace_value)
 
 
 @view(aten.expand.default)
@@ -99,9 +112,7 @@ def _expand(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) ->
 
     def inverse(_: jax.Array, new: jax.Array) -> jax.Array:
         # torch refuses writes where several elements share memory, so any of them is the value.
-        index = (0,) * lead + tuple(
-            slice(0, 1) if size == 1 else slice(None) for size in kept
-        )
+        index = (0,) * lead + tuple(slice(0, 1) if size == 1 else slice(None) for size in kept)
         return new[index]
 
     return ViewStep(lambda v: lax.broadcast_in_dim(v, shape, axes), inverse)
@@ -119,7 +130,8 @@ def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
     for size in shape[len(index) :]:
         starts.append(0), limits.append(size), strides.append(1)
     kept = tuple(
-        -(-(stop - start) // step) for start, stop, step in zip(starts, limits, strides, strict=True)
+        -(-(stop - start) // step)
+        for start, stop, step in zip(starts, limits, strides, strict=True)
     )
     out = tuple(size for dim, size in enumerate(kept) if dim not in dropped)
 
@@ -168,7 +180,9 @@ def _slice(
 
 
 @view(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(base: torch.Tensor, out: Sequence[torch.Tensor], sizes: Any, dim: int = 0) -> list[ViewStep]:
+def _split(
+    base: torch.Tensor, out: Sequence[torch.Tensor], sizes: Any, dim: int = 0
+) -> list[ViewStep]:
     steps, start = [], 0
     for part in out:
         stop = start + part.shape[dim]
@@ -185,14 +199,16 @@ def _unbind(base: torch.Tensor, out: Sequence[torch.Tensor], dim: int = 0) -> li
 @view(aten.view_as_real.default)
 def _view_as_real(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
     return ViewStep(
-        lambda v: jnp.stack([v.real, v.imag], axis=-1), lambda _, new: lax.complex(new[..., 0], new[..., 1])
+        lambda v: jnp.stack([v.real, v.imag], axis=-1),
+        lambda _, new: lax.complex(new[..., 0], new[..., 1]),
     )
 
 
 @view(aten.view_as_complex.default)
 def _view_as_complex(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
     return ViewStep(
-        lambda v: lax.complex(v[..., 0], v[..., 1]), lambda _, new: jnp.stack([new.real, new.imag], axis=-1)
+        lambda v: lax.complex(v[..., 0], v[..., 1]),
+        lambda _, new: jnp.stack([new.real, new.imag], axis=-1),
     )
 
 

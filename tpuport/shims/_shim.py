@@ -55,7 +55,9 @@ def find_shims() -> list[type[Shim]]:
         found += [
             value
             for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, Shim) and value.__module__ == module.__name__
+            if isinstance(value, type)
+            and issubclass(value, Shim)
+            and value.__module__ == module.__name__
         ]
     return found
 

@@ -75,8 +75,15 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     def forward(values: Any) -> tuple[Any, _Context]:
         inputs = iter(rebuilt(values, tensors))
         given = [next(inputs) if flag else a for a, flag in zip(args, is_tensor, strict=True)]
-        context = _Context(tuple(flag and a.dtype.is_floating_point for a, flag in zip(args, is_tensor, strict=True)))
-        if "setup_context" in cls.__dict__ or cls.setup_context is not torch.autograd.Function.setup_context:
+        context = _Context(
+            tuple(
+                flag and a.dtype.is_floating_point for a, flag in zip(args, is_tensor, strict=True)
+            )
+        )
+        if (
+            "setup_context" in cls.__dict__
+            or cls.setup_context is not torch.autograd.Function.setup_context
+        ):
             out = cls.forward(*given)
             cls.setup_context(context, tuple(given), out)
         else:

@@ -22,14 +22,24 @@ class Checkpoint(Shim):
             trace = current()
             if trace is None:
                 return eager(function, *args, **kwargs)
-            for option in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
+            for option in (
+                "use_reentrant",
+                "context_fn",
+                "determinism_check",
+                "debug",
+                "preserve_rng_state",
+                "early_stop",
+            ):
                 kwargs.pop(option, None)
             self.count(self.TARGET)
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
             return region.checkpoint(trace, lambda: function(*args, **kwargs))
 
-        return [Replacement(torch.utils.checkpoint, "checkpoint", checkpoint), *_copies(eager, checkpoint)]
+        return [
+            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
+            *_copies(eager, checkpoint),
+        ]
 
 
 def _copies(eager: Any, replacement: Any) -> list[Replacement]:
@@ -39,7 +49,9 @@ def _copies(eager: Any, replacement: Any) -> list[Replacement]:
     return [
         Replacement(module, name, replacement)
         for module in list(sys.modules.values())
-        if module is not None and module is not torch.utils.checkpoint and isinstance(getattr(module, "__dict__", None), dict)
+        if module is not None
+        and module is not torch.utils.checkpoint
+        and isinstance(getattr(module, "__dict__", None), dict)
         for name, value in list(vars(module).items())
         if value is eager
     ]

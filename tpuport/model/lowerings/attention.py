@@ -59,7 +59,11 @@ def attention(
     weights = _safe_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
     if dropout > 0.0:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
-        weights = jnp.where(kept, weights / (1.0 - dropout), 0.0) if dropout < 1.0 else jnp.zeros_like(weights)
+        weights = (
+            jnp.where(kept, weights / (1.0 - dropout), 0.0)
+            if dropout < 1.0
+            else jnp.zeros_like(weights)
+        )
     return jnp.matmul(weights.astype(dtype), value).astype(dtype)
 
 

@@ -23,7 +23,9 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
         return x != 0 if dtype == jnp.bool_ else x.real.astype(dtype)
     if dtype == jnp.bool_:
         return x != 0
@@ -56,7 +58,9 @@ def ones_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) 
 
 
 @lowering(aten.full_like.default)
-def full_like(x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+def full_like(
+    x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **unused: Any
+) -> jax.Array:
     out = x.dtype if dtype is None else backend.jax_dtype(dtype)
     return jnp.broadcast_to(cast(jnp.asarray(value), out), x.shape)
 
@@ -64,7 +68,9 @@ def full_like(x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **u
 @lowering(aten.full.default, reason="torchax takes no traced fill value")
 def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
     value = jnp.asarray(value)
-    return jnp.broadcast_to(value if dtype is None else cast(value, backend.jax_dtype(dtype)), tuple(size))
+    return jnp.broadcast_to(
+        value if dtype is None else cast(value, backend.jax_dtype(dtype)), tuple(size)
+    )
 
 
 @lowering(aten.scalar_tensor.default)

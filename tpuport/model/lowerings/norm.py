@@ -35,7 +35,10 @@ def native_batch_norm(
             _move(running_var, variance * (count / max(count - 1, 1)), momentum)
     else:
         assert running_mean is not None and running_var is not None
-        mean, variance = value_of(running_mean).astype(wide.dtype), value_of(running_var).astype(wide.dtype)
+        mean, variance = (
+            value_of(running_mean).astype(wide.dtype),
+            value_of(running_var).astype(wide.dtype),
+        )
     inverse = jax.lax.rsqrt(variance + eps)
     scale = inverse if weight is None else inverse * value_of(weight).astype(wide.dtype)
     out = (wide - _column(mean, value.ndim)) * _column(scale, value.ndim)
@@ -46,7 +49,10 @@ def native_batch_norm(
     result = wrap_as(None, out, meta, current(), frozen)
     kind = weight.dtype if weight is not None else x.dtype
     saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
-    extra = [wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current(), True) for s in saved]
+    extra = [
+        wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current(), True)
+        for s in saved
+    ]
     return result, extra[0], extra[1]
 
 

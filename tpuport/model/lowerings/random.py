@@ -52,7 +52,9 @@ def randn_like(x, *, dtype=None, key, **unused) -> jax.Array:
     return normal_draw(key, x.shape, backend.jax_dtype(dtype) if dtype else x.dtype)
 
 
-def _integers(key: jax.Array, shape: tuple[int, ...], low: int, high: int, dtype: jnp.dtype) -> jax.Array:
+def _integers(
+    key: jax.Array, shape: tuple[int, ...], low: int, high: int, dtype: jnp.dtype
+) -> jax.Array:
     limit = jnp.iinfo(jnp.int64 if jax.config.jax_enable_x64 else jnp.int32)
     high = min(int(high), int(limit.max))
     return jax.random.randint(key, shape, int(low), high).astype(dtype)
@@ -81,7 +83,11 @@ def randint_like_low(x, low, high, *, dtype=None, key, **unused) -> jax.Array:
 @lowering(aten.random.default, reason=_FROZEN)
 def random_default(x, *, key) -> jax.Array:
     bits = {"b": 2, "f": 1 << 24, "i": 1 << 31, "u": 256, "V": 256}
-    high = min(bits.get(x.dtype.kind, 256), 128 if x.dtype == jnp.int8 else 1 << 31, 256 if x.dtype.itemsize == 2 else 1 << 31)
+    high = min(
+        bits.get(x.dtype.kind, 256),
+        128 if x.dtype == jnp.int8 else 1 << 31,
+        256 if x.dtype.itemsize == 2 else 1 << 31,
+    )
     return _integers(key, x.shape, 0, high, x.dtype)
 
 

@@ -1,0 +1,58 @@
+# `make demo` and `make test` need nothing but Python 3.11 with pip; each prepares .venv itself.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+FROM := pyproject.toml constraints.txt
+
+# The type checker would otherwise ask the package index for a newer version on every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format typecheck bench docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(VENV)/.installed-demo ## port two real models and print the report
+	$(BIN)/tpuport demo
+
+test: $(VENV)/.installed-dev ## run the test suite
+	$(BIN)/pytest -q
+
+lint: $(VENV)/.installed-dev ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev ## fix style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(VENV)/.installed-dev ## run pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.installed-dev ## regenerate the generated pages of docs/
+	@for script in docs/generate_*.py; do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "$(PYTHON) is not on PATH: install Python 3.11, or run make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is older than a changed pyproject.toml or constraints.txt, so only those reinstall.
+$(VENV)/.installed-demo: $(FROM) | $(BIN)/python
+	@echo "Installing into $(VENV) (once; a few minutes)"
+	@$(INSTALL) -e ".[jax,recipes]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(FROM) | $(BIN)/python
+	@echo "Installing into $(VENV) (once; a few minutes)"
+	@$(INSTALL) -e ".[jax,recipes,dev,docs]"
+	@touch $@ $(VENV)/.installed-demo

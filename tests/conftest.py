@@ -1,0 +1,33 @@
+"""A stricter world than a user's: CPU only, several devices, offline, the same seed for each test.
+
+Nothing here imports torch or jax, so that the tests of the source half run without them.
+"""
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import settings
+
+# jax reads these once, when it is first imported.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+)
+# A test that needs a download is a test that fails somewhere else.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Examples that change from run to run would make an unrelated change fail; the first call of a
+# jitted function is far slower than the others, so a deadline would only measure compilation.
+settings.register_profile("tpuport", deadline=None, derandomize=True)
+settings.load_profile("tpuport")
+
+
+@pytest.fixture(autouse=True)
+def _same_seed_for_each_test() -> None:
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

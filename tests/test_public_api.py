@@ -1,0 +1,304 @@
+"""The public surface: what importing costs, what the package exports, its errors, its command."""
+
+import inspect
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import tpuport
+from tpuport import cli
+from tpuport.errors import (
+    EXTRA_OF_PACKAGE,
+    MissingExtraError,
+    ParityError,
+    PortError,
+    TpuportError,
+    UsageError,
+)
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "torchax", "jax", "jaxlib", "numpy", "transformers", "diffusers")
+HEAVY_OR_CLI = (*HEAVY, "libcst", "rich", "typer")
+IMPORT_SECONDS = 0.3
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints for this code."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def modules_loaded_by(statement: str, watched: tuple[str, ...]) -> set[str]:
+    """Which of the watched packages a fresh interpreter has after the statement."""
+    return set(run_python(f"import sys\n{statement}\nprint(*sys.modules)").split()) & set(watched)
+
+
+def seconds_for(statement: str) -> float:
+    """The best of three fresh interpreters: the others measure what else the machine does."""
+    code = f"import time\nt = time.perf_counter()\n{statement}\nprint(time.perf_counter() - t)"
+    return min(float(run_python(code)) for _ in range(3))
+
+
+# What importing costs.
+
+
+def test_importing_loads_nothing_heavy():
+    assert modules_loaded_by("import tpuport", HEAVY_OR_CLI) == set()
+
+
+def test_importing_the_command_line_or_the_source_half_loads_no_framework():
+    assert modules_loaded_by("import tpuport.cli", HEAVY) == set()
+    walk = """
+from importlib import import_module
+from pkgutil import walk_packages
+for name in ("tpuport.source", "tpuport.rules"):
+    for module in walk_packages(import_module(name).__path__, name + "."):
+        import_module(module.name)
+"""
+    assert modules_loaded_by(walk, HEAVY) == set()
+    assert modules_loaded_by(walk, ("tpuport.source.discovery",))
+
+
+def test_a_heavy_import_would_be_noticed():
+    assert modules_loaded_by("import tpuport, libcst", HEAVY_OR_CLI) == {"libcst"}
+    assert "numpy" in modules_loaded_by("import tpuport; tpuport.convert", HEAVY)
+
+
+def test_importing_is_fast():
+    assert seconds_for("import tpuport") < IMPORT_SECONDS
+
+
+def test_a_slow_import_would_be_noticed():
+    assert seconds_for(f"import tpuport, time; time.sleep({IMPORT_SECONDS})") > IMPORT_SECONDS
+
+
+def test_importing_changes_no_environment_variable():
+    assert (
+        run_python(
+            "import os; before = dict(os.environ); import tpuport.cli; print(before == os.environ)"
+        )
+        == "True"
+    )
+
+
+# What the package exports.
+
+
+@pytest.mark.parametrize("name", tpuport.__all__)
+def test_every_public_name_loads_and_is_documented(name: str):
+    value = getattr(tpuport, name)
+    assert inspect.getdoc(value)
+    assert value.__name__ in {name, f"tpuport.{name}"}
+
+
+def test_dir_lists_every_public_name_before_any_is_loaded():
+    listed = run_python("import tpuport; print(*dir(tpuport))").split()
+    assert set(tpuport.__all__) <= set(listed)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'tpuport' has no attribute 'convrt'"):
+        _ = tpuport.convrt  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("access", "feature"),
+    [
+        ("tpuport.convert", "tpuport.convert"),
+        ("tpuport.ops", "tpuport.ops"),
+        ("from tpuport import to_torch", "tpuport.to_torch"),
+    ],
+)
+def test_without_the_jax_extra_the_error_is_one_line_that_names_it(access: str, feature: str):
+    message = run_python(f"""
+        import sys
+        sys.modules.update(dict.fromkeys(("torch", "torchax", "jax", "jaxlib", "numpy")))
+        import tpuport
+        try:
+            {access}
+        except tpuport.TpuportError as error:
+            print(type(error).__name__, isinstance(error, ImportError), error)
+    """)
+    kind, is_import_error, *words = message.split(" ")
+    assert (kind, is_import_error) == ("MissingExtraError", "True")
+    assert words[:2] == [feature, "needs"]
+    assert message.endswith('not installed. What to do: pip install "tpuport[jax]"')
+    assert "\n" not in message
+
+
+# Its errors.
+
+
+def test_a_port_error_shows_the_place_the_code_and_the_remedy():
+    error = PortError(
+        "the shape of x[mask] depends on the values of mask",
+        code="TPU201",
+        file="model.py",
+        line=12,
+        source_line="    kept = x[mask]\n",
+        remedy="use torch.where.",
+    )
+    assert str(error) == (
+        "model.py:12: TPU201 the shape of x[mask] depends on the values of mask\n"
+        "    kept = x[mask]\n"
+        "What to do: use torch.where."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "no"),
+        ({"code": "TPU101"}, "TPU101 no"),
+        ({"file": "m.py"}, "m.py: no"),
+        ({"file": "m.py", "line": 3}, "m.py:3: no"),
+        ({"line": 3, "remedy": "stop."}, "no\nWhat to do: stop."),
+    ],
+)
+def test_a_port_error_leaves_out_what_is_not_known(fields: dict, expected: str):
+    assert str(PortError("no", **fields)) == expected
+
+
+def test_errors_are_also_what_callers_catch():
+    assert issubclass(ParityError, PortError)
+    for error in (PortError, UsageError, MissingExtraError):
+        assert issubclass(error, TpuportError)
+    assert issubclass(UsageError, ValueError)
+    assert issubclass(MissingExtraError, ImportError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ParityError("no", code="TPU401", file="m.py", line=3, remedy="stop."),
+        UsageError("Expected a module, got a str."),
+        MissingExtraError("tpuport.convert", "jax", "jax"),
+    ],
+)
+def test_errors_survive_pickling(error: TpuportError):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_a_failed_import_names_the_extra_or_is_not_ours():
+    found = MissingExtraError.from_import("x", ModuleNotFoundError("", name="diffusers.models"))
+    assert str(found) == (
+        'x needs diffusers, which is not installed. What to do: pip install "tpuport[recipes]"'
+    )
+    assert MissingExtraError.from_import("x", ModuleNotFoundError("", name="tpuport.nope")) is None
+    assert MissingExtraError.from_import("x", ModuleNotFoundError("")) is None
+
+
+def test_every_named_extra_brings_its_package():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = pyproject["project"]["optional-dependencies"]
+    brought = {re.split(r"[>=<\[]", line)[0]: name for name in extras for line in extras[name]}
+    assert EXTRA_OF_PACKAGE.items() <= brought.items()
+
+
+# Its command.
+
+
+@pytest.fixture
+def invoke():
+    """Runs the command with the given arguments."""
+    return lambda *arguments: CliRunner().invoke(cli.app, arguments)
+
+
+def test_the_version_is_the_packages(invoke):
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"tpuport {tpuport.__version__}\n")
+
+
+def test_help_lists_every_command_and_the_exit_codes(invoke):
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for word in ("demo", "rules", "explain", "Exit codes: 0 all is well"):
+        assert word in result.stdout
+
+
+def test_rules_lists_every_rule(invoke):
+    from tpuport.source.discovery import find_rules
+
+    result = invoke("rules")
+    assert result.exit_code == 0
+    assert find_rules()
+    for rule in find_rules():
+        assert rule.CODE in result.stdout
+        assert rule.__name__ in result.stdout
+
+
+def test_explain_prints_the_rules_page_by_code_or_name(invoke):
+    from tpuport.source.discovery import find_rules
+
+    rule = find_rules()[0]
+    dashed = "".join(f"-{c.lower()}" if c.isupper() else c for c in rule.__name__).lstrip("-")
+    for spelling in (rule.CODE, rule.CODE.lower(), rule.__name__, dashed):
+        result = invoke("explain", spelling)
+        assert result.exit_code == 0
+        assert result.stdout.startswith(f"{rule.CODE} {rule.__name__}")
+        assert inspect.cleandoc(rule.__doc__ or "no page") in result.stdout
+        assert textwrap.indent(rule.EXAMPLES[0].before.strip(), "    ") in result.stdout
+
+
+def test_an_unknown_rule_is_a_wrong_call(invoke):
+    from tpuport.source.discovery import find_rules
+
+    code = find_rules()[0].CODE
+    result = invoke("explain", f"{code}0")
+    assert result.exit_code == cli.WRONG_CALL
+    assert f"There is no rule {code}0. Did you mean {code}?" in result.stderr
+    assert "Did you mean" not in invoke("explain", "zzzz").stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "exit_code", "printed"),
+    [
+        (PortError("cannot", file="m.py", line=3), cli.FAILED, "m.py:3: cannot\n"),
+        (UsageError("Expected a module, got a str."), cli.WRONG_CALL, "Expected a module"),
+        (ModuleNotFoundError("", name="torch"), cli.WRONG_CALL, 'pip install "tpuport[jax]"'),
+    ],
+)
+def test_our_errors_end_the_command_without_a_traceback(
+    invoke, monkeypatch, raised: Exception, exit_code: int, printed: str
+):
+    def fail(**_: object) -> bool:
+        raise raised
+
+    monkeypatch.setattr("tpuport.demo.run", fail)
+    result = invoke("demo")
+    assert result.exit_code == exit_code
+    assert printed in result.stderr
+
+
+def test_a_bug_keeps_its_traceback(invoke, monkeypatch):
+    def fail(**_: object) -> bool:
+        raise ModuleNotFoundError("No module named 'tpuport.nope'", name="tpuport.nope")
+
+    monkeypatch.setattr("tpuport.demo.run", fail)
+    assert isinstance(invoke("demo").exception, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize(("holds", "exit_code"), [(True, 0), (False, cli.FAILED)])
+def test_the_demo_fails_when_parity_does(invoke, monkeypatch, tmp_path, holds, exit_code: int):
+    given = {}
+
+    def run(**arguments: object) -> bool:
+        given.update(arguments)
+        return holds
+
+    monkeypatch.setattr("tpuport.demo.run", run)
+    assert invoke("demo", "--out", str(tmp_path / "r.html")).exit_code == exit_code
+    assert given == {"out": tmp_path / "r.html"}
+
+
+def test_a_wrong_option_is_a_wrong_call(invoke):
+    assert invoke("demo", "--nope").exit_code == cli.WRONG_CALL
+    assert invoke("nope").exit_code == cli.WRONG_CALL

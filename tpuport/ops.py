@@ -1,0 +1,214 @@
+"""What rewritten code calls where the original asked a tensor for its value.
+
+In eager PyTorch every function here does exactly what the Python statement that it replaces does.
+With a traced value it hands the decision to the program that is being traced. Nothing is imported
+until a traced value is met.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "both",
+    "check",
+    "cond",
+    "either",
+    "is_traced",
+    "negate",
+    "passes",
+    "report",
+    "to_bool",
+    "to_float",
+    "to_int",
+    "while_loop",
+]
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value belongs to a program being traced: a traced tensor or a traced number."""
+    if getattr(value, "is_traced", False) is True:
+        return True
+    return getattr(getattr(value, "node", None), "is_traced", False) is True
+
+
+def cond(
+    test: Any,
+    then: Callable[..., Any],
+    orelse: Callable[..., Any],
+    operands: tuple[Any, ...] = (),
+) -> Any:
+    """`then(*operands) if test else orelse(*operands)`.
+
+    Args:
+        test: Any value with a truth; a traced one needs exactly one element.
+        then: Called with the operands if the test holds.
+        orelse: Called with the operands if it does not.
+        operands: The variables that a side may change.
+
+    Returns:
+        What the side that is taken returns. Under a traced test both sides are traced and must
+        return the same structure, shapes and dtypes.
+    """
+    if is_traced(test):
+        from tpuport.model.branching import traced_cond
+
+        return traced_cond(test, then, orelse, operands)
+    return then(*operands) if test else orelse(*operands)
+
+
+def while_loop(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """`while test(*operands): operands = body(*operands)`.
+
+    Args:
+        test: Called before each round with what the loop carries.
+        body: Called in each round; returns what the loop carries as a tuple.
+        operands: What the loop carries when it starts.
+
+    Returns:
+        What the loop carries when it ends.
+    """
+    while True:
+        again = test(*operands)
+        if is_traced(again):
+            from tpuport.model.branching import traced_while
+
+            return traced_while(test, body, operands)
+        if not again:
+            return operands
+        operands = body(*operands)
+
+
+def check(test: Any, make_error: Callable[[], Any]) -> None:
+    """`if test: raise make_error()`.
+
+    Args:
+        test: Any value with a truth.
+        make_error: Called only if the test holds. It returns the exception to raise, or raises it.
+            While tracing it is called once, to know the exception that the program may raise.
+    """
+    if is_traced(test):
+        from tpuport.model.branching import traced_check
+
+        traced_check(test, make_error)
+    elif test:
+        raise make_error()
+
+
+def report(test: Any, action: Callable[[], Any]) -> None:
+    """`if test: action()`, for an action that only prints, warns or logs.
+
+    Args:
+        test: Any value with a truth. Under a traced one nothing is reported.
+        action: Called only if the test holds.
+    """
+    if is_traced(test):
+        from tpuport.model.branching import traced_check
+
+        traced_check(test, lambda: None)
+    elif test:
+        action()
+
+
+def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
+    """What `assert` asks in place of `assert test, make_message()`.
+
+    Args:
+        test: Any value with a truth.
+        make_message: Makes the assertion's message; called only if the test does not hold.
+
+    Returns:
+        True. A traced test is checked when the program runs.
+
+    Raises:
+        AssertionError: the test does not hold.
+    """
+
+    def make_error() -> AssertionError:
+        return AssertionError() if make_message is None else AssertionError(make_message())
+
+    if is_traced(test):
+        check(negate(test), make_error)
+    elif not test:
+        raise make_error()
+    return True
+
+
+def both(first: Any, second: Callable[[], Any]) -> Any:
+    """`first and second()`.
+
+    With a traced `first` the second is always computed, and the two are combined.
+    """
+    if not is_traced(first):
+        return first and second()
+    other = second()
+    if _are_truths(first, other):
+        return _joined_truths(first, other, both=True)
+    return cond(first, lambda: other, lambda: first)
+
+
+def either(first: Any, second: Callable[[], Any]) -> Any:
+    """`first or second()`.
+
+    With a traced `first` the second is always computed, and the two are combined.
+    """
+    if not is_traced(first):
+        return first or second()
+    other = second()
+    if _are_truths(first, other):
+        return _joined_truths(first, other, both=False)
+    return cond(first, lambda: first, lambda: other)
+
+
+def _are_truths(*values: Any) -> bool:
+    import torch
+
+    return all(
+        value.dtype is torch.bool and value.ndim == 0
+        if isinstance(value, torch.Tensor)
+        else isinstance(value, bool | torch.SymBool)
+        for value in values
+    )
+
+
+def _joined_truths(first: Any, other: Any, *, both: bool) -> Any:
+    import torch
+
+    if isinstance(other, bool):
+        return first if other is both else other
+    if not (isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)):
+        first, other = to_bool(first), to_bool(other)
+    return first & other if both else first | other
+
+
+def negate(value: Any) -> Any:
+    """`not value`."""
+    if not is_traced(value):
+        return not value
+    import torch
+
+    return torch.sym_not(to_bool(value))
+
+
+def to_float(value: Any) -> Any:
+    """`float(value)`; of a traced tensor a number that is still part of the program."""
+    return _number(value, float)
+
+
+def to_int(value: Any) -> Any:
+    """`int(value)`; of a traced tensor a number that is still part of the program."""
+    return _number(value, int)
+
+
+def to_bool(value: Any) -> Any:
+    """`bool(value)`; of a traced tensor a truth that is still part of the program."""
+    return _number(value, bool)
+
+
+def _number(value: Any, kind: type) -> Any:
+    if is_traced(value):
+        from tpuport.model.branching import traced_number
+
+        return traced_number(value, kind)
+    return kind(value)

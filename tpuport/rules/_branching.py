@@ -1,0 +1,105 @@
+"""The fix of an `if`: which statements become the two sides, and what the call gives."""
+
+import ast
+
+from tpuport.rules._blocks import Block, Layout
+from tpuport.rules._expressions import OPS, Expressions, function_around
+from tpuport.rules._lifting import Lift, refuse_loop_exits
+from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
+from tpuport.source.flow import NameSet
+from tpuport.source.statements import exits_loop, leaves, returns
+from tpuport.source.text import Edit
+
+
+class BranchFix:
+    """Turns one `if` into a call of `tpuport.ops.cond`.
+
+    Args:
+        node: The statement.
+        context: What may be asked about the file.
+    """
+
+    def __init__(self, node: ast.If, context: Context) -> None:
+        self.node, self.context, self.module = node, context, context.module
+        self.function = function_around(node, context)
+        self.layout = Layout(node, context)
+        block, index = context.module.block(node)
+        self.following = block[index + 1 :]
+        self.parent = context.module.parents[node]
+        self.is_parent_body = block is getattr(self.parent, "body", None)
+        self.after: NameSet | None = None
+        self.ends = False
+
+    def edit(self) -> Edit:
+        """The edit that replaces the statement by two functions and a call.
+
+        Raises:
+            NotFixable: that would not be the same.
+        """
+        layout, expressions = self.layout, Expressions(self.context)
+        sides = self._sides()
+        blocks = [[s for block in side for s in block.statements] for side in sides]
+        lift = Lift(self.node, blocks, self.context, ends=self.ends, after=self.after)
+        if not self.ends and not lift.outputs:
+            raise NotFixable("neither side binds a name that is read later")
+        result = ", ".join(lift.outputs)
+        last = None if self.ends else layout.line(f"return {result}", layout.inner)
+        names = [self.module.fresh_name(self.node, name) for name in ("if_true", "if_false")]
+        functions = [
+            layout.function(name, lift.operands, *(block.at(layout.inner) for block in side), last)
+            for name, side in zip(names, sides, strict=True)
+        ]
+        call = layout.line("return " if self.ends else f"{result} = ")
+        call = call + f"{OPS}.cond(" + expressions.truth(self.node.test)
+        call = call + f", {', '.join(names)}{lift.operands_argument()})"
+        return layout.edit([*functions, call], expressions, gap=True)
+
+    def _sides(self) -> tuple[list[Block], list[Block]]:
+        """The blocks that make up each side."""
+        body, orelse = self.node.body, self.node.orelse
+        for side in (body, orelse):
+            if len(side) == 1 and isinstance(side[0], ast.Pass):
+                self.layout.dropped.add(side[0])
+        if returns([*body, *orelse]):
+            return self._returning_sides()
+        if exits_loop([*body, *orelse]) is not None:
+            return self._continuing_sides()
+        return [self.layout.body()], [self.layout.orelse()]
+
+    def _returning_sides(self) -> tuple[list[Block], list[Block]]:
+        """Where a side returns, the other takes along what follows, and both return."""
+        body, orelse, following = self.node.body, self.node.orelse, self.following
+        refuse_loop_exits([*body, *orelse], self.context)
+        falls = [not leaves(body), not leaves(orelse)]
+        if all(falls) and following:
+            raise NotFixable("one side returns on some of its paths only", pins=False)
+        ends_function = self.parent is self.function and self.is_parent_body
+        if any(falls) and not ends_function and not leaves(following):
+            raise NotFixable("it returns, but its block goes on after it", pins=False)
+        self.ends = True
+        sides = [self.layout.body()], [self.layout.orelse()]
+        if any(falls) and following:
+            refuse_loop_exits(following, self.context)
+            sides[falls.index(True)].append(self.layout.rest())
+        return sides
+
+    def _continuing_sides(self) -> tuple[list[Block], list[Block]]:
+        """Where a side ends in `continue`, the other takes along the rest of the loop's body."""
+        body, orelse, following = self.node.body, self.node.orelse, self.following
+        skips_in_body = isinstance(body[-1], ast.Continue)
+        last = body[-1] if skips_in_body else (orelse or body)[-1]
+        others = [s for s in [*body, *orelse, *following] if s is not last]
+        in_loop = isinstance(self.parent, ast.For | ast.While) and self.is_parent_body
+        if not isinstance(last, ast.Continue) or not in_loop:
+            refuse_loop_exits([*body, *orelse], self.context)
+        refuse_loop_exits(others, self.context)
+        if returns(following):
+            raise NotFixable("a return cannot leave the loop around it", pins=False)
+        if following:
+            self.after = self.context.flow(self.function).after[following[-1]]
+        self.layout.dropped.add(last)
+        sides = [self.layout.body()], [self.layout.orelse()]
+        if following:
+            sides[1 if skips_in_body else 0].append(self.layout.rest())
+        return sides

@@ -1,0 +1,123 @@
+"""The fixes of checks: assertions and branches that raise or log."""
+
+import ast
+
+from tpuport.rules._blocks import Layout
+from tpuport.rules._expressions import OPS, Expressions
+from tpuport.rules._lifting import Lift
+from tpuport.rules._reports import ends_in_raise, is_log, leading_logs
+from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
+from tpuport.source.text import Edit, Passage
+
+
+def passing(node: ast.Assert, context: Context) -> Edit:
+    """The edit that keeps an `assert` but asks `tpuport.ops.passes` for its outcome."""
+    expressions = Expressions(context)
+    made = Passage.of(f"assert {OPS}.passes(", context.module.origin(node))
+    made = made + expressions.truth(node.test)
+    if node.msg is not None:
+        made = made + ", " + expressions.delayed(node.msg, effects=True)
+    return expressions.edit(node, made + ")")
+
+
+class CheckFix:
+    """Turns one `if` that reports into a call of `tpuport.ops.check`.
+
+    Args:
+        node: The statement.
+        context: What may be asked about the file.
+    """
+
+    def __init__(self, node: ast.If, context: Context) -> None:
+        self.node, self.context = node, context
+        self.layout = Layout(node, context)
+        self.expressions = Expressions(context)
+
+    def edit(self) -> Edit:
+        """The edit that replaces the statement.
+
+        Raises:
+            NotFixable: that would not be the same.
+        """
+        node = self.node
+        if ends_in_raise(node.body):
+            lines = self._check(node.body, negated=False)
+            if node.orelse:
+                lines.append(
+                    self._unwrapped(self.layout.orelse(nested=False).at(self.layout.indent))
+                )
+        elif ends_in_raise(node.orelse):
+            lines = self._check(node.orelse, negated=True)
+            lines.append(self._unwrapped(self.layout.body(nested=False).at(self.layout.indent)))
+        elif leading_logs(node.body) == len(node.body) and not node.orelse:
+            lines = self._check(node.body, negated=False)
+        else:
+            lines = self._logs_first()
+        return self.layout.edit(lines, self.expressions)
+
+    def _unwrapped(self, passage: Passage | None) -> Passage:
+        return passage if passage is not None else self.layout.line("pass")
+
+    def _check(self, statements: list[ast.stmt], *, negated: bool) -> list[Passage]:
+        """The call of `tpuport.ops.check` or `report` and what it needs before it."""
+        test = self.expressions.truth(self.node.test)
+        if negated:
+            test = self.layout.line(f"{OPS}.negate(", "") + test + ")"
+        call = self.layout.line(f"{OPS}.{_verb(statements[-1])}(") + test + ", "
+        (first, *more) = statements
+        expression = None if more else _reported(first)
+        if expression is not None:
+            return [call + self.expressions.delayed(expression, effects=True) + ")"]
+        name, function = self._function(statements, in_body=not negated)
+        return [function, call + f"{name})"]
+
+    def _function(self, statements: list[ast.stmt], *, in_body: bool) -> tuple[str, Passage]:
+        """A nested function of statements that a lambda cannot hold."""
+        last = statements[-1]
+        if isinstance(last, ast.Raise) and last.exc is None:
+            raise NotFixable("it raises again the exception being handled")
+        lift = Lift(self.node, [statements], self.context, ends=True, effects=True)
+        if lift.operands:
+            raise NotFixable(f"it changes {lift.operands[0]} before it raises")
+        name = self.context.module.fresh_name(
+            self.node, "fail" if _verb(last) == "check" else "log"
+        )
+        block = self.layout.body() if in_body else self.layout.orelse()
+        return name, self.layout.function(name, [], block.at(self.layout.inner))
+
+    def _logs_first(self) -> list[Passage]:
+        """Log lines that other statements follow become a check ahead of the branch."""
+        node, layout = self.node, self.layout
+        logs = node.body[: leading_logs(node.body)]
+        holds = self.context.module.fresh_name(node, "holds")
+        lines = [layout.line(f"{holds} = ") + self.expressions.truth(node.test)]
+        for log in logs:
+            assert isinstance(log, ast.Expr)
+            action = self.expressions.delayed(log.value, effects=True)
+            lines.append(layout.line(f"{OPS}.report({holds}, ") + action + ")")
+        layout.dropped.update(logs)
+        body = layout.body(nested=False)
+        if not body.statements:
+            orelse = layout.orelse(nested=False).at(layout.inner)
+            return [*lines, layout.line(f"if {OPS}.negate({holds}):"), self._unwrapped(orelse)]
+        lines += [layout.line(f"if {holds}:"), self._unwrapped(body.at(layout.inner))]
+        if node.orelse:
+            orelse = layout.orelse(nested=False).at(layout.inner)
+            lines += [layout.line("else:"), self._unwrapped(orelse)]
+        return lines
+
+
+def _verb(statement: ast.stmt) -> str:
+    return "check" if isinstance(statement, ast.Raise) else "report"
+
+
+def _reported(statement: ast.stmt) -> ast.expr | None:
+    """What a lambda can give in place of a statement that raises or logs."""
+    match statement:
+        case ast.Raise(exc=ast.expr() as error, cause=None):
+            return error
+        case ast.Expr(value=value) if is_log(statement):
+            return value
+        case _:
+            return None

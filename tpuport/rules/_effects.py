@@ -1,0 +1,151 @@
+"""What code does besides computing values: tracing both sides of a branch does all of it."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tpuport.source.engine import Context, quote
+from tpuport.source.finding import NotFixable
+from tpuport.source.module import own_bindings
+from tpuport.source.statements import is_ops_call, walk_scope
+
+# Methods that change the object they are called on, of lists, dicts, sets, deques and files.
+MUTATORS = frozenset(
+    {
+        *("append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
+        *("popleft", "remove", "reverse", "setdefault", "update", "write", "writelines"),
+        *("add_module", "load_state_dict", "register_buffer", "register_module"),
+        *("register_parameter", "requires_grad_", "backward", "__setitem__", "__setattr__"),
+    }
+)
+EFFECT_BUILTINS = frozenset({"setattr", "delattr", "next", "print", "input"})
+_SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+_NEW_BUILTINS = frozenset({"bytearray", "dict", "list", "set"})
+_NEW_TORCH = frozenset(
+    {
+        *("arange", "cat", "clone", "concat", "empty", "empty_like", "eye", "full", "full_like"),
+        *("linspace", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "stack"),
+        *("tensor", "where", "zeros", "zeros_like"),
+    }
+)
+_NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zeros"})
+
+
+def refuse_effects(
+    code: Sequence[ast.AST], context: Context, *, entering: Iterable[str] = ()
+) -> None:
+    """Make sure that code only computes values and binds names.
+
+    Args:
+        code: Statements or expressions that would move into a nested function.
+        context: What may be asked about the file.
+        entering: Names whose value from before the code it uses.
+
+    Raises:
+        NotFixable: it writes to an object that others may see, or suspends the function.
+    """
+    fresh = fresh_names(code) - set(entering)
+    for node in walk_scope(code):
+        effect = _effect(node, fresh)
+        if effect is not None:
+            line = context.module.origin(node)
+            raise NotFixable(
+                f"line {line} {effect}, which would happen on both sides of the branch"
+            )
+
+
+def _effect(node: ast.AST, fresh: set[str]) -> str | None:
+    quoted = quote(ast.unparse(node)) if isinstance(node, ast.expr | ast.stmt) else ""
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del(), value=value):
+            return None if _is_fresh(value, fresh) else f"writes to {quoted}"
+        case ast.Subscript(ctx=ast.Store() | ast.Del(), value=value):
+            return None if _is_fresh(value, fresh) else f"writes to {quoted}"
+        case ast.AugAssign(target=target, value=value):
+            return _augmented_effect(target, value)
+        case ast.Delete():
+            return f"deletes a name or an element ({quoted})"
+        case ast.Global() | ast.Nonlocal():
+            return f"declares {quoted}"
+        case ast.Expr(value=value) if not (isinstance(value, ast.Constant) or is_ops_call(value)):
+            return None if _changes_only_fresh(value, fresh) else f"runs {quoted} for its effect"
+        case ast.Call():
+            return _call_effect(node, fresh, quoted)
+        case ast.comprehension(is_async=1):
+            return "awaits"
+        case _:
+            return "awaits or yields" if isinstance(node, _SUSPENDING) else None
+
+
+def _augmented_effect(target: ast.expr, value: ast.expr) -> str | None:
+    # A tensor's `+=` is carried out of the branch by the tracer; a list's would not be.
+    if not isinstance(target, ast.Name):
+        return f"writes to {quote(ast.unparse(target))}"
+    if isinstance(value, ast.List | ast.ListComp | ast.Tuple | ast.Dict | ast.Set):
+        return f"extends {target.id} in place"
+    return None
+
+
+def _call_effect(call: ast.Call, fresh: set[str], quoted: str) -> str | None:
+    if any(keyword.arg == "out" for keyword in call.keywords):
+        return f"writes to the out= of {quoted}"
+    match call.func:
+        case ast.Name(id=name) if name in EFFECT_BUILTINS:
+            return f"calls {quoted} for its effect"
+        case ast.Attribute(value=value, attr=name) if name in MUTATORS or _is_in_place(name):
+            return None if _is_fresh(value, fresh) else f"changes an object in place ({quoted})"
+        case _:
+            return None
+
+
+def _is_in_place(method: str) -> bool:
+    return method.endswith("_") and not method.endswith("__")
+
+
+def _is_fresh(node: ast.expr, fresh: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in fresh
+
+
+def _changes_only_fresh(call: ast.expr, fresh: set[str]) -> bool:
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and _is_fresh(call.func.value, fresh)
+        and (call.func.attr in MUTATORS or _is_in_place(call.func.attr))
+    )
+
+
+def fresh_names(code: Iterable[ast.AST]) -> set[str]:
+    """Names that code binds to new objects only, which nobody else can see yet."""
+    new: Counter[str] = Counter()
+    bound: Counter[str] = Counter()
+    for node in walk_scope(code):
+        bound.update(own_bindings(node))
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_new(value):
+                new[name] += 1
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if _is_new(
+                value
+            ):
+                new[name] += 1
+            case ast.AugAssign(target=ast.Name(id=name)):
+                new[name] += 1  # in place or a new object: either way nobody else sees it
+            case _:
+                pass
+    return {name for name in new if new[name] == bound[name]}
+
+
+def _is_new(value: ast.expr) -> bool:
+    match value:
+        case ast.List() | ast.Dict() | ast.Set() | ast.ListComp() | ast.DictComp() | ast.SetComp():
+            return True
+        case ast.BinOp():
+            return True
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _NEW_BUILTINS
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+            return name in _NEW_TORCH
+        case ast.Call(func=ast.Attribute(attr=name)):
+            return name in _NEW_METHODS
+        case _:
+            return False

@@ -1,0 +1,137 @@
+"""Moves blocks into nested functions: which names go in, which come out, and when that is exact."""
+
+import ast
+from collections.abc import Iterable, Sequence
+
+from tpuport.rules._effects import refuse_effects
+from tpuport.rules._expressions import function_around
+from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
+from tpuport.source.flow import Flow, NameSet, surely_bound
+from tpuport.source.module import SCOPES, own_bindings
+from tpuport.source.statements import exits_loop, walk_scope
+
+Statements = Sequence[ast.stmt]
+
+
+class Lift:
+    """The names that blocks need and give when each becomes a function of its own.
+
+    Args:
+        node: The `if` or `while` that the blocks come from.
+        blocks: The statements of each function.
+        context: What may be asked about the file.
+        ends: Whether the function around them returns right after, so that nothing reads a name.
+        after: The names read after the blocks; found from `node` if left out.
+        effects: Whether the blocks run exactly when they did, so that effects are no obstacle.
+
+    Attributes:
+        outputs: Names that a block assigns and that are read later.
+        operands: Names whose value from before a block needs.
+
+    Raises:
+        NotFixable: a block does something that a function of its own would not do the same.
+    """
+
+    def __init__(
+        self,
+        node: ast.If | ast.While,
+        blocks: Sequence[Statements],
+        context: Context,
+        *,
+        ends: bool = False,
+        after: NameSet | None = None,
+        effects: bool = False,
+    ) -> None:
+        self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
+        self.flow: Flow = context.flow(function_around(node, context))
+        if node not in self.flow.before:
+            raise NotFixable("it is never reached")
+        self.bound_before = self.flow.before[node] | surely_bound(node.test)
+        self.assigned = _ordered(self.flow, blocks)
+        live = self.flow.after[node] if after is None else after
+        self.outputs = [] if ends else [name for name in self.assigned if name in live]
+        self._check_names()
+        self.operands = self._operands()
+        for block in [] if effects else blocks:
+            refuse_effects(block, context, entering=self.operands)
+
+    def operands_argument(self) -> str:
+        """The operands as a last argument, with the comma before it; nothing if there are none."""
+        return f", {as_tuple(self.operands)}" if self.operands else ""
+
+    def _operands(self) -> list[str]:
+        needed: set[str] = set()
+        for block in self.blocks:
+            bound, _ = self.flow.names(block)
+            entering = self.flow.live_into(block, frozenset(self.outputs))
+            needed |= entering & (set(bound) | set(self.outputs))
+        operands = [name for name in self.assigned if name in needed]
+        for name in operands:
+            if name not in self.bound_before:
+                raise NotFixable(f"{name} may be unbound: it has no value on every path")
+        return operands
+
+    def _check_names(self) -> None:
+        assigned = set(self.assigned)
+        for name in self.assigned:
+            if name in self.flow.declared:
+                raise NotFixable(f"it assigns {name}, which is global or nonlocal")
+        if lost := assigned & self.flow.on_error[self.node]:
+            raise NotFixable(f"it assigns {min(lost)}, which is read if it raises")
+        for name in sorted(assigned & self.flow.captured):
+            if not self._captured_inside_only(name):
+                raise NotFixable(f"it assigns {name}, which a nested function or generator uses")
+        for name in self.outputs:
+            if any(_defines(node, name) for block in self.blocks for node in walk_scope(block)):
+                raise NotFixable(f"it defines the function, class or module {name} for later")
+
+    def _captured_inside_only(self, name: str) -> bool:
+        """Whether closures over a name stay in the block that assigns it, and see what they saw."""
+        if isinstance(self.node, ast.While) or self._in_loop():
+            return False
+        inside = {node for block in self.blocks for node in walk_scope(block)}
+        outside = [node for node in walk_scope(self.flow.function.body) if node not in inside]
+        closures = [node for node in outside if isinstance(node, (*SCOPES, ast.GeneratorExp))]
+        if any(name in self.flow.names(closure)[1] for closure in closures):
+            return False
+        return self.ends or not any(name in own_bindings(node) for node in outside)
+
+    def _in_loop(self) -> bool:
+        for parent in self.context.module.ancestors(self.node):
+            if isinstance(parent, SCOPES):
+                return False
+            if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
+                return True
+        return False
+
+
+def as_tuple(names: Sequence[str]) -> str:
+    """Source of a tuple of names."""
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+
+
+def _ordered(flow: Flow, blocks: Iterable[Statements]) -> list[str]:
+    found: dict[str, None] = {}
+    for block in blocks:
+        found |= flow.names(block)[0]
+    return list(found)
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return any((a.asname or a.name).partition(".")[0] == name for a in node.names)
+    return isinstance(node, SCOPES) and name in own_bindings(node)
+
+
+def refuse_loop_exits(statements: Iterable[ast.stmt], context: Context) -> None:
+    """Make sure that statements do not `break` or `continue` a loop around them.
+
+    Raises:
+        NotFixable: they do.
+    """
+    found = exits_loop(statements)
+    if found is not None:
+        word = "break" if isinstance(found, ast.Break) else "continue"
+        line = context.module.origin(found)
+        raise NotFixable(f"the {word} on line {line} cannot leave a nested function", pins=False)

@@ -1,0 +1,55 @@
+"""Which branches only report: they raise or log, and compute nothing."""
+
+import ast
+from collections.abc import Sequence
+
+from tpuport.source.statements import exits_loop, returns
+
+_LOG_METHODS = frozenset(
+    {
+        *("critical", "debug", "error", "exception", "fatal", "info", "log", "trace", "warn"),
+        *("warn_explicit", "warning", "warning_advice", "warning_once", "success", "write"),
+    }
+)
+_LOG_OWNERS = ("log", "logger", "logging", "warnings", "tqdm")
+
+
+def is_log(statement: ast.stmt) -> bool:
+    """Whether a statement only prints, warns or logs, as `logger.info(...)` does."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
+            return name in ("print", "warn", "warn_once") or name.startswith("rank_zero_")
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=owner, attr=method))):
+            return method in _LOG_METHODS and _is_log_owner(owner)
+        case _:
+            return False
+
+
+def _is_log_owner(owner: ast.expr) -> bool:
+    match owner:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.lower().strip("_") in _LOG_OWNERS
+        case ast.Call(func=ast.Attribute(attr="getLogger") | ast.Name(id="getLogger")):
+            return True
+        case _:
+            return False
+
+
+def leading_logs(statements: Sequence[ast.stmt]) -> int:
+    """How many statements from the first on only log."""
+    count = 0
+    while count < len(statements) and is_log(statements[count]):
+        count += 1
+    return count
+
+
+def ends_in_raise(statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements always end by raising at their last line."""
+    if not statements or not isinstance(statements[-1], ast.Raise):
+        return False
+    return not returns(statements) and exits_loop(statements) is None
+
+
+def is_report(node: ast.If) -> bool:
+    """Whether a side of a branch raises, or the branch starts by logging."""
+    return ends_in_raise(node.body) or leading_logs(node.body) > 0 or ends_in_raise(node.orelse)

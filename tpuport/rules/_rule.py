@@ -1,0 +1,72 @@
+"""What a rule file declares."""
+
+import ast
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+
+HEADINGS = ("What it does", "Why is this bad?", "Fix safety", "References")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Code that a rule finds, and what becomes of it. All strings: rule files import no framework.
+
+    Attributes:
+        before: A module that holds a function `forward`.
+        after: The same module rewritten, to the letter; None where there is no fix.
+        inputs: An expression for the tuple of tensors to call `forward` with, such as
+            `(torch.randn(3, 4),)`. It is evaluated once for each seed.
+        jit_error: The exception that plain torchax raises under `jax.jit` for `before`. A rule that
+            has become needless fails on it.
+        left: Part of the reason why there is no fix, where `after` is None.
+    """
+
+    before: str
+    after: str | None = None
+    inputs: str = "(torch.randn(3, 4),)"
+    jit_error: str = "ConcretizationTypeError"
+    left: str | None = None
+
+
+class Rule:
+    """Base of all rules.
+
+    A subclass is named after the pattern it looks for, as in "allow TensorBranch", and its file
+    after the class. Its docstring has the headings of `HEADINGS`. Methods `visit_X(node, context)`
+    are called for every node of class `ast.X` and report with `context.report(self, node)`.
+
+    Attributes:
+        CODE: Unique and never reused: TPU1 concretization, TPU2 data-dependent shape, TPU3 host
+            transfer, TPU4 trace-time state and randomness, TPU5 device assumptions, TPU6 recompile
+            and speed; then two digits.
+        MESSAGE: What the user reads; placeholders are the keyword arguments of `context.report`.
+        SAFETY: How close rewritten code stays to the original.
+        SEVERITY: What happens to the program if the finding stays.
+        PINS: Whether code around a finding without a fix must stay as it is too.
+        EXAMPLES: Code that is found and, where there is a fix, rewritten.
+        CLEAN: Modules that look alike and must stay.
+    """
+
+    CODE: ClassVar[str]
+    MESSAGE: ClassVar[str]
+    SAFETY: ClassVar[Safety]
+    SEVERITY: ClassVar[Severity]
+    PINS: ClassVar[bool] = False
+    EXAMPLES: ClassVar[tuple[Example, ...]]
+    CLEAN: ClassVar[tuple[str, ...]]
+
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        """The edits that remove a finding.
+
+        Args:
+            node: The node that was reported.
+            context: What may be asked about the file.
+
+        Raises:
+            NotFixable: no rewriting is proved to compute the same.
+        """
+        del node, context
+        raise NotFixable("this rule has no automatic fix")

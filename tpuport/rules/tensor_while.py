@@ -1,0 +1,85 @@
+"""TPU104: a Python loop that ends by a traced value."""
+
+import ast
+
+from tpuport.rules._blocks import Layout
+from tpuport.rules._effects import refuse_effects
+from tpuport.rules._expressions import OPS, Expressions, function_around
+from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
+from tpuport.rules._rule import Rule
+from tpuport.source.engine import Context
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.statements import returns
+from tpuport.source.text import Edit
+
+
+class TensorWhile(Rule):
+    """A loop that runs until the value of a traced tensor says stop.
+
+    ## What it does
+    Finds `while` loops whose test takes the truth of a tensor that depends on the program's inputs.
+    The fix moves test and body into nested functions of the variables that the loop carries, and
+    hands them to `tpuport.ops.while_loop`, which loops in eager PyTorch and becomes
+    `lax.while_loop` in a program.
+
+    ## Why is this bad?
+    While a program is traced the tensor has no value yet, so asking for its truth raises
+    `ConcretizationTypeError`; the number of rounds is not known either.
+
+    ## Fix safety
+    The fix is exact in eager PyTorch. There is none where the loop is left by `break`, `return` or
+    `continue`, where a variable that it carries may be unbound before it, or where its body writes
+    to an object that others see. A `lax.while_loop` has no reverse-mode gradient.
+
+    ## References
+    https://docs.jax.dev/en/latest/_autosummary/jax.lax.while_loop.html
+    """
+
+    CODE = "TPU104"
+    MESSAGE = "a loop ends by `{test}`, which has no value while the program is traced"
+    SAFETY = Safety.EXACT
+    SEVERITY = Severity.ERROR
+    PINS = True
+
+    def visit_While(self, node: ast.While, context: Context) -> None:
+        if context.asks_traced(node.test):
+            context.report(self, node, test=node.test)
+
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        assert isinstance(node, ast.While)
+        function = function_around(node, context)
+        refuse_loop_exits(node.body, context)
+        if returns(node.body) or node.orelse:
+            raise NotFixable("it has an else block" if node.orelse else "its body returns")
+        refuse_effects([node.test], context)
+        flow = context.flow(function)
+        if node not in flow.before:
+            raise NotFixable("it is never reached")
+        # What the body leaves is read by the next round, too.
+        after = flow.after[node] | flow.after[node.body[-1]]
+        lift = Lift(node, [node.body], context, after=after)
+        for name in lift.outputs:
+            if name not in lift.bound_before:
+                raise NotFixable(f"{name} may be unbound before the loop")
+        if not lift.outputs:
+            raise NotFixable("no variable that its test could read changes in its body")
+        return Fix((_edit(node, lift.outputs, context),), (OPS,))
+
+
+def _edit(node: ast.While, carried: list[str], context: Context) -> Edit:
+    layout, expressions = Layout(node, context), Expressions(context)
+    names = [context.module.fresh_name(node, name) for name in ("loop_test", "loop_body")]
+    with expressions.moving(node.test):
+        test = expressions.truth(node.test)
+    is_long = len(test.lines) > 1
+    returned = layout.line("return (" if is_long else "return ", layout.inner) + test
+    returned = returned + (")" if is_long else "")
+    state = as_tuple(carried)
+    result = layout.line(f"return {state}", layout.inner)
+    functions = [
+        layout.function(names[0], carried, returned),
+        layout.function(names[1], carried, layout.body().at(layout.inner), result),
+    ]
+    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state})"
+    target = state if len(carried) == 1 else ", ".join(carried)
+    return layout.edit([*functions, layout.line(f"{target} = {call}")], expressions, gap=True)

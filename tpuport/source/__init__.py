@@ -1,0 +1,1 @@
+"""Text to findings to text: what `lint`, `rewrite` and `convert` share. Needs no framework."""

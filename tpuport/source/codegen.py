@@ -1,0 +1,182 @@
+"""Compiles rewritten source of one function to a code object that fits the loaded function."""
+
+import __future__
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from types import CodeType
+
+from tpuport.source.module import FUNCTIONS, Function
+from tpuport.source.text import SourceText
+
+# Each feature has a bit of its own, so their sum is their union.
+_FUTURE_FLAGS: int = sum(
+    {getattr(__future__, name).compiler_flag for name in __future__.all_feature_names}
+    - {inspect.CO_NESTED}
+)
+_FACTORY = "tpuport_factory"
+_NO_COLUMN = -1
+_PLACED = (
+    *(ast.stmt, ast.expr, ast.excepthandler, ast.arg, ast.keyword, ast.alias),
+    *(ast.pattern,),
+)
+
+
+class MismatchError(Exception):
+    """Source that is not what a code object was compiled from."""
+
+
+def compile_like(text: SourceText, code: CodeType) -> CodeType:
+    """Compile the definition of a function to stand in for `code`.
+
+    Args:
+        text: The definition, possibly indented in an `if`, with the lines of the user's file as
+            origins.
+        code: The code object of the loaded function.
+
+    Returns:
+        A code object with the same name, free variables, file and flags. Its lines are those of the
+        user's file, and so are its columns wherever the text of a line is unchanged.
+
+    Raises:
+        MismatchError: the text does not define that function, or needs other free variables.
+    """
+    definition = find_definition(text, code)
+    _move_to_origin(definition, text)
+    free = list(code.co_freevars)
+    path = [definition.name]
+    owner = _class_around(code.co_qualname)
+    body: ast.stmt = definition
+    if owner is not None:
+        # The class gives private names their prefix and `super()` its `__class__`.
+        body = _wrapper(f"class {owner}: pass", body)
+        free = [name for name in free if name != "__class__"]
+        path.insert(0, owner)
+    if free:
+        path.insert(0, _FACTORY)
+        body = _wrapper(f"def {_FACTORY}({', '.join(free)}): pass", body)
+    module = ast.Module([body], [])
+    compiled = compile(
+        module, code.co_filename, "exec", code.co_flags & _FUTURE_FLAGS, dont_inherit=True
+    )
+    for name in path:
+        compiled = _constant(compiled, name)
+    if compiled.co_freevars != code.co_freevars:
+        raise MismatchError("the rewritten function would need other variables from around it")
+    nested = code.co_flags & inspect.CO_NESTED
+    compiled = compiled.replace(co_flags=compiled.co_flags & ~inspect.CO_NESTED | nested)
+    return _renamed(compiled, compiled.co_qualname, code.co_qualname)
+
+
+def find_definition(text: SourceText, code: CodeType) -> Function:
+    """The `def` in a text, which must be the only statement but for an `if` around it.
+
+    Raises:
+        MismatchError: it is not, or is not of the function that `code` belongs to.
+    """
+    try:
+        body = ast.parse(text.text).body
+    except SyntaxError as error:
+        raise MismatchError(f"its source does not parse ({error.msg})") from error
+    if len(body) == 1 and isinstance(body[0], ast.If):
+        body = body[0].body
+    if len(body) == 1 and isinstance(body[0], FUNCTIONS) and body[0].name == code.co_name:
+        return body[0]
+    raise MismatchError(f"no definition of {code.co_name} starts on line {code.co_firstlineno}")
+
+
+def check_source(text: SourceText, code: CodeType) -> None:
+    """Make sure that a code object was compiled from a text.
+
+    Raises:
+        MismatchError: it was not: the file has changed since, or something rewrote the code.
+    """
+    expected = compile_like(text, code)
+    if not (_is_same(expected, code) or _is_rewritten_by_pytest(code)):
+        raise MismatchError(
+            "the code that runs is not what its source says: the file has changed since it was"
+            " imported, or something else rewrote the function"
+        )
+
+
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those of all functions, classes and comprehensions nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested_codes(constant)
+
+
+def _wrapper(source: str, body: ast.stmt) -> ast.stmt:
+    (wrapper,) = ast.parse(source).body
+    assert isinstance(wrapper, ast.FunctionDef | ast.ClassDef)
+    wrapper.body = [body]
+    return wrapper
+
+
+def _class_around(qualified_name: str) -> str | None:
+    """The innermost class that a function is defined in, however deep in its methods."""
+    parts = qualified_name.split(".")
+    classes = [name for name, after in pairwise(parts) if "<locals>" not in (name, after)]
+    return classes[-1] if classes and classes[-1].isidentifier() else None
+
+
+def _constant(code: CodeType, name: str) -> CodeType:
+    return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+
+
+def _renamed(code: CodeType, old: str, new: str) -> CodeType:
+    """The code, and all code nested in it, with another start of its qualified name."""
+    constants = tuple(
+        _renamed(constant, old, new) if isinstance(constant, CodeType) else constant
+        for constant in code.co_consts
+    )
+    name = re.sub(f"^{re.escape(old)}(?=$|\\.)", lambda _: new, code.co_qualname)
+    return code.replace(co_consts=constants, co_qualname=name)
+
+
+def _move_to_origin(tree: ast.AST, text: SourceText) -> None:
+    """Give every node its place in the user's file; a column only where it is right there."""
+    last = len(text.lines)
+    for node in ast.walk(tree):
+        if isinstance(node, _PLACED):
+            start, end = min(node.lineno, last), min(node.end_lineno or node.lineno, last)
+            node.lineno, node.end_lineno = text.origin(start), text.origin(end)
+            left, right = text.shift(start), text.shift(end)
+            if left is None or right is None or node.end_lineno < node.lineno:
+                node.end_lineno = max(node.lineno, node.end_lineno)
+                node.col_offset = node.end_col_offset = _NO_COLUMN
+            else:
+                node.col_offset += left
+                node.end_col_offset = (node.end_col_offset or 0) + right
+
+
+def _is_same(a: CodeType, b: CodeType) -> bool:
+    return (
+        a.co_code == b.co_code
+        and a.co_names == b.co_names
+        and a.co_varnames == b.co_varnames
+        and a.co_cellvars == b.co_cellvars
+        and a.co_flags == b.co_flags
+        and a.co_argcount == b.co_argcount
+        and a.co_exceptiontable == b.co_exceptiontable
+        and list(a.co_lines()) == list(b.co_lines())
+        and len(a.co_consts) == len(b.co_consts)
+        and all(_same_constant(x, y) for x, y in zip(a.co_consts, b.co_consts, strict=True))
+    )
+
+
+def _same_constant(a: object, b: object) -> bool:
+    if isinstance(a, CodeType) and isinstance(b, CodeType):
+        return _is_same(a, b)
+    if type(a) is type(b) is frozenset:
+        return a == b
+    # Equal is not enough: 0.0 equals -0.0 and 1 equals True, while nan differs from itself.
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _is_rewritten_by_pytest(code: CodeType) -> bool:
+    return any(name.startswith("@py") for name in (*code.co_names, *code.co_varnames))

@@ -1,0 +1,65 @@
+"""Finds the rules by walking their folder: adding a rule means adding a file."""
+
+import importlib
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpuport.rules._rule import Rule
+
+
+@cache
+def find_rules() -> "tuple[type[Rule], ...]":
+    """Every rule in `tpuport/rules`, ordered by code. Files with a leading underscore hold none.
+
+    Raises:
+        ValueError: a file holds no rule or several, a class is not named after its file, or two
+            rules share a code.
+    """
+    from tpuport import rules
+
+    (folder,) = rules.__path__
+    names = sorted(path.stem for path in Path(folder).glob("[!_]*.py"))
+    found = [rule_in(importlib.import_module(f"{rules.__name__}.{name}")) for name in names]
+    return check_codes(found)
+
+
+def rule_in(module: ModuleType) -> "type[Rule]":
+    """The one rule that a rule file declares.
+
+    Raises:
+        ValueError: there is none, there are several, or its name is not that of the file.
+    """
+    from tpuport.rules._rule import Rule
+
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Rule)
+        and value.__module__ == module.__name__
+    ]
+    expected = "".join(word.title() for word in module.__name__.rpartition(".")[2].split("_"))
+    if [rule.__name__ for rule in own] != [expected]:
+        got = ", ".join(rule.__name__ for rule in own) or "none"
+        raise ValueError(f"Expected {module.__name__} to hold the rule {expected}, got {got}.")
+    return own[0]
+
+
+def check_codes(rules: "list[type[Rule]]") -> "tuple[type[Rule], ...]":
+    """The rules ordered by code.
+
+    Raises:
+        ValueError: two rules share a code.
+    """
+    by_code: dict[str, type[Rule]] = {}
+    for rule in rules:
+        other = by_code.setdefault(rule.CODE, rule)
+        if other is not rule:
+            raise ValueError(
+                f"Expected a code for each rule, got {rule.CODE} for both {other.__name__} and"
+                f" {rule.__name__}."
+            )
+    return tuple(by_code[code] for code in sorted(by_code))

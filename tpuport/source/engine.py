@@ -1,0 +1,166 @@
+"""One walk over a file's syntax tree that every rule takes part in."""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.source.finding import Finding
+from tpuport.source.flow import Flow
+from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
+from tpuport.source.module import Function, Module
+
+if TYPE_CHECKING:
+    from tpuport.rules._rule import Rule
+
+MAX_QUOTE = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A finding, the node that it is about and the rule that found it."""
+
+    rule: "Rule"
+    node: ast.AST
+    finding: Finding
+
+
+class Context:
+    """What a rule may ask about the file that it visits.
+
+    Attributes:
+        module: The file's text and tree.
+        kinds: The oracle's answers for this file.
+        matches: What was reported so far.
+        imports_inside: Whether a fix imports what it needs inside the function, as live rewriting
+            does, and not at the top of the file.
+    """
+
+    def __init__(self, module: Module, kinds: Kinds, *, imports_inside: bool = False) -> None:
+        self.module = module
+        self.kinds = kinds
+        self.matches: list[Match] = []
+        self.imports_inside = imports_inside
+        self._flows: dict[Function, Flow] = {}
+
+    def kind(self, node: ast.expr) -> Kind:
+        """What an expression is while the program is traced."""
+        return self.kinds.kind(node)
+
+    def is_traced(self, node: ast.expr) -> bool:
+        """Whether an expression is known to be a value of the program."""
+        return self.kind(node) is Kind.TRACED
+
+    def asks_traced(self, test: ast.expr) -> bool:
+        """Whether the truth of `test` takes that of a traced value."""
+        return self.is_traced(test) or any(self.is_traced(leaf) for leaf in truth_tests(test))
+
+    def flow(self, function: Function) -> Flow:
+        """The flow of names through a function of this file."""
+        if function not in self._flows:
+            self._flows[function] = Flow(function)
+        return self._flows[function]
+
+    def report(self, rule: "Rule", node: ast.AST, **parts: ast.AST) -> None:
+        """Record a finding about a node.
+
+        Args:
+            rule: The rule that found it.
+            node: The statement or expression that it is about. Of a compound statement the finding
+                covers the part up to the end of its test.
+            parts: Nodes whose source fills the placeholders of the rule's message.
+        """
+        module = self.module
+        quotes = {name: quote(module.source(part)) for name, part in parts.items()}
+        line: int = getattr(node, "lineno")  # noqa: B009 (nodes without a place have none)
+        last = node.test if isinstance(node, ast.If | ast.While) else node
+        end_line: int = getattr(last, "end_lineno")  # noqa: B009
+        column: int = getattr(node, "col_offset")  # noqa: B009
+        end_column: int = getattr(last, "end_col_offset")  # noqa: B009
+        finding = Finding(
+            file=module.file,
+            line=module.text.origin(line),
+            column=module.text.column(line, column),
+            end_line=module.text.origin(end_line),
+            end_column=module.text.column(end_line, end_column),
+            code=rule.CODE,
+            message=rule.MESSAGE.format(**quotes),
+            severity=rule.SEVERITY,
+            rule=type(rule).__name__,
+        )
+        self.matches.append(Match(rule, node, finding))
+
+
+def quote(source: str) -> str:
+    """Source on one line, short enough for a message."""
+    line = " ".join(source.split())
+    return line if len(line) <= MAX_QUOTE else line[: MAX_QUOTE - 3] + "..."
+
+
+def find(
+    source: str,
+    *,
+    rules: "Sequence[type[Rule]] | None" = None,
+    kinds: Oracle | None = None,
+    file: str = "<string>",
+) -> list[Finding]:
+    """What rules have to say about Python source.
+
+    Args:
+        source: The text of a file.
+        rules: The rules to ask; all of them if left out.
+        kinds: What decides which expressions are traced; `StaticKinds()` if left out.
+        file: What findings name as the file.
+
+    Returns:
+        The findings, sorted by place.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    module = Module(normal_line_breaks(source), file=file)
+    context = Context(module, (kinds or StaticKinds()).bind(module))
+    return sorted(match.finding for match in matches(context, make_rules(rules)))
+
+
+def make_rules(rules: "Sequence[type[Rule]] | None") -> "list[Rule]":
+    """An instance of each rule; of every rule there is if None is given."""
+    if rules is None:
+        from tpuport.source.discovery import find_rules
+
+        rules = find_rules()
+    return [rule() for rule in rules]
+
+
+def normal_line_breaks(source: str) -> str:
+    """Source with `\\n` for every line break that Python knows."""
+    return source.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def matches(context: Context, rules: "Iterable[Rule]") -> list[Match]:
+    """Show every node to the rules that have a `visit_` method for its class."""
+    table = _dispatch_table(rules)
+    for node in _in_order(context.module.tree):
+        for visit in table.get(type(node), ()):
+            visit(node, context)
+    return context.matches
+
+
+def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(reversed(list(ast.iter_child_nodes(node))))
+
+
+def _dispatch_table(
+    rules: "Iterable[Rule]",
+) -> dict[type[ast.AST], list[Callable[[Any, Context], None]]]:
+    table: dict[type[ast.AST], list[Callable[[Any, Context], None]]] = {}
+    for rule in rules:
+        for name in dir(rule):
+            if name.startswith("visit_"):
+                node_class = getattr(ast, name.removeprefix("visit_"))
+                table.setdefault(node_class, []).append(getattr(rule, name))
+    return table

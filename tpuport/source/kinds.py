@@ -1,0 +1,280 @@
+"""Whether an expression is a value of the program or one that Python knows while tracing."""
+
+import ast
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tpuport.source.module import Function, Module
+from tpuport.source.names import all_arguments
+from tpuport.source.statements import is_ops_call
+
+
+class Kind(Enum):
+    """What an expression is while its program is traced."""
+
+    TRACED = "traced"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+TRACED, HOST, UNKNOWN = Kind.TRACED, Kind.HOST, Kind.UNKNOWN
+
+
+class Kinds(Protocol):
+    """Answers for one parsed file."""
+
+    def kind(self, node: ast.expr) -> Kind:
+        """What an expression is; UNKNOWN where there is no proof."""
+        ...
+
+
+class Oracle(Protocol):
+    """Gives the answers for a parsed file; asked again after each pass of rewriting."""
+
+    def bind(self, module: Module) -> Kinds:
+        """The answers for one parsed file."""
+        ...
+
+
+# Of a tensor: known while tracing.
+HOST_ATTRIBUTES = frozenset(
+    {
+        *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda"),
+        *("is_sparse", "is_quantized", "is_meta", "is_mkldnn", "itemsize", "nbytes", "training"),
+    }
+)
+HOST_METHODS = frozenset(
+    {
+        *("size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "type"),
+        *("is_floating_point", "is_complex", "is_signed", "get_device", "ndimension", "is_conj"),
+        *("storage_offset", "data_ptr", "is_inference", "is_same_size"),
+    }
+)
+HOST_BUILTINS = frozenset({"isinstance", "issubclass", "hasattr", "callable", "len", "type", "id"})
+HOST_TORCH = frozenset(
+    {
+        *("is_tensor", "is_floating_point", "is_complex", "numel", "is_grad_enabled", "device"),
+        *("finfo", "iinfo", "Size", "get_default_dtype", "is_autocast_enabled", "result_type"),
+        *("promote_types", "can_cast", "is_inference_mode_enabled", "Generator", "dtype"),
+    }
+)
+HOST_TORCH_PACKAGES = ("torch.cuda.", "torch.jit.", "torch.compiler.", "torch.backends.", "torch._")
+# Their values come from the program's random key.
+RANDOM_TORCH = frozenset(
+    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "normal"}
+)
+# Called on a parameter, these say that it is a tensor: neither lists, dicts nor numbers have them.
+TENSOR_METHODS = frozenset(
+    {
+        *("abs", "all", "amax", "amin", "any", "argmax", "bool", "chunk", "clamp", "contiguous"),
+        *("detach", "dim", "expand", "flatten", "float", "item", "long", "masked_fill", "max"),
+        *("mean", "min", "norm", "permute", "repeat", "reshape", "shape", "size", "softmax"),
+        *("squeeze", "std", "sum", "to", "transpose", "unsqueeze", "view"),
+    }
+)
+
+
+def structural_kind(node: ast.expr) -> Kind:
+    """HOST where the form of an expression alone proves it, else UNKNOWN."""
+    match node:
+        case ast.Attribute(attr=attribute):
+            return HOST if attribute in HOST_ATTRIBUTES else UNKNOWN
+        case ast.Call(func=ast.Attribute(attr=attribute)):
+            return HOST if attribute in HOST_METHODS else UNKNOWN
+        case ast.UnaryOp(operand=operand):
+            return structural_kind(operand)
+        case ast.Subscript(value=left, slice=right) | ast.BinOp(left=left, right=right):
+            return _all_host([left, right])
+        case ast.Compare(left=left, comparators=comparators):
+            return HOST if is_surely_host(node) else _all_host([left, *comparators])
+        case ast.BoolOp(values=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts):
+            return _all_host(parts)
+        case _:
+            return HOST if is_surely_host(node) else UNKNOWN
+
+
+def is_surely_host(node: ast.expr) -> bool:
+    """Whether an expression is known even where sizes depend on data."""
+    match node:
+        case ast.Constant() | ast.JoinedStr() | ast.Lambda():
+            return True
+        case ast.Call(func=ast.Name(id=name)):
+            return name in HOST_BUILTINS
+        case ast.Call(func=ast.Attribute(attr="passes")):
+            return is_ops_call(node)
+        case ast.Attribute(attr=attribute):
+            return attribute in {"dtype", "device", "training", "requires_grad"}
+        case ast.Compare(ops=operators) if all(
+            isinstance(o, ast.Is | ast.IsNot) for o in operators
+        ):
+            return True
+        case ast.Compare(left=left, comparators=comparators):
+            return all(is_surely_host(part) for part in [left, *comparators])
+        case ast.UnaryOp(operand=operand):
+            return is_surely_host(operand)
+        case ast.BoolOp(values=values):
+            return all(is_surely_host(value) for value in values)
+        case _:
+            return False
+
+
+def _all_host(nodes: Iterable[ast.expr]) -> Kind:
+    return HOST if all(structural_kind(node) is HOST for node in nodes) else UNKNOWN
+
+
+def truth_tests(test: ast.expr) -> list[ast.expr]:
+    """The operands whose truth Python asks for when it asks for that of `test`, left to right."""
+    match test:
+        case ast.BoolOp(values=values):
+            return [leaf for value in values for leaf in truth_tests(value)]
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return truth_tests(operand)
+        case _:
+            return [test]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where the tracer met a traced value and had to know it.
+
+    Attributes:
+        line: The line of the user's file.
+        column: The column there as code objects count it (UTF-8 bytes from 0); None for any.
+    """
+
+    line: int
+    column: int | None = None
+
+
+class ObservedKinds:
+    """What a trace saw: the places where Python asked for the truth or number of a traced value.
+
+    Any expression at a site is TRACED, one that its form proves to be known is HOST, all others
+    are UNKNOWN, which is no obstacle: rewritten code decides when it runs.
+
+    Args:
+        sites: Sites, (line, column) pairs, or bare lines.
+    """
+
+    def __init__(self, sites: Collection[Site | tuple[int, int | None] | int]) -> None:
+        self.sites = frozenset(_site(site) for site in sites)
+
+    def bind(self, module: Module) -> Kinds:
+        """The answers for one parsed file, whose lines may have moved since the trace."""
+        return _Observed(module, self.sites)
+
+
+def _site(site: Site | tuple[int, int | None] | int) -> Site:
+    if isinstance(site, Site):
+        return site
+    return Site(site) if isinstance(site, int) else Site(*site)
+
+
+class _Observed:
+    def __init__(self, module: Module, sites: frozenset[Site]) -> None:
+        self.module, self.sites = module, sites
+
+    def kind(self, node: ast.expr) -> Kind:
+        if is_surely_host(node):
+            return HOST
+        return TRACED if self._is_site(node) else structural_kind(node)
+
+    def _is_site(self, node: ast.expr) -> bool:
+        # CPython attributes a jump to the test, to one of its operands or to the whole statement.
+        places: list[ast.AST] = [node, *truth_tests(node)]
+        parent = self.module.parents.get(node)
+        if isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert) and parent.test is node:
+            places.append(parent)
+        if isinstance(parent, ast.UnaryOp | ast.BoolOp):
+            places.append(parent)
+        return any(self._matches(place) for place in places)
+
+    def _matches(self, node: ast.AST) -> bool:
+        line, column = self.module.place(node)
+        return any(
+            site.line == line and (site.column is None or column is None or site.column == column)
+            for site in self.sites
+        )
+
+
+class StaticKinds:
+    """What reading one function alone can prove.
+
+    Tensor parameters, random numbers and results of torch calls on those are TRACED; shapes,
+    dtypes, lengths and tensors made of Python numbers are HOST; module calls are UNKNOWN.
+    """
+
+    def bind(self, module: Module) -> Kinds:
+        """The answers for one parsed file; each function is read when it is first asked about."""
+        from tpuport.source.inference import Inference
+
+        return Inference(module)
+
+
+def tensor_parameters(function: Function) -> set[str]:
+    """The parameters that hold a tensor: annotated so or, in `forward`, used like one."""
+    found: set[str] = set()
+    for argument in all_arguments(function.args):
+        if argument.annotation is not None:
+            if _is_tensor_annotation(argument.annotation):
+                found.add(argument.arg)
+        elif function.name == "forward" and argument.arg != "self":
+            if _is_used_like_a_tensor(function, argument.arg):
+                found.add(argument.arg)
+    return found
+
+
+def _is_tensor_annotation(annotation: ast.expr) -> bool:
+    match annotation:
+        case ast.Constant(value=str(text)):
+            try:
+                return _is_tensor_annotation(ast.parse(text, mode="eval").body)
+            except SyntaxError:
+                return False
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.endswith("Tensor")
+        case ast.BinOp(op=ast.BitOr()) | ast.Subscript(slice=ast.Tuple()) if _members(annotation):
+            members = [m for m in _members(annotation) if not _is_none(m)]
+            return bool(members) and all(_is_tensor_annotation(member) for member in members)
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=inner):
+            if name in ("Optional", "Annotated"):
+                return _is_tensor_annotation(inner)
+            # jaxtyping: Float[torch.Tensor, "b n"]
+            return isinstance(inner, ast.Tuple) and _is_shaped(inner)
+        case _:
+            return False
+
+
+def _members(annotation: ast.expr) -> list[ast.expr]:
+    """The alternatives of `A | B` or `Union[A, B]`, else nothing."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return [*(_members(left) or [left]), *(_members(right) or [right])]
+        case ast.Subscript(
+            value=ast.Name(id="Union") | ast.Attribute(attr="Union"), slice=ast.Tuple(elts=members)
+        ):
+            return members
+        case _:
+            return []
+
+
+def _is_none(annotation: ast.expr) -> bool:
+    return isinstance(annotation, ast.Constant) and annotation.value is None
+
+
+def _is_shaped(inner: ast.Tuple) -> bool:
+    last = inner.elts[-1]
+    is_text = isinstance(last, ast.Constant) and isinstance(last.value, str)
+    return is_text and _is_tensor_annotation(inner.elts[0])
+
+
+def _is_used_like_a_tensor(function: Function, name: str) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in TENSOR_METHODS
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+        for node in ast.walk(function)
+    )

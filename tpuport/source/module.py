@@ -1,0 +1,238 @@
+"""A parsed file: its text, its tree, and the questions about places that rules ask of both."""
+
+import ast
+import io
+import keyword
+import tokenize
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from tpuport.source.text import Edit, Passage, SourceText
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
+DEFAULT_INDENT = "    "
+
+
+class Module:
+    """Source text and its syntax tree, which belong together and never change.
+
+    Args:
+        source: Text with line breaks `\\n`.
+        file: What findings name as the file.
+        text: The same text with the origins of its lines, where an earlier pass has edited it.
+
+    Raises:
+        SyntaxError: the text is not Python.
+    """
+
+    def __init__(self, source: str, *, file: str = "<string>", text: SourceText | None = None):
+        self.file = file
+        self.tree = ast.parse(source, filename=file)
+        self.text = text or SourceText(source)
+        self._taken: dict[ast.AST, set[str]] = {}
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Every node's parent."""
+        return {
+            child: parent
+            for parent in ast.walk(self.tree)
+            for child in ast.iter_child_nodes(parent)
+        }
+
+    # Places.
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Offsets of a node's start and end; parentheses around it are not part of it."""
+        end_line: int = getattr(node, "end_lineno")  # noqa: B009 (nodes without a place have none)
+        end_column: int = getattr(node, "end_col_offset")  # noqa: B009
+        return self.start(node), self.text.offset(end_line, end_column)
+
+    def start(self, node: ast.AST) -> int:
+        """Offset of a node's start."""
+        line: int = getattr(node, "lineno")  # noqa: B009
+        column: int = getattr(node, "col_offset")  # noqa: B009
+        return self.text.offset(line, column)
+
+    def source(self, node: ast.AST) -> str:
+        """A node's text as written."""
+        start, end = self.span(node)
+        return self.text.text[start:end]
+
+    def origin(self, node: ast.AST) -> int:
+        """The line of the user's file on which a node starts."""
+        line: int = getattr(node, "lineno")  # noqa: B009
+        return self.text.origin(line)
+
+    def place(self, node: ast.AST) -> tuple[int, int | None]:
+        """Line and byte column of a node in the user's file; None if that line was rewritten."""
+        line: int = getattr(node, "lineno")  # noqa: B009
+        column: int = getattr(node, "col_offset")  # noqa: B009
+        shift = self.text.shift(line)
+        return self.text.origin(line), None if shift is None else column + shift
+
+    # Surroundings.
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, from its parent to the module."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function, lambda, class or module that a node runs in; comprehensions aside."""
+        for parent in self.ancestors(node):
+            if isinstance(parent, SCOPES):
+                return parent
+        return self.tree
+
+    def function(self, node: ast.AST) -> Function | None:
+        """The innermost `def` around a node, whatever lambdas and classes lie between."""
+        return next((p for p in self.ancestors(node) if isinstance(p, FUNCTIONS)), None)
+
+    def outermost_function(self, node: ast.AST) -> ast.AST:
+        """The outermost `def` around a node, or the module."""
+        around = [node, *self.ancestors(node)]
+        return next((p for p in reversed(around) if isinstance(p, FUNCTIONS)), self.tree)
+
+    def block(self, statement: ast.stmt) -> tuple[list[ast.stmt], int]:
+        """The list of statements that a statement stands in, and its place there."""
+        parent = self.parents[statement]
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(parent, field, None)
+            if isinstance(statements, list) and statement in statements:
+                return statements, statements.index(statement)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        raise ValueError("Expected a statement of this module.")
+
+    def in_f_string(self, node: ast.AST) -> bool:
+        """Whether a node lies in an f-string, where Python 3.11 does not know its place."""
+        return any(isinstance(p, ast.JoinedStr) for p in self.ancestors(node))
+
+    def is_elif(self, node: ast.If) -> bool:
+        """Whether an `if` is written `elif`."""
+        return self.text.text.startswith("elif", self.start(node))
+
+    # Layout.
+
+    @cached_property
+    def tokens(self) -> list[tuple[tokenize.TokenInfo, int]]:
+        """The file's tokens, each with the offset of its start."""
+        read = io.StringIO(self.text.text).readline
+        return [
+            (token, self.text.line_start(token.start[0]) + token.start[1])
+            for token in tokenize.generate_tokens(read)
+            if token.start[0] <= len(self.text.lines)
+        ]
+
+    def comments(self, start: int, end: int) -> list[tuple[int, str]]:
+        """Offset and text of the comments that start between two offsets."""
+        return [
+            (offset, token.string)
+            for token, offset in self.tokens
+            if token.type == tokenize.COMMENT and start <= offset < end
+        ]
+
+    def token_after(self, offset: int, string: str) -> int:
+        """Offset of the next name or operator token with this text from `offset` on."""
+        kinds = (tokenize.NAME, tokenize.OP)
+        return next(
+            start
+            for token, start in self.tokens
+            if start >= offset and token.type in kinds and token.string == string
+        )
+
+    @cached_property
+    def indent(self) -> str:
+        """One level of indentation, as the file writes it."""
+        for node in ast.walk(self.tree):
+            body = getattr(node, "body", None)
+            if isinstance(node, ast.stmt) and isinstance(body, list) and body:
+                inner = self.text.indentation(body[0].lineno)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+                outer = self.text.indentation(node.lineno)
+                if inner.startswith(outer) and inner != outer:
+                    return inner[len(outer) :]
+        return DEFAULT_INDENT
+
+    @cached_property
+    def string_lines(self) -> frozenset[int]:
+        """Lines that start inside a string."""
+        found: set[int] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.JoinedStr) or (
+                isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+            ):
+                found.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
+        return frozenset(found)
+
+    def copy(self, start: int, end: int, edits: Iterable[Edit] = ()) -> Passage:
+        """The text between two offsets with edits made, its lines ready to be indented."""
+        self.text.fixed = self.string_lines
+        return self.text.copy(start, end, edits)
+
+    def copy_node(self, node: ast.AST) -> Passage:
+        """A node's text."""
+        return self.copy(*self.span(node))
+
+    # Names.
+
+    def fresh_name(self, near: ast.AST, base: str) -> str:
+        """A name that the outermost function around a node does not use yet, and reserve it."""
+        function = self.outermost_function(near)
+        taken = self._taken.setdefault(function, identifiers(function))
+        number, name = 1, base
+        while name in taken or keyword.iskeyword(name):
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        return name
+
+    def forget_names(self) -> None:
+        """Give up the names reserved so far, once it is known which fixes are made."""
+        self._taken.clear()
+
+    def binds_otherwise(self, name: str) -> bool:
+        """Whether the file binds a name in any way but `import name` or `import name.x`."""
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.Import(names=aliases):
+                    if any(alias.asname == name for alias in aliases):
+                        return True
+                case ast.ImportFrom(names=aliases):
+                    if any((alias.asname or alias.name) == name for alias in aliases):
+                        return True
+                case _ if name in own_bindings(node):
+                    return True
+                case _:
+                    pass
+        return False
+
+
+def own_bindings(node: ast.AST) -> tuple[str, ...]:
+    """The names that this one node binds or deletes, imports aside."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+            return (name,)
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return (name,)
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+            return (name,)
+        case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            return (name,)
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return tuple(names)
+        case _:
+            return ()
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Every name that code in a tree reads, binds or declares, attributes aside."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        found.update(own_bindings(node))
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+    return found

@@ -1,0 +1,208 @@
+"""Applies the rules' fixes to text, again and again until nothing is left to apply."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tpuport.errors import TpuportError
+from tpuport.source import imports
+from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
+from tpuport.source.finding import Applied, Fix, Left, NotFixable
+from tpuport.source.kinds import Oracle, StaticKinds
+from tpuport.source.module import Module
+from tpuport.source.text import SourceText
+
+if TYPE_CHECKING:
+    from tpuport.rules._rule import Rule
+
+# Passes in a row that may bring nothing. Nested code settles by a finding or more a pass, so this
+# ends only rules that undo each other or find their own output.
+MAX_IDLE_PASSES = 10
+
+
+class NotSettledError(TpuportError):
+    """Rules that keep finding something in the code that they rewrote."""
+
+
+@dataclass(frozen=True)
+class RewriteResult:
+    """Rewritten source and the account of it.
+
+    Attributes:
+        source: The new text; the very text given if nothing was applied.
+        applied: The fixes made, in the order of their place in the original.
+        left: The findings that stay, each with the reason.
+    """
+
+    source: str
+    applied: list[Applied]
+    left: list[Left]
+
+
+def rewrite(
+    source: str,
+    *,
+    rules: "Sequence[type[Rule]] | None" = None,
+    kinds: Oracle | None = None,
+    file: str = "<string>",
+    unsafe: bool = False,
+) -> RewriteResult:
+    """Apply the fixes of rules to Python source. Rewriting its result changes nothing.
+
+    Args:
+        source: The text of a file.
+        rules: The rules to apply; all of them if left out.
+        kinds: What decides which expressions are traced; `StaticKinds()` if left out.
+        file: What findings name as the file.
+        unsafe: Whether to apply fixes that are not the same for every input, too.
+
+    Raises:
+        SyntaxError: the source is not Python.
+        NotSettledError: rules undo each other's work.
+    """
+    text = SourceText(normal_line_breaks(source))
+    session = Session(make_rules(rules), kinds or StaticKinds(), file=file, unsafe=unsafe)
+    text = session.run(text)
+    if not session.applied:
+        return RewriteResult(source, [], session.left)
+    result = text.text.replace("\n", "\r\n") if _has_windows_breaks(source) else text.text
+    return RewriteResult(result, session.applied, session.left)
+
+
+def _has_windows_breaks(source: str) -> bool:
+    return "\r\n" in source and "\n" not in source.replace("\r\n", "")
+
+
+class Session:
+    """One run over one text: passes until settled, and the account of them.
+
+    Args:
+        rules: The rules to apply.
+        kinds: What decides which expressions are traced.
+        file: What findings name as the file.
+        unsafe: Whether to apply unsafe fixes.
+        imports_inside: Whether to import inside the outermost function and not at the top.
+    """
+
+    def __init__(
+        self,
+        rules: "Sequence[Rule]",
+        kinds: Oracle,
+        *,
+        file: str,
+        unsafe: bool = False,
+        imports_inside: bool = False,
+    ) -> None:
+        self.rules, self.kinds, self.file = rules, kinds, file
+        self.unsafe, self.imports_inside = unsafe, imports_inside
+        self.applied: list[Applied] = []
+        self.left: list[Left] = []
+
+    def run(self, text: SourceText) -> SourceText:
+        """The text once no rule has anything to apply to it.
+
+        Raises:
+            NotSettledError: that never happens.
+        """
+        needed: set[str] = set()
+        fewest, idle = None, 0
+        while True:
+            module = Module(text.text, file=self.file, text=text)
+            context = self._context(module)
+            found = matches(context, self.rules)
+            chosen = self._choose(found, context)
+            if not chosen:
+                self.applied.sort(key=lambda applied: applied.finding)
+                self.left.sort(key=lambda left: left.finding)
+                return imports.add(module, needed, inside=self.imports_inside)
+            if fewest is None or len(found) < fewest:
+                fewest, idle = len(found), 0
+            else:
+                idle += 1
+            if idle > MAX_IDLE_PASSES:
+                raise self._not_settled([match for match, _ in chosen])
+            for match, fix in chosen:
+                needed.update(fix.imports)
+                self.applied.append(_account(match, fix, module))
+            text = _apply(module, [fix for _, fix in chosen])
+
+    def _context(self, module: Module) -> Context:
+        return Context(module, self.kinds.bind(module), imports_inside=self.imports_inside)
+
+    def _choose(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
+        """The fixes to make in this pass: smallest first, none that overlaps another."""
+        fixes: list[tuple[Match, Fix]] = []
+        stuck: list[tuple[Match, NotFixable]] = []
+        for match in found:
+            try:
+                fixes.append((match, self._fix(match, context)))
+            except NotFixable as obstacle:
+                stuck.append((match, obstacle))
+        fixes, pinned = _without_pinned(fixes, stuck, context.module)
+        self.left = [Left(match.finding, obstacle.reason) for match, obstacle in stuck + pinned]
+        fixes.sort(key=lambda pair: pair[1].end - pair[1].start)
+        chosen: list[tuple[Match, Fix]] = []
+        for match, fix in fixes:
+            if all(fix.end <= other.start or other.end <= fix.start for _, other in chosen):
+                chosen.append((match, fix))
+        # Made once more in the order of the text, so that names are numbered without gaps.
+        context.module.forget_names()
+        chosen.sort(key=lambda pair: pair[1].start)
+        return [(match, match.rule.fix(match.node, context)) for match, _ in chosen]
+
+    def _fix(self, match: Match, context: Context) -> Fix:
+        if match.rule.SAFETY.name == "unsafe" and not self.unsafe:
+            raise NotFixable("its fix is unsafe and was not asked for")
+        if context.module.in_f_string(match.node):
+            raise NotFixable("it stands inside an f-string")
+        fix = match.rule.fix(match.node, context)
+        imports.check(context.module, fix.imports, inside=self.imports_inside)
+        return fix
+
+    def _not_settled(self, chosen: list[Match]) -> NotSettledError:
+        rules = ", ".join(sorted({f"{m.finding.code} {m.finding.rule}" for m in chosen}))
+        first = min(match.finding for match in chosen)
+        return NotSettledError(
+            f"{first.file}:{first.line}: rewriting does not settle: after {MAX_IDLE_PASSES} more"
+            f" passes there is still work for {rules}. What to do: report this as a bug of"
+            " tpuport, with that function; --ignore one of these rules meanwhile."
+        )
+
+
+def _without_pinned(
+    fixes: list[tuple[Match, Fix]], stuck: list[tuple[Match, NotFixable]], module: Module
+) -> tuple[list[tuple[Match, Fix]], list[tuple[Match, NotFixable]]]:
+    """The fixes that move no code that has to stay, and the findings whose fix would."""
+    pins = [
+        (module.span(match.node), match.finding.line)
+        for match, obstacle in stuck
+        if match.rule.PINS and obstacle.pins
+    ]
+    kept: list[tuple[Match, Fix]] = []
+    pinned: list[tuple[Match, NotFixable]] = []
+    for match, fix in fixes:
+        lines = [
+            line for (a, b), line in pins if any(e.start <= a and b <= e.end for e in fix.edits)
+        ]
+        if lines:
+            reason = f"it encloses line {lines[0]}, which cannot be rewritten"
+            pinned.append((match, NotFixable(reason)))
+        else:
+            kept.append((match, fix))
+    return kept, pinned
+
+
+def _apply(module: Module, fixes: list[Fix]) -> SourceText:
+    edits = [edit for fix in fixes for edit in fix.edits]
+    made = module.copy(0, len(module.text.text), edits)
+    origins = [line.origin for line in made.lines]
+    return SourceText(made.text, origins, module.text.original)
+
+
+def _account(match: Match, fix: Fix, module: Module) -> Applied:
+    first, last = module.text.line_at(fix.start), module.text.line_at(fix.end)
+    start, end = module.text.line_start(first), module.text.line_end(last)
+    before = textwrap.dedent(module.text.text[start:end])
+    after = textwrap.dedent(module.copy(start, end, fix.edits).text)
+    return Applied(match.finding, before, after, match.rule.SAFETY.name)
