@@ -25,6 +25,7 @@ from tests.exactness.scenario import (
     expect_torchax_wrong,
     normal,
 )
+from tpuport.errors import UsageError
 
 Program = Callable[..., Any]
 X, Y = normal(4, 6), normal(4, 6, seed=2)
@@ -212,17 +213,17 @@ def test_caller_sees_writes_through_its_own_views():
     assert_same(row, X[2] * 2, "the caller's view")
 
 
-def test_caller_passes_views_of_one_tensor():
-    def program(upper: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def test_caller_passes_overlapping_tensors():
+    def program(upper: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         upper.add_(10)
-        return whole * 2
+        return other * 2
 
-    want = X.clone()
-    expected = program(want[:2], want)
     x = X.clone()
-    got = by_tpuport(program)(x[:2], x)
-    assert_same(got, expected, "output")
-    assert_same(x, want, "argument")
+    with pytest.raises(UsageError, match=r"shares memory .* pass .* as a \.clone\(\)"):
+        by_tpuport(program)(x[:2], x)
+    assert torch.equal(x, X)
+    assert_same(by_tpuport(program)(x[:2], x[2:]), X[2:] * 2, "halves of one tensor")
+    assert_same(x[:2], X[:2] + 10, "argument")
 
 
 def test_caller_keeps_arguments_that_are_only_read():

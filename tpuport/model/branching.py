@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import numbers, structure
-from tpuport.model.locate import inside_try, port_error, user_line, user_site
+from tpuport.model.locate import inside_try, port_error, user_frame, user_line
 from tpuport.model.region import Body
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, current
+from tpuport.source.live import Site, site_of
 
 _MAX_PATHS = 64
 
@@ -33,37 +34,53 @@ class Undecided(BaseException):
 
 
 class Restart(BaseException):
-    """Trace again from the start with more known: which code to rewrite, which module calls to explore."""
+    """Trace again from the start with more known: which code to rewrite, which module calls to explore.
+
+    `site` is the code object that ran and the place in it; None where rewriting cannot help.
+    """
 
     def __init__(
         self,
         *,
-        rewrite: tuple[CodeType, int] | None = None,
+        site: tuple[CodeType, Site] | None = None,
         explore: str | None = None,
         host_state: bool = False,
     ) -> None:
         super().__init__("trace again")
-        self.rewrite, self.explore, self.host_state = rewrite, explore, host_state
+        self.site, self.explore, self.host_state = site, explore, host_state
 
 
 @dataclass
 class Plan:
-    """What earlier attempts at this trace learned."""
+    """What earlier attempts at this trace learned.
 
-    sites: dict[CodeType, set[int]] = field(default_factory=dict)
-    refused: set[tuple[CodeType, int]] = field(default_factory=set)
+    `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the module calls to run once for each outcome,
+    `host_state` whether small state stays concrete, `numbers` the Python numbers on modules that became state.
+    """
+
+    tried: set[tuple[str, int]] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     host_state: bool = False
     numbers: set[str] = field(default_factory=set)
 
     def learn(self, restart: Restart) -> None:
         """Add what a restart asks for."""
-        if restart.rewrite is not None:
-            code, line = restart.rewrite
-            self.sites.setdefault(code, set()).add(line)
         if restart.explore is not None:
             self.explore.add(restart.explore)
         self.host_state = self.host_state or restart.host_state
+
+    def ask_for_rewrite(self) -> None:
+        """Request that the line running now be rewritten, the first time it is met.
+
+        Raises:
+            Restart: it has not been tried yet.
+        """
+        frame = user_frame()
+        if frame is None:
+            return
+        site = site_of(frame)
+        if (frame.f_code.co_filename, site.line) not in self.tried:
+            raise Restart(site=(frame.f_code, site))
 
 
 @dataclass(eq=False)
@@ -88,11 +105,7 @@ class Explorer:
 
     def decide(self, value: jax.Array) -> bool:
         """The outcome on the path being explored, else a request to explore or rewrite."""
-        site = user_site()
-        if site is not None and (site[2], site[1]) not in self.plan.refused:
-            known = self.plan.sites.get(site[2], set())
-            if site[1] not in known:
-                raise Restart(rewrite=(site[2], site[1]))
+        self.plan.ask_for_rewrite()
         if self.units:
             unit = self.units[-1]
             prefix = unit.path[: unit.position]
@@ -495,13 +508,7 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     trace = current()
     if trace is not None and trace.explorer is not None:
         plan = trace.explorer.plan
-        site = user_site()
-        if (
-            site is not None
-            and (site[2], site[1]) not in plan.refused
-            and site[1] not in plan.sites.get(site[2], ())
-        ):
-            raise Restart(rewrite=(site[2], site[1]))
+        plan.ask_for_rewrite()
         if not plan.host_state:
             raise Restart(host_state=True)
     raise port_error(

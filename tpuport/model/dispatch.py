@@ -227,8 +227,21 @@ def grad_frozen(tensors: list[torch.Tensor]) -> bool:
 # -- ops that only compute ---------------------------------------------------------------------------------------
 
 
+def _known_masks(indices: Any) -> list[Any]:
+    """An index list with its host masks as positions: how many they select is known."""
+    out: list[Any] = []
+    for item in indices:
+        if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+            out += list(item.nonzero().unbind(1))
+        else:
+            out.append(item)
+    return out
+
+
 def _meta_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    meta_kwargs = {k: _map_tensors(_to_meta, v) for k, v in kwargs.items() if k != "generator"}
+    meta_kwargs = {k: _map_tensors(_to_meta, v) for k, v in kwargs.items()}
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = None
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     return func(*[_map_tensors(_to_meta, a) for a in args], **meta_kwargs)
@@ -236,6 +249,8 @@ def _meta_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trace = current()
+    if func._opname in ("index", "index_put", "_unsafe_index_put"):
+        args = (args[0], _known_masks(args[1]), *args[2:])
     if info.lower is None:
         return _decompose(func, args, kwargs)
     tensors = _flat(args, kwargs)

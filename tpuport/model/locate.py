@@ -26,6 +26,11 @@ _INSIDE = (
 )
 
 
+def is_inside(file: str) -> bool:
+    """Whether a file belongs to tpuport, torch, torchax or jax rather than to the user."""
+    return file.startswith(_INSIDE) or "torchax" in file
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame that is neither tpuport's nor torch's nor jax's."""
     frame: FrameType | None = sys._getframe(1)

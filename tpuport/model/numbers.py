@@ -79,6 +79,8 @@ class NumberNode:
             low = high = expr.const
         self.low, self.high, self.expr = low, high, expr
 
+    is_traced = True
+
     # -- what torch asks of a node -------------------------------------------------------------------------------
 
     def is_int(self) -> bool:

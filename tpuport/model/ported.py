@@ -156,7 +156,13 @@ class PortedModel:
                 return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
 
-        return clone_module(self.module, back)[0]
+        made = clone_module(self.module, back)[0]
+        for name in self._program.plan.numbers & values.keys():
+            # A Python number that became state of the program: `master` holds what it was then.
+            fqn, attribute = tree.owners[name]
+            owner = made.get_submodule(fqn)
+            owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
+        return made
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -205,6 +211,7 @@ class PortedModel:
         picked = {name: state[name] for name in compiled.names}
         outs, new_state, mutated, code = compiled.run(picked, key, values)
         self._raise_failed_check(compiled, code)
+        _refuse_shared_memory(leaves, paths, mutated)
         self._write_back(leaves, mutated)
         self._advance(compiled, new_state)
         return _rebuild_output(compiled.outcome, outs), state
@@ -590,6 +597,35 @@ def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], li
                 raise UsageError(msg) from error
         metas.append(meta_of(leaf))
     return values, metas
+
+
+def _refuse_shared_memory(
+    leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
+) -> None:
+    """A write to one of two arguments over the same memory: eager changes both, the program cannot."""
+    for index in map(int, mutated):
+        for other, leaf in enumerate(leaves):
+            if other != index and _overlap(leaves[index], leaf):
+                msg = (
+                    f"the call writes to argument {paths[index]}, which shares memory with argument"
+                    f" {paths[other]}; pass {paths[other]} as a .clone()"
+                )
+                raise UsageError(msg)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two arguments may share an element."""
+    if isinstance(a, TracedTensor) or isinstance(b, TracedTensor):
+        return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    last = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in (a, b)
+    ]
+    return a.storage_offset() <= last[1] and b.storage_offset() <= last[0]
 
 
 def _executable(

@@ -2,9 +2,12 @@
 
 import contextlib
 import random
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import jax
@@ -12,33 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.errors import PortError
+from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, branching, numbers, structure
-from tpuport.model.locate import port_error
+from tpuport.model.locate import is_inside, port_error
 from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
 from tpuport.shims._shim import installed
 
-try:
-    from tpuport.source import live
-except ImportError:
-
-    class live:
-        class LiveRewrite:
-            pass
-
-        import contextlib
-
-        @staticmethod
-        @contextlib.contextmanager
-        def swapped(r):
-            yield
-
-        @staticmethod
-        def rewrite_function(*a, **k):
-            return None
-
+from tpuport.source import live
+from tpuport.source.codegen import nested_codes
 
 _MAX_ATTEMPTS = 40
 
@@ -68,6 +54,8 @@ class Program:
     master: torch.nn.Module | None
     plan: branching.Plan = field(default_factory=branching.Plan)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
+    sites: dict[Any, set[live.Site]] = field(default_factory=dict)
+    rewrite_seconds: float = 0.0
     on_module: Callable[[Any], None] | None = None
 
     def trace(
@@ -106,29 +94,33 @@ class Program:
                 )
             except branching.Restart as restart:
                 self._learn(restart)
-        msg = f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts; branches found: {self.plan.sites}"
+            except TypeError as error:
+                if "Sym" in str(error) and not isinstance(error, UsageError):
+                    raise _needs_number(error) from error
+                raise
+        msg = f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried: {sorted(self.plan.tried)}"
         raise PortError(msg, remedy="please report this with the code of the function")
 
     def _learn(self, restart: branching.Restart) -> None:
-        if restart.rewrite is None:
-            self.plan.learn(restart)
-            return
-        code, line = restart.rewrite
         self.plan.learn(restart)
-        original = self._original_code(code)
-        rewrite = _rewrite(original, self.plan.sites[code] | self.plan.sites.get(original, set()))
-        if rewrite is None or line not in rewrite.lines:
-            self.plan.refused.add((code, line))
-            self.plan.refused.add((original, line))
-        if rewrite is not None:
-            self.rewrites[original] = rewrite
-            self.plan.sites.setdefault(rewrite.code, set()).update(self.plan.sites[code])
+        if restart.site is None:
+            return
+        frame_code, site = restart.site
+        key = (frame_code.co_filename, site.line)
+        started = time.perf_counter()
+        for function in self._functions_with(frame_code):
+            sites = self.sites.setdefault(function, set())
+            sites.add(site)
+            result = live.rewrite_function(function, sites=sites)
+            if isinstance(result, live.LiveRewrite):
+                self.rewrites[function] = result
+        self.rewrite_seconds += time.perf_counter() - started
+        self.plan.tried.add(key)
 
-    def _original_code(self, code: Any) -> Any:
-        for original, rewrite in self.rewrites.items():
-            if rewrite.code is code:
-                return original
-        return code
+    def _functions_with(self, code: CodeType) -> list[Any]:
+        """The functions, as the user left them, whose code or whose rewritten code holds `code`."""
+        ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
+        return ours or live.functions_with(code)
 
     def _attempt(
         self,
@@ -255,6 +247,20 @@ def _is_small_state(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad and tensor.numel() <= _SMALL
 
 
+def _needs_number(error: TypeError) -> PortError:
+    """The refusal for a traced number that Python itself had to know (a dict key, a format, a C function)."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
+    last = frames[-1] if frames else None
+    return PortError(
+        f"a Python number that depends on the program's inputs was used where its value is needed ({error})",
+        code="TPU103",
+        file=last.filename if last else None,
+        line=last.lineno if last else None,
+        source_line=last.line if last else None,
+        remedy="pass it as a Python number (it is then static), or keep it a tensor and use torch operations on it",
+    )
+
+
 def _out_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, jax.Array, *numbers.SYMBOLIC))
 
@@ -287,18 +293,6 @@ def _arguments(
             )
     args, kwargs = structure.rebuild(spec, made)
     return args, kwargs, made
-
-
-def _rewrite(code: Any, lines: set[int]) -> live.LiveRewrite | None:
-    import gc
-
-    for candidate in gc.get_referrers(code):
-        if callable(candidate) and getattr(candidate, "__code__", None) is code:
-            result = live.rewrite_function(candidate, sites=frozenset(lines))
-            return (
-                result if isinstance(result, live.LiveRewrite) and result.code is not None else None
-            )
-    return None
 
 
 @contextlib.contextmanager

@@ -218,12 +218,12 @@ def _rebuild(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
     _, index, kind, items, attributes = node
     result = kind.__new__(kind)
     made[index] = result
-    for name, part in attributes:
-        object.__setattr__(result, name, _rebuild(part, leaves, made))
     for name, part in items:
         # The subclass's own __setitem__ may mirror, check or reject: the mirror is already in the attributes.
         setter = OrderedDict.__setitem__ if isinstance(result, OrderedDict) else dict.__setitem__
         setter(result, name, _rebuild(part, leaves, made))
+    for name, part in attributes:
+        object.__setattr__(result, name, _rebuild(part, leaves, made))
     return result
 
 

@@ -150,6 +150,7 @@ class Trace:
                 tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,)
             )
             storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
+            storage.stride = flat.stride()
             self.promoted[key] = (tensor, storage)
         return self.alias(tensor)  # type: ignore[return-value]
 

@@ -46,6 +46,10 @@ class SameNumbers(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
         own = generator is not None and id(generator) not in self.generators
+        # Tagged as random though it draws nothing: torch takes it for dropout 0 only, and its
+        # backward needs the logsumexp that the real kernel returns.
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags or own:
             return func(*args, **kwargs)
         return self._draw(func, args, kwargs)
@@ -53,7 +57,9 @@ class SameNumbers(TorchDispatchMode):
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from tpuport.model import dispatch
 
-        generator = kwargs.pop("generator", None)
+        generator = kwargs.get("generator")
+        if "generator" in kwargs:
+            kwargs["generator"] = None
         stream = self.generators.get(id(generator), self.keys)
         tensors: list[tuple[torch.Tensor, TracedTensor]] = []
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import function_around
@@ -90,12 +91,15 @@ class Lift:
         """Whether closures over a name stay in the block that assigns it, and see what they saw."""
         if isinstance(self.node, ast.While) or self._in_loop():
             return False
-        inside = {node for block in self.blocks for node in walk_scope(block)}
-        outside = [node for node in walk_scope(self.flow.function.body) if node not in inside]
-        closures = [node for node in outside if isinstance(node, (*SCOPES, ast.GeneratorExp))]
+        inside = self._inside
+        closures = [node for node in self.flow.closures if node not in inside]
         if any(name in self.flow.names(closure)[1] for closure in closures):
             return False
-        return self.ends or not any(name in own_bindings(node) for node in outside)
+        return self.ends or all(node in inside for node in self.flow.binders[name])
+
+    @cached_property
+    def _inside(self) -> set[ast.AST]:
+        return {node for block in self.blocks for node in walk_scope(block)}
 
     def _in_loop(self) -> bool:
         for parent in self.context.module.ancestors(self.node):

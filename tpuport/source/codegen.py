@@ -3,7 +3,9 @@
 import __future__
 
 import ast
+import functools
 import inspect
+import linecache
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -58,7 +60,7 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
     if free:
         path.insert(0, _FACTORY)
         body = _wrapper(f"def {_FACTORY}({', '.join(free)}): pass", body)
-    module = ast.Module([body], [])
+    module = ast.Module([*_imports(code.co_filename), body], [])
     compiled = compile(
         module, code.co_filename, "exec", code.co_flags & _FUTURE_FLAGS, dont_inherit=True
     )
@@ -108,6 +110,35 @@ def nested_codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from nested_codes(constant)
+
+
+@functools.lru_cache(maxsize=256)
+def _imports(file: str) -> tuple[ast.stmt, ...]:
+    """Imports of the names that a file imports at module level.
+
+    CPython compiles `torch.cat(...)` to other instructions where it sees that `torch` is an import.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    names = sorted(_imported_names(tree.body))
+    return tuple(ast.parse("".join(f"import {name}\n" for name in names)).body)
+
+
+def _imported_names(body: list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((a.asname or a.name).split(".")[0] for a in node.names if a.name != "*")
+        elif not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            nested = [
+                child
+                for child in ast.walk(node)
+                if isinstance(child, ast.stmt) and child is not node
+            ]
+            names |= _imported_names(nested)
+    return names
 
 
 def _wrapper(source: str, body: ast.stmt) -> ast.stmt:

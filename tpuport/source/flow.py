@@ -2,10 +2,11 @@
 
 import ast
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
-from tpuport.source.module import FUNCTIONS, Function
+from tpuport.source.module import FUNCTIONS, SCOPES, Function, own_bindings
 from tpuport.source.names import all_arguments, collect, local_names
-from tpuport.source.statements import is_ops_call, may_swallow
+from tpuport.source.statements import is_ops_call, may_swallow, walk_scope
 
 NameSet = frozenset[str]
 NOTHING: NameSet = frozenset()
@@ -46,6 +47,21 @@ class Flow:
         parameters = frozenset(a.arg for a in all_arguments(function.args)) - self._unsure
         self._bind(function.body, parameters)
         self._live(function.body, NOTHING, _Exits())
+
+    @cached_property
+    def closures(self) -> list[ast.AST]:
+        """The nodes of this scope that open one of their own and may outlive their statement."""
+        kinds = (*SCOPES, ast.GeneratorExp)
+        return [node for node in walk_scope(self.function.body) if isinstance(node, kinds)]
+
+    @cached_property
+    def binders(self) -> dict[str, list[ast.AST]]:
+        """The nodes of this scope that bind each name; parameters and imports have none."""
+        found: dict[str, list[ast.AST]] = {name: [] for name in self.locals}
+        for node in walk_scope(self.function.body):
+            for name in own_bindings(node):
+                found.setdefault(name, []).append(node)
+        return found
 
     def names(self, code: ast.AST | Iterable[ast.AST]) -> "tuple[dict[str, None], set[str]]":
         """The names that code of this function binds (in order) and captures."""

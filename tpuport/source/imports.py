@@ -28,7 +28,7 @@ def check(module: Module, names: Iterable[str], *, inside: bool) -> None:
 def _bound_locally(module: Module, root: str) -> bool:
     return any(
         _imports(node, root) and module.function(node) is not None
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Import)
     )
 
@@ -84,7 +84,7 @@ def _top_edit(module: Module, lines: list[str]) -> Edit:
 
 def _inside_edit(module: Module, lines: list[str]) -> Edit:
     """Before the first statement of the outermost function, after its docstring."""
-    function = next(node for node in ast.walk(module.tree) if isinstance(node, FUNCTIONS))
+    function = next(node for node in module.nodes if isinstance(node, FUNCTIONS))
     body = function.body
     first = body[1] if len(body) > 1 and _is_docstring(body[0]) else body[0]
     line = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])

@@ -1,7 +1,9 @@
 """A parsed file: its text, its tree, and the questions about places that rules ask of both."""
 
 import ast
+import bisect
 import io
+import itertools
 import keyword
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -13,6 +15,10 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 DEFAULT_INDENT = "    "
+_BINDERS = (
+    *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
+    *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
+)
 
 
 class Module:
@@ -31,16 +37,18 @@ class Module:
         self.file = file
         self.tree = ast.parse(source, filename=file)
         self.text = text or SourceText(source)
+        self._used: dict[ast.AST, set[str]] = {}
         self._taken: dict[ast.AST, set[str]] = {}
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """Every node's parent."""
-        return {
-            child: parent
-            for parent in ast.walk(self.tree)
-            for child in ast.iter_child_nodes(parent)
-        }
+        return {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree, outer ones first."""
+        return list(ast.walk(self.tree))
 
     # Places.
 
@@ -126,27 +134,29 @@ class Module:
             if token.start[0] <= len(self.text.lines)
         ]
 
+    @cached_property
+    def _comments(self) -> list[tuple[int, str]]:
+        is_comment = tokenize.COMMENT
+        return [(start, token.string) for token, start in self.tokens if token.type == is_comment]
+
     def comments(self, start: int, end: int) -> list[tuple[int, str]]:
         """Offset and text of the comments that start between two offsets."""
-        return [
-            (offset, token.string)
-            for token, offset in self.tokens
-            if token.type == tokenize.COMMENT and start <= offset < end
-        ]
+        return [(offset, text) for offset, text in self._comments if start <= offset < end]
 
     def token_after(self, offset: int, string: str) -> int:
         """Offset of the next name or operator token with this text from `offset` on."""
         kinds = (tokenize.NAME, tokenize.OP)
+        first = bisect.bisect_left(self.tokens, offset, key=lambda pair: pair[1])
         return next(
             start
-            for token, start in self.tokens
-            if start >= offset and token.type in kinds and token.string == string
+            for token, start in itertools.islice(self.tokens, first, None)
+            if token.type in kinds and token.string == string
         )
 
     @cached_property
     def indent(self) -> str:
         """One level of indentation, as the file writes it."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             body = getattr(node, "body", None)
             if isinstance(node, ast.stmt) and isinstance(body, list) and body:
                 inner = self.text.indentation(body[0].lineno)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
@@ -159,7 +169,7 @@ class Module:
     def string_lines(self) -> frozenset[int]:
         """Lines that start inside a string."""
         found: set[int] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.JoinedStr) or (
                 isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
             ):
@@ -180,7 +190,9 @@ class Module:
     def fresh_name(self, near: ast.AST, base: str) -> str:
         """A name that the outermost function around a node does not use yet, and reserve it."""
         function = self.outermost_function(near)
-        taken = self._taken.setdefault(function, identifiers(function))
+        if function not in self._used:
+            self._used[function] = identifiers(function)
+        taken = self._taken.setdefault(function, set(self._used[function]))
         number, name = 1, base
         while name in taken or keyword.iskeyword(name):
             number += 1
@@ -194,23 +206,24 @@ class Module:
 
     def binds_otherwise(self, name: str) -> bool:
         """Whether the file binds a name in any way but `import name` or `import name.x`."""
-        for node in ast.walk(self.tree):
-            match node:
-                case ast.Import(names=aliases):
-                    if any(alias.asname == name for alias in aliases):
-                        return True
-                case ast.ImportFrom(names=aliases):
-                    if any((alias.asname or alias.name) == name for alias in aliases):
-                        return True
-                case _ if name in own_bindings(node):
-                    return True
-                case _:
-                    pass
-        return False
+        return name in self._bound
+
+    @cached_property
+    def _bound(self) -> set[str]:
+        found: set[str] = set()
+        for node in self.nodes:
+            found.update(own_bindings(node))
+            if isinstance(node, ast.Import):
+                found.update(alias.asname for alias in node.names if alias.asname)
+            elif isinstance(node, ast.ImportFrom):
+                found.update(alias.asname or alias.name for alias in node.names)
+        return found
 
 
 def own_bindings(node: ast.AST) -> tuple[str, ...]:
     """The names that this one node binds or deletes, imports aside."""
+    if not isinstance(node, _BINDERS):
+        return ()
     match node:
         case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
             return (name,)

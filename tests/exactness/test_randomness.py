@@ -1,0 +1,350 @@
+"""Randomness is explicit: fresh numbers at each call, the same key gives the same numbers, no tracer leaks.
+
+Contents:
+    DRAWS                every random op and dropout layer: fresh, reproducible, of the right distribution
+    test_gradient_*      fresh inside value_and_grad, masks agree with their gradient
+    test_seed_*          torch.manual_seed, torch.Generator, second batch shape, leaks, host generators
+    DISTRIBUTIONS        torch.distributions: sampled on the device; rsample gradients; validate_args
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchax
+from torch import nn
+from torch.distributions import Beta, Categorical, Dirichlet, Gamma, Independent, Normal, Uniform
+
+from tests.exactness.plain_torchax import PlainTorchax
+from tests.exactness.scenario import assert_same, by_tpuport, expect_torchax_wrong, host, normal
+from tpuport.errors import PortError
+
+N = 4000
+FROZEN = "the key is closed over by jax.jit: the same numbers at every call"
+X = normal(N)
+
+# Name -> (draw of N numbers, mean, standard deviation, dtype).
+DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float, torch.dtype]] = {
+    "rand": (lambda x: torch.rand(N), 0.5, 12**-0.5, torch.float32),
+    "randn": (lambda x: torch.randn(N, device=x.device), 0.0, 1.0, torch.float32),
+    "randn_bfloat16": (lambda x: torch.randn(N, dtype=torch.bfloat16), 0.0, 1.0, torch.bfloat16),
+    "rand_like": (torch.rand_like, 0.5, 12**-0.5, torch.float32),
+    "randn_like": (lambda x: torch.randn_like(x) + 0 * x, 0.0, 1.0, torch.float32),
+    "randint": (lambda x: torch.randint(0, 10, (N,)), 4.5, 8.25**0.5, torch.int64),
+    "randint_like": (lambda x: torch.randint_like(x, 4), 1.5, 1.25**0.5, torch.float32),
+    "randperm": (lambda x: torch.randperm(N), (N - 1) / 2, N / 12**0.5, torch.int64),
+    "bernoulli": (lambda x: torch.bernoulli(torch.full((N,), 0.3)), 0.3, 0.21**0.5, torch.float32),
+    "bernoulli_": (lambda x: torch.empty(N).bernoulli_(0.3), 0.3, 0.21**0.5, torch.float32),
+    "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1.0, 4 / 12**0.5, torch.float32),
+    "normal_": (lambda x: torch.zeros(N).normal_(2, 3), 2.0, 3.0, torch.float32),
+    "normal": (lambda x: torch.normal(torch.full((N,), 2.0), 0.5), 2.0, 0.5, torch.float32),
+    "exponential_": (lambda x: torch.empty(N).exponential_(2.0), 0.5, 0.5, torch.float32),
+    "multinomial": (
+        lambda x: torch.multinomial(torch.tensor([0.25, 0.5, 0.25]), N, replacement=True), 1.0, 0.5**0.5, torch.int64,
+    ),
+    "poisson": (lambda x: torch.poisson(torch.full((N,), 4.0)), 4.0, 2.0, torch.float32),
+    "dropout": (lambda x: F.dropout(torch.ones(N), 0.25), 1.0, 3**-0.5, torch.float32),
+    "dropout_in_place": (lambda x: F.dropout(x * 0 + 1, 0.25, inplace=True), 1.0, 3**-0.5, torch.float32),
+    "feature_dropout": (
+        lambda x: F.dropout1d(torch.ones(1, N, 2), 0.5)[0, :, 1], 1.0, 1.0, torch.float32,
+    ),
+    "init": (lambda x: nn.init.trunc_normal_(torch.empty(N), std=0.5), 0.0, 0.5 * 0.88**0.5 * 1.0, torch.float32),
+    "gumbel_hard": (
+        lambda x: F.gumbel_softmax(torch.zeros(N, 2), hard=True)[:, 0], 0.5, 0.5, torch.float32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draw_is_fresh_and_right(name):
+    draw, mean, deviation, dtype = DRAWS[name]
+    torch.manual_seed(1)
+    port = by_tpuport(lambda x: (draw(x), draw(x)))
+    one, two = port(X)
+    three = port(X)[0]
+    drawn = [host(t).double() for t in (one, two, three)]
+    assert one.dtype == dtype
+    assert not torch.equal(drawn[0], drawn[1]), "two draws in one call are equal"
+    assert not torch.equal(drawn[0], drawn[2]), "two calls draw the same"
+    for numbers in drawn:
+        assert abs(float(numbers.mean()) - mean) < 6 * deviation / N**0.5
+        assert abs(float(numbers.std()) - deviation) < 0.1 * deviation + 1e-9
+    assert abs(float(torch.corrcoef(torch.stack(drawn[:2]))[0, 1])) < 0.1
+
+
+@pytest.mark.parametrize("name", ["rand", "randn_like", "randint", "dropout", "normal_"])
+@expect_torchax_wrong(FROZEN)
+def test_draw_is_fresh_under_plain_torchax(name):
+    port = PlainTorchax(DRAWS[name][0])
+    assert not torch.equal(host(port(X)), host(port(X)))
+
+
+class Noisy(nn.Module):
+    """Dropout in each of its module forms, and attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2), nn.RReLU()])
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.recurrent(F.scaled_dot_product_attention(x, x, x, dropout_p=0.2))[0]
+
+
+def test_dropout_modules_are_fresh_in_training_and_off_in_evaluation():
+    torch.manual_seed(0)
+    eager = Noisy()
+    port = by_tpuport(eager)
+    x = normal(2, 3, 8)
+    assert not torch.equal(host(port(x)), host(port(x)))
+    assert_same(port.eval()(x), eager.eval()(x), "evaluation", 1e-4)
+
+
+# Gradients.
+
+
+def _dropout_step() -> tuple[Any, Any]:
+    port = by_tpuport(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)))
+
+    def loss(params: Any, key: Any, x: Any) -> Any:
+        return jnp.mean(port.apply(params, port.buffers, key, x)[0] ** 2)
+
+    return port, jax.jit(jax.value_and_grad(loss))
+
+
+def test_gradient_step_draws_fresh_numbers_from_its_key():
+    port, step = _dropout_step()
+    x = normal(4, 8).numpy()
+    first, again, other = (step(port.params, jax.random.key(k), x) for k in (0, 0, 1))
+    assert first[0] == again[0]
+    assert first[0] != other[0]
+    assert bool((first[1]["0.weight"] == again[1]["0.weight"]).all())
+    assert step._cache_size() == 1
+
+
+def test_gradient_step_takes_a_second_batch_shape():
+    port, step = _dropout_step()
+    with jax.checking_leaks():
+        losses = [float(step(port.params, jax.random.key(0), normal(n, 8).numpy())[0]) for n in (4, 2, 4)]
+    assert losses[0] == losses[2]
+    assert np.isfinite(losses).all()
+
+
+def test_gradient_follows_the_mask_that_was_drawn():
+    port = by_tpuport(lambda x: F.dropout(x, 0.5))
+    x = jnp.ones(64)
+    value, pull = jax.vjp(lambda x: port.apply({}, {}, jax.random.key(3), x)[0], x)
+    assert bool((pull(jnp.ones(64))[0] == value).all())
+    assert 0 < float((value == 0).mean()) < 1
+
+
+@expect_torchax_wrong(FROZEN)
+def test_gradient_step_is_fresh_under_plain_torchax():
+    port = PlainTorchax(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)))
+
+    def loss(params: Any, x: Any) -> Any:
+        with torchax.default_env():
+            return jnp.mean(port.pure(params, {}, x)[0] ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss))
+    x = normal(4, 8).numpy()
+    assert step(port.params, x)[0] != step(port.params, x)[0]
+
+
+@expect_torchax_wrong("the trace leaves a tracer in the environment's key")
+def test_second_batch_shape_under_plain_torchax():
+    port = PlainTorchax(lambda x: x + torch.randn(x.shape, device="jax"))
+    env = torchax.default_env()
+    env.manual_seed(0)
+    try:
+        with env:
+            port._jitted({}, {}, jnp.ones(4))
+            port._jitted({}, {}, jnp.ones(2))
+    finally:
+        env.manual_seed(0)
+
+
+# Seeds and keys.
+
+
+def test_seed_of_torch_decides_the_calls():
+    port = by_tpuport(lambda x: x + torch.randn(8))
+    x = torch.zeros(8)
+    torch.manual_seed(7)
+    first = [host(port(x)) for _ in range(3)]
+    torch.manual_seed(7)
+    second = [host(port(x)) for _ in range(3)]
+    torch.manual_seed(8)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], host(port(x)))
+
+
+@expect_torchax_wrong("torch.manual_seed does not seed it")
+def test_seed_of_torch_under_plain_torchax():
+    results = []
+    torchax.default_env().manual_seed(0)
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        results.append(host(PlainTorchax(lambda x: x + torch.randn(8, device="jax"))(torch.zeros(8))))
+    torchax.default_env().manual_seed(0)
+    assert not torch.equal(*results)
+
+
+def test_seed_set_inside_the_function():
+    def program(x: torch.Tensor) -> Any:
+        torch.manual_seed(3)
+        first = torch.randn(8)
+        torch.manual_seed(3)
+        return x + first, x + torch.randn(8), x + torch.randn(8)
+
+    port = by_tpuport(program)
+    a, b, c = (host(t) for t in port(torch.zeros(8)))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(a, host(port(torch.zeros(8))[0]))
+
+
+def test_seed_of_a_generator_argument():
+    port = by_tpuport(lambda x, generator: (x + torch.randn(8, generator=generator), x + torch.rand(8)))
+    x = torch.zeros(8)
+    generator = torch.Generator().manual_seed(5)
+    first, second = port(x, generator), port(x, generator)
+    again = port(x, torch.Generator().manual_seed(5))
+    assert not torch.equal(host(first[0]), host(second[0]))
+    assert torch.equal(host(first[0]), host(again[0]))
+    assert not torch.equal(host(first[1]), host(again[1]))
+    assert len(port.report.retraces) == 0
+
+
+def test_seed_of_a_generator_made_inside_is_eagers():
+    def program(x: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(11)
+        return x + torch.randn(8, generator=generator)
+
+    x = normal(8)
+    port = by_tpuport(program)
+    assert_same(port(x), program(x), "host generator of its own")
+    assert_same(port(x), program(x), "and again")
+
+
+def test_seed_state_moves_once_a_call_and_not_while_tracing():
+    port = by_tpuport(lambda x: x + torch.randn(8) * torch.rand(8))
+    quiet = by_tpuport(lambda x: x * 2)
+    x = torch.zeros(8)
+    torch.manual_seed(0)
+    port(x)
+    after_first = torch.rand(1)
+    torch.manual_seed(0)
+    port(x)
+    assert torch.equal(torch.rand(1), after_first), "tracing drew from torch's generator"
+    state = torch.get_rng_state()
+    quiet(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_key_is_an_error_with_a_remedy():
+    port = by_tpuport(lambda x: x + torch.randn(8))
+    with pytest.raises(PortError, match=r"given no key(.|\n)*jax\.random\.key\(0\)"):
+        port.apply({}, {}, None, torch.zeros(8))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_host_generators_are_refused(draw):
+    with pytest.raises(PortError, match=r"drew random numbers from(.|\n)*draw them with torch"):
+        by_tpuport(lambda x: x * float(draw()))(torch.zeros(8))
+
+
+def test_vmap_over_keys():
+    port = by_tpuport(lambda x: x + torch.randn(3))
+    keys = jax.random.split(jax.random.key(0), 4)
+    drawn = jax.vmap(lambda key: port.apply({}, {}, key, jnp.zeros(3))[0])(keys)
+    assert len({float(v) for v in drawn.ravel()}) == 12
+
+
+# Distributions.
+
+ALPHA = torch.full((N,), 1.5)
+DISTRIBUTIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "beta": (lambda s: Beta(1.5 * s, 1.0).sample(), 0.6, 0.0685714**0.5),
+    "beta_of_numbers": (lambda s: Beta(1.5, 1.0).sample((N,)) * s, 0.6, 0.0685714**0.5),
+    "normal": (lambda s: Normal(2 * s, s, validate_args=True).sample(), 2.0, 1.0),
+    "normal_of_numbers": (lambda s: Normal(2.0, 1.0).sample((N,)), 2.0, 1.0),
+    "normal_rsample": (lambda s: Normal(2 * s, 3 * s).rsample(), 2.0, 3.0),
+    "uniform": (lambda s: Uniform(-s, 3 * s).sample(), 1.0, 4 / 12**0.5),
+    "gamma": (lambda s: Gamma(4 * s, 2 * s).sample(), 2.0, 1.0),
+    "dirichlet": (lambda s: Dirichlet(torch.stack([s, s], -1)).sample()[:, 0], 0.5, 12**-0.5),
+    "categorical": (lambda s: Categorical(logits=torch.zeros(N, 3) * s[:, None]).sample().float(), 1.0, (2 / 3) ** 0.5),
+    "independent": (lambda s: Independent(Normal(s, s), 1).rsample(), 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distribution_is_sampled_on_the_device(name):
+    sample, mean, deviation = DISTRIBUTIONS[name]
+    port = by_tpuport(sample)
+    ones = torch.ones(N)
+    first, second = host(port(ones)), host(port(ones))
+    assert not torch.equal(first, second)
+    assert abs(float(first.mean()) - mean) < 6 * deviation / N**0.5
+    assert abs(float(first.std()) - deviation) < 0.1 * deviation
+
+
+@pytest.mark.parametrize("name", ["beta_of_numbers", "normal_of_numbers", "gamma"])
+@expect_torchax_wrong("samples on the host, once, while it traces; or has no lowering")
+def test_distribution_is_fresh_under_plain_torchax(name):
+    port = PlainTorchax(DISTRIBUTIONS[name][0])
+    ones = torch.ones(N)
+    assert not torch.equal(host(port(ones)), host(port(ones)))
+
+
+def test_distribution_rsample_gradient():
+    """d(mean + std * eps) is 1 and eps; sample() has none."""
+    port = by_tpuport(lambda m, s: (Normal(m, s).rsample(), Normal(m, s).sample() * 1))
+    m, s = jnp.zeros(8), jnp.full(8, 2.0)
+    (value, _), pull = jax.vjp(lambda m, s: port.apply({}, {}, jax.random.key(0), m, s)[0], m, s)
+    to_mean, to_std = pull((jnp.ones(8), jnp.zeros(8)))
+    assert_same(to_mean, torch.ones(8), "by the mean")
+    assert_same(to_std, host(value) / 2, "by the deviation")
+    assert all(float(jnp.abs(g).max()) == 0 for g in pull((jnp.zeros(8), jnp.ones(8))))
+
+
+def test_distribution_log_prob_and_entropy_and_their_gradients():
+    def program(x: torch.Tensor, s: torch.Tensor) -> Any:
+        normal_ = Normal(x, s.exp())
+        choice = Categorical(logits=x)
+        return normal_.log_prob(x.detach() + 1).sum(), choice.entropy().sum(), choice.log_prob(torch.tensor([1, 0]))
+
+    x, s = normal(2, 3), normal(2, 3, seed=2)
+    inputs = [t.clone().requires_grad_() for t in (x, s)]
+    want = program(*inputs)
+    (want[0] + want[1] + want[2].sum()).backward()
+    port = by_tpuport(program)
+    for got, expected in zip(port(x, s), want, strict=True):
+        assert_same(got, expected, "value")
+
+    def total(x: Any, s: Any) -> Any:
+        out, _ = port.apply({}, {}, None, x, s)
+        return out[0] + out[1] + out[2].sum()
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1)))(x.numpy(), s.numpy())
+    for have, tensor in zip(got, inputs, strict=True):
+        assert_same(have, tensor.grad, "gradient")
+
+
+def test_distribution_arguments_are_validated_on_the_device():
+    port = by_tpuport(lambda m, s: Normal(m, s, validate_args=True).log_prob(m))
+    port(torch.zeros(3), torch.ones(3))
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        Normal(torch.zeros(3), -torch.ones(3), validate_args=True)
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        port(torch.zeros(3), -torch.ones(3))

@@ -1,0 +1,266 @@
+"""Elementwise ops: integer arithmetic, gradients at ties, and one rounding per op in bfloat16."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings._numeric import is_complex, is_float, is_low, value_and_gradient, wide
+
+aten = torch.ops.aten
+_ROUNDS = "torchax rounds to bfloat16 after each step; torch computes in float32 and rounds once"
+
+
+# -- arithmetic with Python numbers ------------------------------------------------------------------------------
+
+
+def _with_numbers(op: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
+    """In bfloat16 jax would round a Python number before the operation."""
+
+    @functools.wraps(op)
+    def run(x: Any, y: Any) -> jax.Array:
+        if is_low(x) and isinstance(y, float):
+            x = wide(x)
+        elif is_low(y) and isinstance(x, float):
+            y = wide(y)
+        return op(x, y)
+
+    return run
+
+
+@lowering(aten.mul.Tensor, aten.mul.Scalar, reason=_ROUNDS)
+def _mul(x: Any, y: Any) -> jax.Array:
+    return _with_numbers(jnp.multiply)(x, y)
+
+
+def _scaled(y: Any, alpha: Any) -> Any:
+    if isinstance(alpha, int | float) and alpha == 1:
+        return y
+    return (wide(y) if is_low(y) and isinstance(alpha, float) else y) * alpha
+
+
+@lowering(aten.add.Tensor, aten.add.Scalar, reason=_ROUNDS)
+def _add(x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+    return _with_numbers(jnp.add)(x, _scaled(y, alpha))
+
+
+@lowering(aten.sub.Tensor, aten.sub.Scalar, reason=_ROUNDS)
+def _sub(x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+    return _with_numbers(jnp.subtract)(x, _scaled(y, alpha))
+
+
+@lowering(aten.rsub.Tensor, aten.rsub.Scalar, reason=_ROUNDS)
+def _rsub(x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+    return _with_numbers(jnp.subtract)(y, _scaled(x, alpha))
+
+
+# -- division ----------------------------------------------------------------------------------------------------
+
+
+def _promoted(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+    dtype = jnp.result_type(x, y)
+    return jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+
+
+@lowering(
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.div.Tensor_mode,
+    aten.div.Scalar_mode,
+    reason="torchax divides integers in float32, wrong above 2**24, and rounds numbers to bfloat16",
+)
+def _div(x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
+    """x / y; with a rounding mode integers are divided as integers."""
+    if rounding_mode is None:
+        return _with_numbers(jnp.true_divide)(x, y)
+    if rounding_mode == "floor":
+        return _floor_divide(x, y)
+    a, b = _promoted(x, y)
+    if is_float(a):
+        return jnp.trunc(_with_numbers(jnp.true_divide)(wide(a), wide(b)))
+    return lax.div(a, b)
+
+
+@lowering(aten.floor_divide.default, aten.floor_divide.Scalar, reason="torchax gives nan for x // 0.0")
+def _floor_divide(x: Any, y: Any) -> jax.Array:
+    """Division rounded down; of floats by zero the plain quotient (inf or nan), as torch gives."""
+    a, b = _promoted(x, y)
+    if not is_float(a):
+        return jnp.floor_divide(a, b)
+    a, b = wide(a), wide(b)
+    zero = b == 0
+    return jnp.where(zero, a / b, jnp.floor_divide(a, jnp.where(zero, 1, b)))
+
+
+@lowering(
+    aten.fmod.Tensor, aten.fmod.Scalar, reason="torchax subtracts a rounded quotient, inexact and wrong for inf"
+)
+def _fmod(x: Any, y: Any) -> jax.Array:
+    return lax.rem(*_promoted(x, y))
+
+
+@lowering(
+    aten.remainder.Tensor,
+    aten.remainder.Scalar,
+    aten.remainder.Scalar_Tensor,
+    reason="torchax rounds numbers to bfloat16",
+)
+def _remainder(x: Any, y: Any) -> jax.Array:
+    if is_low(x) or is_low(y):
+        x, y = (wide(v) if isinstance(v, jax.Array) else v for v in (x, y))
+    return jnp.remainder(x, y)
+
+
+# -- powers ------------------------------------------------------------------------------------------------------
+
+
+@lowering(
+    aten.pow.Tensor_Scalar,
+    aten.pow.Tensor_Tensor,
+    aten.pow.Scalar,
+    reason="torchax raises integers in float32, wrong above 2**24",
+)
+def _pow(x: Any, y: Any) -> jax.Array:
+    """x ** y; integers wrap around, and a negative integer power of an integer is 0 unless the base is 1 or -1."""
+    integers = not any(is_float(v) or is_complex(v) for v in (x, y))
+    if integers:
+        return _integer_pow(*_promoted(x, y))
+    if isinstance(y, int | float) and not is_complex(x):
+        return _static_pow(wide(x), y)
+    x, y = (wide(v) if isinstance(v, jax.Array) else v for v in (x, y))
+    return jnp.power(x, y)
+
+
+def _static_pow(x: jax.Array, y: float) -> jax.Array:
+    if y == 0.5:
+        return jnp.sqrt(x)
+    if y == -0.5:
+        return lax.rsqrt(x)
+    if float(y).is_integer() and abs(y) <= 4:
+        return lax.integer_pow(x, int(y))
+    return jnp.power(x, y)
+
+
+def _integer_pow(x: jax.Array, y: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x | ~y
+    result = jnp.power(x, jnp.maximum(y, 0))
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return result
+    odd = jnp.where(y % 2 == 0, 1, -1).astype(x.dtype)
+    inverse = jnp.where(x == 1, 1, jnp.where(x == -1, odd, 0)).astype(x.dtype)
+    return jnp.where(y < 0, inverse, result)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+@lowering(
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    reason="jnp.clip halves the gradient of a value at a bound; torch passes it whole",
+)
+def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
+    """Limit to [min, max]; the upper bound wins where they cross, and a nan bound gives nan."""
+    dtype = jnp.result_type(*(v for v in (x, min, max) if v is not None))
+    x = x.astype(dtype)
+    if min is not None:
+        low = jnp.asarray(min, dtype)
+        x = jnp.where((x < low) | (low != low), low, x)
+    if max is not None:
+        high = jnp.asarray(max, dtype)
+        x = jnp.where((x > high) | (high != high), high, x)
+    return x
+
+
+@lowering(aten.clamp_min.default, aten.clamp_min.Tensor, reason="as clamp")
+def _clamp_min(x: jax.Array, min: Any) -> jax.Array:
+    return _clamp(x, min, None)
+
+
+@lowering(aten.clamp_max.default, aten.clamp_max.Tensor, reason="as clamp")
+def _clamp_max(x: jax.Array, max: Any) -> jax.Array:
+    return _clamp(x, None, max)
+
+
+@lowering(aten.hardtanh.default, reason="jnp.clip halves the gradient at a bound; torch's is zero there")
+def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Array:
+    low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
+    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
+
+
+@lowering(aten.leaky_relu.default, reason="torchax has gradient 1 at zero, torch the slope; bfloat16 rounding")
+def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
+    wider = wide(x)
+    return jnp.where(wider > 0, wider, wider * negative_slope)
+
+
+# -- activations -------------------------------------------------------------------------------------------------
+
+
+@lowering(aten.gelu.default, reason=_ROUNDS)
+def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+    return jax.nn.gelu(wide(x), approximate=approximate == "tanh")
+
+
+@lowering(aten.silu.default, reason=_ROUNDS)
+def _silu(x: jax.Array) -> jax.Array:
+    return jax.nn.silu(wide(x))
+
+
+@lowering(aten.glu.default, reason=_ROUNDS)
+def _glu(x: jax.Array, dim: int = -1) -> jax.Array:
+    return jax.nn.glu(wide(x), dim)
+
+
+@lowering(aten._softmax.default, reason=_ROUNDS)
+def _softmax(x: jax.Array, dim: int, half_to_float: Any = False) -> jax.Array:
+    wider = wide(x)
+    return jax.nn.softmax(wider, dim) if x.ndim else jax.nn.softmax(wider[None])[0]
+
+
+@lowering(aten._log_softmax.default, reason=_ROUNDS)
+def _log_softmax(x: jax.Array, dim: int, half_to_float: Any = False) -> jax.Array:
+    wider = wide(x)
+    return jax.nn.log_softmax(wider, dim) if x.ndim else jax.nn.log_softmax(wider[None])[0]
+
+
+@lowering(aten.logit.default, reason="torchax's gradient is halved at eps and 1 - eps; bfloat16 rounding")
+def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+    x = wide(x)
+    if eps is not None:
+        x = _clamp(x, eps, 1.0 - eps)
+    return jnp.log(x / (1.0 - x))
+
+
+@lowering(aten.log2.default, reason=_ROUNDS)
+def _log2(x: jax.Array) -> jax.Array:
+    return jnp.log2(wide(x))
+
+
+@lowering(aten.log10.default, reason=_ROUNDS)
+def _log10(x: jax.Array) -> jax.Array:
+    return jnp.log10(wide(x))
+
+
+# -- signs and parts ---------------------------------------------------------------------------------------------
+
+
+@lowering(aten.neg.default, reason="torchax multiplies by -1, which unsigned integers cannot hold")
+def _neg(x: jax.Array) -> jax.Array:
+    return lax.neg(x)
+
+
+@lowering(aten.round.decimals, reason="torchax rounds numbers of 1e-decimals in bfloat16")
+def _round_decimals(x: jax.Array, *, decimals: int = 0) -> jax.Array:
+    if not is_float(x):
+        return x
+    scale = 10.0 ** abs(decimals)
+    x = wide(x)
+    return jnp.round(x * scale) / scale if decimals >= 0 else jnp.round(x / scale) * scale
