@@ -8,11 +8,15 @@ until a traced value is met.
 from collections.abc import Callable
 from typing import Any
 
+from tpuport.errors import TpuportError
+
 __all__ = [
     "both",
     "check",
     "cond",
     "either",
+    "first_falsy",
+    "first_truthy",
     "is_traced",
     "negate",
     "passes",
@@ -91,9 +95,19 @@ def check(test: Any, make_error: Callable[[], Any]) -> None:
     if is_traced(test):
         from tpuport.model.branching import traced_check
 
-        traced_check(test, make_error)
+        traced_check(test, lambda: _error_of(make_error))
     elif test:
         raise make_error()
+
+
+def _error_of(make_error: Callable[[], Any]) -> Any:
+    """The exception that a function returns or raises; our own errors are not the user's."""
+    try:
+        return make_error()
+    except TpuportError:
+        raise
+    except Exception as error:  # this is what the user's code raises when the check fails
+        return error
 
 
 def report(test: Any, action: Callable[[], Any]) -> None:
@@ -136,50 +150,69 @@ def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
 
 
 def both(first: Any, second: Callable[[], Any]) -> Any:
-    """`first and second()`.
+    """`first and second()` where only the truth of the result counts, as in a test.
 
-    With a traced `first` the second is always computed, and the two are combined.
+    With a traced `first` the second is always computed, and the two truths are combined.
+    """
+    if not is_traced(first):
+        return first and second()
+    other = second()
+    if not is_traced(other):
+        return first if other else False
+    if _are_truths(first, other):
+        return first & other
+    return to_bool(first) & to_bool(other)
+
+
+def either(first: Any, second: Callable[[], Any]) -> Any:
+    """`first or second()` where only the truth of the result counts, as in a test.
+
+    With a traced `first` the second is always computed, and the two truths are combined.
+    """
+    if not is_traced(first):
+        return first or second()
+    other = second()
+    if not is_traced(other):
+        return True if other else first
+    if _are_truths(first, other):
+        return first | other
+    return to_bool(first) | to_bool(other)
+
+
+def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
+    """`first and second()` where the result itself is used.
+
+    With a traced `first` the second is always computed, and one of the two is selected.
     """
     if not is_traced(first):
         return first and second()
     other = second()
     if _are_truths(first, other):
-        return _joined_truths(first, other, both=True)
+        return first & other
     return cond(first, lambda: other, lambda: first)
 
 
-def either(first: Any, second: Callable[[], Any]) -> Any:
-    """`first or second()`.
+def first_truthy(first: Any, second: Callable[[], Any]) -> Any:
+    """`first or second()` where the result itself is used.
 
-    With a traced `first` the second is always computed, and the two are combined.
+    With a traced `first` the second is always computed, and one of the two is selected.
     """
     if not is_traced(first):
         return first or second()
     other = second()
     if _are_truths(first, other):
-        return _joined_truths(first, other, both=False)
+        return first | other
     return cond(first, lambda: first, lambda: other)
 
 
 def _are_truths(*values: Any) -> bool:
+    """Whether values are 0-d boolean tensors, whose `&` is the `and` of Python."""
     import torch
 
     return all(
-        value.dtype is torch.bool and value.ndim == 0
-        if isinstance(value, torch.Tensor)
-        else isinstance(value, bool | torch.SymBool)
+        isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.ndim == 0
         for value in values
     )
-
-
-def _joined_truths(first: Any, other: Any, *, both: bool) -> Any:
-    import torch
-
-    if isinstance(other, bool):
-        return first if other is both else other
-    if not (isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)):
-        first, other = to_bool(first), to_bool(other)
-    return first & other if both else first | other
 
 
 def negate(value: Any) -> Any:

@@ -54,7 +54,7 @@ DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float, tor
     "feature_dropout": (
         lambda x: F.dropout1d(torch.ones(1, N, 2), 0.5)[0, :, 1], 1.0, 1.0, torch.float32,
     ),
-    "init": (lambda x: nn.init.trunc_normal_(torch.empty(N), std=0.5), 0.0, 0.5 * 0.88**0.5 * 1.0, torch.float32),
+    "init": (lambda x: nn.init.kaiming_uniform_(torch.empty(N // 4, 4)).flatten(), 0.0, 0.5**0.5, torch.float32),
     "gumbel_hard": (
         lambda x: F.gumbel_softmax(torch.zeros(N, 2), hard=True)[:, 0], 0.5, 0.5, torch.float32,
     ),

@@ -29,7 +29,7 @@ class BatchFeature(UserDict):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates pairs of channels by an angle proportional to the position; the table grows on demand."""
+    """Rotates pairs of channels in proportion to the position; its table grows on demand."""
 
     def __init__(self, dim: int, base: float = 10000.0) -> None:
         super().__init__()
@@ -69,6 +69,7 @@ class Attention(nn.Module):
         context: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Mix `x` [B, N, width] with itself, or with the context [B, L, width] that `mask` admits."""
         source = x if context is None else context
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         key, value = (
@@ -104,6 +105,7 @@ class Block(nn.Module):
         context: torch.Tensor,
         mask: torch.Tensor,
     ) -> torch.Tensor:
+        """One layer of the denoiser: `x` [B, N, width] under a `condition` [B, width]."""
         steps = self.modulation(F.silu(condition))[:, None].chunk(9, dim=-1)
         branches = (
             lambda y: self.itself(y, rope),

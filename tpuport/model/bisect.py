@@ -27,6 +27,7 @@ def first_difference(
     if ported._program.master is None:
         return None
     from tpuport.model.ported import _argument_arrays
+    from tpuport.model.program import Request
 
     module = verifier_copy(verifier)
     expected: list[tuple[str, str, Any]] = []
@@ -40,7 +41,9 @@ def first_difference(
     values, metas = _argument_arrays(leaves, paths)
     ported._program.on_module = lambda m: _record(m, got)
     try:
-        ported._program.trace(method, before, key, values, metas, spec, checks=False, known=before)
+        request = Request(method, before, key, values, metas, spec, checks=False, known=before)
+        request.known_leaves = values
+        ported._program.trace(request)
     except TpuportError:
         return None
     finally:

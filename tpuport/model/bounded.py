@@ -513,6 +513,54 @@ def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
     return attach(torch.einsum(equation, *plain), extents)
 
 
+def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of attention with one physical size, checked to have the same number of rows."""
+    at, to = key.dim() - 2, value.dim() - 2
+    left, right = extents_of(key).get(at), extents_of(value).get(to)
+    if left is None and right is None:
+        return key, value
+    left = left or node_of(_bound(key, at))
+    right = right or node_of(_bound(value, to))
+    require_equal(left, right, "key and value of attention have different lengths")
+    size = min(_bound(key, at), _bound(value, to))
+    node = (
+        left
+        if left.expr is not None and not left.expr.terms
+        else right
+        if not (right.expr and right.expr.terms)
+        else left
+    )
+    made = []
+    for tensor, dim in ((key, at), (value, to)):
+        others = {d: n for d, n in extents_of(tensor).items() if d != dim}
+        plain = _resized(strip(tensor), dim, size)
+        made.append(attach(plain, {**others, dim: node}))
+    return made[0], made[1]
+
+
+@handles("split_with_sizes")
+def _split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, sizes = args[0], args[1]
+    dim = _dim(args, kwargs, 2, 0)
+    if dim not in extents_of(base) and not any(isinstance(s, torch.SymInt) for s in sizes):
+        return rowwise(func, args, kwargs)
+    total = node_of(0)
+    parts, start = [], node_of(0)
+    for size in sizes:
+        end = start.add(node_of(size))  # type: ignore[attr-defined]
+        parts.append(
+            _slice(
+                aten.slice.Tensor, (base, dim, numbers.from_node(start), numbers.from_node(end)), {}
+            )
+        )
+        start = total = end
+    size = extents_of(base).get(dim, node_of(_bound(base, dim)))
+    require_equal(
+        total, size, "split_with_sizes expects split_sizes to sum exactly to the tensor's size"
+    )
+    return parts
+
+
 def key_mask(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """The attention mask that also hides keys past their number."""
     node = extents_of(key).get(key.dim() - 2)
@@ -522,7 +570,11 @@ def key_mask(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | Non
     real = valid(node, size)[None, :]
     if mask is None:
         return real
-    plain = _resized(strip(mask), mask.dim() - 1, size) if _bound(mask, mask.dim() - 1) != 1 else strip(mask)
+    plain = (
+        _resized(strip(mask), mask.dim() - 1, size)
+        if _bound(mask, mask.dim() - 1) != 1
+        else strip(mask)
+    )
     if mask.dtype is torch.bool:
         return plain & real
     return torch.where(real, plain, torch.full((), -math.inf, dtype=plain.dtype))
@@ -669,6 +721,13 @@ def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberN
     if isinstance(start, int):
         start = max(min(start, 2**31 - 1), -(2**31) + 1)
     node = node_of(start)
+    if node.high == 0 and node.low < 0:
+        # `x[:-n]` with n = 0 is empty in Python, not all of x: no code means that, so it fails instead of going two ways.
+        from tpuport.model.branching import raise_if
+
+        message = "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or everything"
+        raise_if(node.value == 0, IndexError(message))
+        node = NumberNode(node.value, int, node.low, -1, node.expr)
     if node.high < 0:
         node = node.add(size)  # type: ignore[attr-defined]
     elif node.low < 0:

@@ -55,13 +55,27 @@ class Plan:
     """What earlier attempts at this trace learned.
 
     `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the module calls to run once for each outcome,
-    `host_state` whether small state stays concrete, `numbers` the Python numbers on modules that became state.
+    `host_state` whether small state stays concrete, `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became state.
     """
 
     tried: set[tuple[str, int]] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     host_state: bool = False
     numbers: set[str] = field(default_factory=set)
+    host_args: frozenset[int] = frozenset()
+    widened: int = 0
+
+    def widen(self, candidates: list[int]) -> bool:
+        """Read one more argument's value while tracing: each alone, smallest first, then all; False when all was tried."""
+        choices = [frozenset({i}) for i in candidates]
+        if len(candidates) > 1:
+            choices.append(frozenset(candidates))
+        if self.widened >= len(choices):
+            self.host_args = frozenset()
+            return False
+        self.host_args = choices[self.widened]
+        self.widened += 1
+        return True
 
     def learn(self, restart: Restart) -> None:
         """Add what a restart asks for."""
@@ -376,12 +390,17 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
         return 0
 
     errors, code = len(trace.checks), trace.error_code
+    units = trace.explorer.units if trace.explorer is not None else []
+    known = [(unit, dict(unit.known)) for unit in units]
     trace.error_code = None
     try:
         jax.eval_shape(run)
     finally:
         trace.error_code = code
         del trace.checks[errors:]
+        # What was decided here registered no check: the real run must come to it again.
+        for unit, before in known:
+            unit.known = before
     return side
 
 

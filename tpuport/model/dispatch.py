@@ -60,21 +60,20 @@ def _functional_of(func: Any) -> Any:
     packet = getattr(torch.ops, func.namespace)
     if name.endswith("_") and not name.endswith("__"):
         target = getattr(packet, name[:-1], None)
-        return getattr(target, func._overloadname, None) if target else None
-    if name.startswith("__i") and name.endswith("__"):
+    elif name.startswith("__i") and name.endswith("__"):
         target = getattr(packet, "__" + name[3:], None)
-        return getattr(target, func._overloadname, None) if target else None
-    if any(a.is_out for a in func._schema.arguments):
+    else:
         target = getattr(packet, name)
-        wanted = [a.name for a in func._schema.arguments if not a.is_out]
-        for overload in target.overloads():
-            candidate = getattr(target, overload)
-            names = [a.name for a in candidate._schema.arguments]
-            mutable = any(
-                a.alias_info and a.alias_info.is_write for a in candidate._schema.arguments
-            )
-            if names == wanted and not mutable:
-                return candidate
+    if target is None:
+        return None
+    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor): the arguments do not.
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in target.overloads():
+        candidate = getattr(target, overload)
+        arguments = candidate._schema.arguments
+        mutable = any(a.alias_info and a.alias_info.is_write for a in arguments)
+        if not mutable and [(a.name, str(a.type)) for a in arguments] == wanted:
+            return candidate
     return None
 
 
@@ -206,9 +205,11 @@ def _stopped(tensor: TracedTensor) -> jax.Array:
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor._elem
     version = tensor._storage.version
-    if tensor._stopped is None or tensor._stopped[0] != version:
-        tensor._stopped = (version, jax.lax.stop_gradient(tensor._elem))
-    return tensor._stopped[1]
+    kept = tensor._stopped
+    if kept is None or kept[0] != version or not tensor._is_alive(kept[1]):
+        kept = (version, tensor._region(), jax.lax.stop_gradient(tensor._elem))
+        tensor._stopped = kept
+    return kept[2]
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -238,13 +239,30 @@ def _known_masks(indices: Any) -> list[Any]:
     return out
 
 
+# Ops without a meta kernel whose result looks like their first operand.
+_LIKE_FIRST = {aten._sample_dirichlet.default, aten.binomial.default}
+
+
 def _meta_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _LIKE_FIRST:
+        return torch.empty_like(meta_of(args[0]), memory_format=torch.contiguous_format)
     meta_kwargs = {k: _map_tensors(_to_meta, v) for k, v in kwargs.items()}
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
-    return func(*[_map_tensors(_to_meta, a) for a in args], **meta_kwargs)
+    meta_args = [_map_tensors(_to_meta, a) for a in args]
+    try:
+        return func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+            raise port_error(
+                f"the size of the result of {func._opname} depends on data",
+                code="TPU203",
+                remedy="pass what determines the size as Python numbers, or select with torch.where",
+                cause=error,
+            ) from error
+        raise
 
 
 def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,6 +288,7 @@ def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
 
 
 _MARKS = {
+    "sum",
     "bitwise_not",
     "logical_not",
     "topk",
@@ -289,6 +308,16 @@ def _mark(func: Any, args: tuple[Any, ...], result: Any) -> None:
     if name in ("bitwise_not", "logical_not"):
         if isinstance(source, TracedTensor) and source.dtype is torch.bool:
             result._negates = (source, source._elem)
+    elif name == "sum":
+        if (
+            isinstance(source, TracedTensor)
+            and result.dtype is torch.int64
+            and torch.Tensor.numel(result)
+        ):
+            low, high = (0, 1) if source.dtype is torch.bool else source._bounds or (None, None)
+            if low is not None:
+                count = torch.Tensor.numel(source) // torch.Tensor.numel(result)
+                result._bounds = (min(low * count, 0), high * count)
     elif name in ("clone", "_to_copy"):
         if isinstance(source, TracedTensor):
             result._bounds = (0, 1) if source.dtype is torch.bool else source._bounds
@@ -438,7 +467,7 @@ def _view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: boo
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
     result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
     result._bounds = base._bounds
-    result._cached, result._cached_version = step.forward(base._elem), base._storage.version
+    result._keep(step.forward(base._elem))
     return result
 
 
@@ -486,7 +515,7 @@ def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     with no_dispatch():
         func(*args, **kwargs)
     target._chain = result._chain
-    target._cached, target._cached_version = result._cached, result._cached_version
+    target._keep(result._elem)
     return target
 
 
@@ -643,7 +672,7 @@ def needs_dispatch(
         return True
     if torch.Tag.nondeterministic_seeded in func.tags:
         generator = kwargs.get("generator")
-        if generator is None or id(generator) in trace.generators:
+        if generator is None or generator._cdata in trace.generators:
             return True
     operands = _flat(args, kwargs)
     if any(isinstance(t, numbers.SYMBOLIC) for t in operands):

@@ -16,7 +16,7 @@ from tpuport.model import bounded, numbers
 from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import TracedTensor
-from tpuport.model.trace import KeyStream, Trace
+from tpuport.model.trace import Trace
 
 Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
 FUNCTIONS: dict[Any, Handler] = {}
@@ -186,9 +186,13 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return view[rest] if rest else view
 
 
-def _select_numbers(source: torch.Tensor, parts: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+def _select_numbers(
+    source: torch.Tensor, parts: tuple[Any, ...]
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
     """Apply the traced integers of an index as selects (views); gives the index that remains."""
-    used = sum(1 if not _is_mask(p) else p.dim() for p in parts if p is not None and p is not Ellipsis)
+    used = sum(
+        1 if not _is_mask(p) else p.dim() for p in parts if p is not None and p is not Ellipsis
+    )
     rest: list[Any] = []
     dim = 0
     for part in parts:
@@ -197,7 +201,9 @@ def _select_numbers(source: torch.Tensor, parts: tuple[Any, ...]) -> tuple[torch
             continue
         rest.append(part)
         if part is Ellipsis:
-            dim += source.dim() - (used - sum(1 for p in parts[: len(rest)] if isinstance(p, torch.SymInt)))
+            dim += source.dim() - (
+                used - sum(1 for p in parts[: len(rest)] if isinstance(p, torch.SymInt))
+            )
             dim = max(dim, 0)
         elif part is not None:
             dim += part.dim() if _is_mask(part) else 1
@@ -218,7 +224,9 @@ def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if rest:
         view[rest] = value
     else:
-        view.copy_(value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype))
+        view.copy_(
+            value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype)
+        )
     return None
 
 
@@ -317,6 +325,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     extents = {d: n for t in (q, k, v) for d, n in bounded.extents_of(t).items() if d < t.dim() - 2}
     if (q.dim() - 2) in bounded.extents_of(q):
         extents[q.dim() - 2] = bounded.extents_of(q)[q.dim() - 2]
+    k, v = bounded.same_rows(k, v)
     if bounded.extents_of(k) or bounded.extents_of(mask):
         mask = bounded.key_mask(k, mask)
     q, k, v = (bounded.strip(t) for t in (q, k, v))
@@ -341,18 +350,20 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 # -- randomness, devices, autograd -------------------------------------------------------------------------------
 
 
-@function(torch.manual_seed)
-def _manual_seed(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    seed = args[0] if args else kwargs["seed"]
-    if isinstance(seed, numbers.SYMBOLIC) or isinstance(seed, torch.Tensor):
-        return NotImplemented
-    trace.keys = KeyStream(jax.random.key(int(seed) & 0x7FFFFFFFFFFFFFFF))
-    return torch.default_generator
-
-
 @function(torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.share_memory_)
 def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented if traced(trace, args[0]) is None else args[0]
+
+
+@function(torch.Tensor.detach_)
+def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    if tensor is None:
+        return NotImplemented
+    tensor._chain = tensor.detach()._chain
+    tensor._keep(jax.lax.stop_gradient(tensor._elem))
+    tensor._frozen = True
+    return args[0]
 
 
 @function(

@@ -76,6 +76,11 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
                 "a host tensor", shape=tuple(tensor.shape), dtype=str(tensor.dtype)[6:], bytes=size
             )
         )
+    if outcome.host_paths:
+        report.notes.append(
+            "the values of these arguments are read while tracing, so each new value compiles again: "
+            + ", ".join(outcome.host_paths)
+        )
     if outcome.baked:
         report.notes.append(
             "read as Python numbers while tracing, so a change of them compiles again: "

@@ -385,7 +385,8 @@ def item(tensor: TracedTensor) -> Any:
     if tensor.numel() != 1:
         msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
         raise RuntimeError(msg)
-    value = tensor._elem.reshape(())
+    # A Python number has no gradient.
+    value = jax.lax.stop_gradient(tensor._elem.reshape(()))
     if tensor.dtype is torch.bool:
         return number(value, bool)
     if tensor.dtype.is_floating_point:
@@ -398,10 +399,11 @@ def item(tensor: TracedTensor) -> Any:
         )
     tensor._storage.trace.dynamic = True
     node = tensor._as_number
-    if node is None or node[0] is not tensor._elem:
+    if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
         low, high = tensor._bounds or (-math.inf, math.inf)
-        node = tensor._as_number = (tensor._elem, NumberNode(value, int, low, high))
-    return from_node(node[1])
+        made = NumberNode(value, int, low, high)
+        node = tensor._as_number = (tensor._elem, tensor._region(), made)
+    return from_node(node[2])
 
 
 def tolist(tensor: TracedTensor) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, structure
-from tpuport.model.program import Outcome, Program
+from tpuport.model.program import Outcome, Program, Request
 from tpuport.model.report import PortReport, Retrace
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
@@ -202,10 +203,12 @@ class PortedModel:
         leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
         values, metas = _argument_arrays(leaves, paths)
         state = self._values()
-        signature = self._signature(method, values, metas, paths, spec, leaves)
+        signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
         if compiled is None or any(state[n] is not v for n, v in compiled.baked.items()):
             compiled = self._compile(signature, state, values, metas, spec)
+            # Tracing may have found that it needs the value of an argument: then that is part of the signature.
+            self._cache[self._signature(method, values, metas, paths, spec)] = compiled
         if key is None:
             key = _fresh_key() if compiled.outcome.uses_key else _NO_KEY()
         picked = {name: state[name] for name in compiled.names}
@@ -312,9 +315,10 @@ class PortedModel:
         key = None if rng is None else _as_key(rng)
         with self._precision_scope():
             known = {n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)}
-            outcome = self._program.trace(
-                method, values, key, arrays, metas, spec, checks=False, known=known
-            )
+            request = Request(method, values, key, arrays, metas, spec, checks=False, known=known)
+            if not any(isinstance(a, jax.core.Tracer) for a in arrays):
+                request.known_leaves = arrays
+            outcome = self._program.trace(request)
         out = structure.rebuild(outcome.out_spec, outcome.out_leaves)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
@@ -342,7 +346,6 @@ class PortedModel:
         metas: list[Any],
         paths: list[str],
         spec: structure.Spec,
-        leaves: list[Any],
     ) -> Signature:
         parts = tuple(
             (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
@@ -359,6 +362,11 @@ class PortedModel:
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
         )
+        host = self._program.plan_for(method, spec).host_args
+        if host:
+            read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
+            key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
+            parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
         return Signature(method, key, parts)
 
     def _compile(
@@ -373,7 +381,7 @@ class PortedModel:
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
-        concrete = dict(state)
+        concrete, given = dict(state), list(values)
 
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < _HOIST_BYTES:
@@ -385,17 +393,21 @@ class PortedModel:
             return known[1]
 
         def pure(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
-            outcome = self._program.trace(
+            request = Request(
                 signature.method,
                 state,
                 key,
                 values,
                 metas,
                 spec,
-                hoist=hoist,
-                checks=self._checks,
-                known=concrete,
+                hoist,
+                self._checks,
+                concrete,
+                given,
             )
+            outcome = self._program.trace(request)
+            host = self._program.plan.host_args
+            outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
             code = (
                 outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
@@ -411,7 +423,6 @@ class PortedModel:
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, big, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
-        self._cache[signature] = compiled
         _release(outcome)
         return compiled
 
@@ -440,9 +451,8 @@ class PortedModel:
         held: dict[str, Outcome] = {}
 
         def pure(state: Any, key: Any, values: Any) -> Any:
-            held["outcome"] = self._program.trace(
-                method, state, key, values, metas, spec, checks=False
-            )
+            request = Request(method, state, key, values, metas, spec, checks=False)
+            held["outcome"] = self._program.trace(request)
             return held["outcome"].out_leaves
 
         out = jax.eval_shape(pure, self._values(), _NO_KEY(), shapes)
@@ -525,8 +535,12 @@ class PortedModel:
 
     def _promote_number(self, name: str, value: Any) -> None:
         """A Python number that changes at each call becomes state of the program."""
-        self._program.plan.numbers.add(name)
+        self._program.numbers.add(name)
         self.buffers[name] = jnp.asarray(value)
+
+
+def _shown(value: np.ndarray) -> str:
+    return np.array2string(value, threshold=8, separator=", ").replace("\n", "")
 
 
 def _static_difference(was: Any, now: Any) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, branching, numbers, structure
+from tpuport.model.dispatch import value_of
 from tpuport.model.locate import is_inside, port_error
 from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
@@ -44,6 +45,59 @@ class Outcome:
     python_changes: PythonChanges | None = None
     uses_key: bool = False
     baked: dict[str, Any] = field(default_factory=dict)
+    host_paths: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Request:
+    """One call to trace.
+
+    Attributes:
+        method: name of the module's method ("forward" goes through `__call__`, hooks included).
+        values: state by name.
+        key: base key of the program's randomness, or None if it may not draw any.
+        leaves: argument arrays (a key array for a `torch.Generator`).
+        metas: for each leaf a meta tensor, or None for a generator.
+        spec: the arguments' structure.
+        hoist: given a host constant, may return an array to use instead of embedding it.
+        checks: collect the conditions of lifted checks.
+        known: state whose value may be used as a Python number, if the trace cannot do without.
+        known_leaves: the arguments' values where they are known, likewise.
+    """
+
+    method: str
+    values: dict[str, Any]
+    key: jax.Array | None
+    leaves: list[Any]
+    metas: list[Any]
+    spec: structure.Spec
+    hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+    checks: bool = True
+    known: dict[str, Any] = field(default_factory=dict)
+    known_leaves: list[Any] = field(default_factory=list)
+
+    @property
+    def candidates(self) -> list[int]:
+        """Arguments whose value may be read while tracing: small integer or boolean ones, the smallest first."""
+        found = [
+            (meta.numel(), index)
+            for index, meta in enumerate(self.metas)
+            if index < len(self.known_leaves) and meta is not None and _is_small_argument(meta)
+        ]
+        return [index for _, index in sorted(found)]
+
+    def host_leaf(self, index: int) -> torch.Tensor:
+        """The argument as a plain CPU tensor."""
+        return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
+
+
+_ARGUMENT_LIMIT = 1 << 16
+_NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
+
+
+def _is_small_argument(meta: torch.Tensor) -> bool:
+    whole = not meta.dtype.is_floating_point and not meta.dtype.is_complex
+    return whole and meta.numel() <= _ARGUMENT_LIMIT
 
 
 @dataclass
@@ -53,53 +107,46 @@ class Program:
     function: Callable[..., Any] | None
     master: torch.nn.Module | None
     plan: branching.Plan = field(default_factory=branching.Plan)
+    plans: dict[Any, branching.Plan] = field(default_factory=dict)
+    tried: set[tuple[str, int]] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
+    dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
 
-    def trace(
-        self,
-        method: str,
-        values: dict[str, jax.Array],
-        key: jax.Array | None,
-        leaves: list[Any],
-        metas: list[Any],
-        spec: structure.Spec,
-        *,
-        hoist: Callable[[torch.Tensor], jax.Array | None] | None = None,
-        checks: bool = True,
-        known: dict[str, jax.Array] | None = None,
-    ) -> Outcome:
-        """Trace the program once with these values (call inside a jax transformation, or with concrete arrays).
-
-        Args:
-            method: name of the module's method ("forward" goes through `__call__`, hooks included).
-            values: state by name.
-            key: base key of the program's randomness, or None if it may not draw any.
-            leaves: argument arrays (a key array for a `torch.Generator`).
-            metas: for each leaf a meta tensor, or None for a generator.
-            spec: the arguments' structure.
-            hoist: given a host constant, may return an array to use instead of embedding it.
-            checks: collect the conditions of lifted checks.
-            known: state whose value may be used as a Python number, if the trace cannot do without.
+    def trace(self, request: Request) -> Outcome:
+        """Trace the program once (call inside a jax transformation, or with concrete arrays).
 
         Raises:
             PortError: the program cannot be ported exactly.
         """
+        self.plan = self.plan_for(request.method, request.spec)
+        refused: PortError | None = None
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._attempt(
-                    method, values, key, leaves, metas, spec, hoist, checks, known or {}
-                )
+                return self._attempt(request)
             except branching.Restart as restart:
                 self._learn(restart)
-            except TypeError as error:
-                if "Sym" in str(error) and not isinstance(error, UsageError):
-                    raise _needs_number(error) from error
-                raise
-        msg = f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried: {sorted(self.plan.tried)}"
+            except PortError as error:
+                refused = refused or error
+                if error.code not in _NEEDS_VALUE or not self.plan.widen(request.candidates):
+                    raise refused from None
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if not self.dynamic or isinstance(error, UsageError):
+                    raise
+                # The code is right in eager: a traced number or size got to where its value has to be known.
+                refused = refused or _needs_number(error)
+                if not self.plan.widen(request.candidates):
+                    raise refused from error
+        msg = f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried: {sorted(self.plan.tried)}"
         raise PortError(msg, remedy="please report this with the code of the function")
+
+    def plan_for(self, method: str, spec: structure.Spec) -> branching.Plan:
+        """What is known of calls of a method with arguments of one structure."""
+        shared = {"tried": self.tried, "numbers": self.numbers}
+        return self.plans.setdefault((method, spec.key), branching.Plan(**shared))
 
     def _learn(self, restart: branching.Restart) -> None:
         self.plan.learn(restart)
@@ -122,53 +169,57 @@ class Program:
         ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
         return ours or live.functions_with(code)
 
-    def _attempt(
-        self,
-        method: str,
-        values: dict[str, jax.Array],
-        key: jax.Array | None,
-        leaves: list[Any],
-        metas: list[Any],
-        spec: structure.Spec,
-        hoist: Any,
-        checks: bool,
-        known: dict[str, jax.Array],
-    ) -> Outcome:
-        trace = Trace(KeyStream(key) if key is not None else None)
+    def _attempt(self, request: Request) -> Outcome:
+        trace = Trace(KeyStream(request.key) if request.key is not None else None)
         keys = trace.keys
-        trace.hoist = hoist
+        trace.hoist = request.hoist
         trace.explorer = branching.Explorer(trace, self.plan)
         with (
+            _quiet(),
             _unchanged_randomness(),
             torch.compiler.set_stance("force_eager"),
+            _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
+            installed(),
+            active(trace),
         ):
-            with installed(), active(trace):
-                if checks:
-                    trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
-                module, call, baked = self._callable(trace, method, values, known)
-                tree = state_tree(module) if module is not None else None
-                if self.on_module is not None:
-                    self.on_module(module)
-                args, kwargs, made = _arguments(trace, leaves, metas, spec)
-                before = [m._storage.version if isinstance(m, TracedTensor) else 0 for m in made]
-                name = type(module).__qualname__ if module is not None else "<function>"
-                result = trace.explorer.run_module(
-                    name, lambda: call(*args, **kwargs), [module, args, kwargs]
-                )
-                if trace.refusal is not None:
-                    raise trace.refusal
-                outcome = self._outcome(trace, module, tree, result, values, baked)
-                for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
-                    if isinstance(tensor, TracedTensor) and tensor._storage.version != version:
-                        outcome.mutated[index] = tensor._elem
+            try:
+                outcome = self._run(trace, request)
+            finally:
+                self.dynamic = trace.dynamic
         outcome.uses_key = keys is not None and (keys.count > 0 or bool(trace.generators))
         return outcome
 
+    def _run(self, trace: Trace, request: Request) -> Outcome:
+        if request.checks:
+            trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
+        module, call, baked = self._callable(trace, request)
+        tree = state_tree(module) if module is not None else None
+        if self.on_module is not None:
+            self.on_module(module)
+        args, kwargs, made = _arguments(trace, request, self.plan.host_args)
+        before = [_version(m) for m in made]
+        name = type(module).__qualname__ if module is not None else "<function>"
+        result = trace.explorer.run_module(
+            name, lambda: call(*args, **kwargs), [module, args, kwargs]
+        )
+        if trace.refusal is not None:
+            raise trace.refusal
+        outcome = self._outcome(trace, module, tree, result, request.values, baked)
+        for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
+            if _version(tensor) != version or (
+                isinstance(tensor, torch.Tensor)
+                and trace.promoted
+                and trace.alias(tensor) is not None
+            ):
+                outcome.mutated[index] = value_of(tensor)
+        return outcome
+
     def _callable(
-        self, trace: Trace, method: str, values: dict[str, jax.Array], known: dict[str, jax.Array]
+        self, trace: Trace, request: Request
     ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
         """The traced copy of the module, the bound method, and the state that stays on the host."""
+        values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
             return None, self.function, {}
@@ -208,8 +259,6 @@ class Program:
         values: dict[str, jax.Array],
         baked: dict[str, torch.Tensor],
     ) -> Outcome:
-        from tpuport.model.dispatch import value_of
-
         out_leaves, out_spec = structure.flatten(result, leaf=_out_leaf)
         arrays = [
             numbers.node_value(v) if isinstance(v, numbers.SYMBOLIC) else value_of(v)
@@ -247,12 +296,12 @@ def _is_small_state(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad and tensor.numel() <= _SMALL
 
 
-def _needs_number(error: TypeError) -> PortError:
+def _needs_number(error: Exception) -> PortError:
     """The refusal for a traced number that Python itself had to know (a dict key, a format, a C function)."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
     last = frames[-1] if frames else None
     return PortError(
-        f"a Python number that depends on the program's inputs was used where its value is needed ({error})",
+        f"a number or size that depends on the program's inputs was used where its value is needed ({error})",
         code="TPU103",
         file=last.filename if last else None,
         line=last.lineno if last else None,
@@ -277,30 +326,48 @@ def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Trace
 
 
 def _arguments(
-    trace: Trace, leaves: list[Any], metas: list[Any], spec: structure.Spec
+    trace: Trace, request: Request, host: frozenset[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
     made: list[Any] = []
-    for value, meta in zip(leaves, metas, strict=True):
+    for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
         if meta is None:
             generator = torch.Generator()
-            trace.generators[id(generator)] = KeyStream(value)
+            trace.generators[generator._cdata] = KeyStream(value)
             made.append(generator)
+        elif index in host:
+            made.append(request.host_leaf(index))
         else:
-            made.append(
-                TracedTensor(
-                    Storage(value, trace), (), meta, value, not meta.dtype.is_floating_point
-                )
-            )
-    args, kwargs = structure.rebuild(spec, made)
+            frozen = not meta.dtype.is_floating_point
+            made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
+    args, kwargs = structure.rebuild(request.spec, made)
     return args, kwargs, made
+
+
+def _version(value: Any) -> int:
+    if isinstance(value, TracedTensor):
+        return value._storage.version
+    return value._version if isinstance(value, torch.Tensor) else 0
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No warning for each 64-bit type that is held in 32 bits: torch's dtypes are kept beside the values."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Explicitly requested dtype", category=UserWarning
+        )
         yield
+
+
+@contextlib.contextmanager
+def _no_fused_kernels() -> Iterator[None]:
+    """Keep torch from choosing oneDNN's whole-layer ops (an LSTM is one), which nothing can take apart."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

@@ -371,8 +371,15 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-    if not isinstance(source, TracedTensor) or source._bounds is None or source._bounds[1] > 1 << 20:
-        raise refuse(func, ": its length has no known bound (clamp the values, or pass indices made by topk or argmax)")
+    if (
+        not isinstance(source, TracedTensor)
+        or source._bounds is None
+        or source._bounds[1] > 1 << 20
+    ):
+        raise refuse(
+            func,
+            ": its length has no known bound (clamp the values, or pass indices made by topk or argmax)",
+        )
     from tpuport.model.dispatch import value_of
 
     bound = max(source._bounds[1] + 1, int(minlength))

@@ -5,6 +5,7 @@ UserDict (BatchFeature), dataclasses, and plain objects that hold tensors (key-v
 """
 
 import types
+import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,6 +154,10 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
     if isinstance(value, types.MethodType):
         keep.append(value.__self__)
         return (value.__func__, id(value.__self__))
+    if isinstance(value, weakref.ref):
+        # Its equality is that of what it refers to: for a tensor, an elementwise comparison.
+        keep.append(value)
+        return (weakref.ref, id(value))
     if isinstance(value, slice):
         return (value.start, value.stop, value.step)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

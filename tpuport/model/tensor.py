@@ -66,7 +66,7 @@ class TracedTensor(backend.TorchaxTensor):
     _bounds: tuple[int, int] | None = None
     # The boolean tensor that this one negates, and its value then.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
-    _as_number: tuple[jax.Array, Any] | None = None
+    _as_number: tuple[jax.Array, int, Any] | None = None
 
     @staticmethod
     def __new__(
@@ -102,22 +102,36 @@ class TracedTensor(backend.TorchaxTensor):
         self._chain = chain
         self._cached = value
         self._cached_version = storage.version if value is not None else -1
+        self._cached_region = self._region()
         self._frozen = frozen
-        self._stopped: tuple[int, jax.Array] | None = None
+        self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
 
     # -- value ---------------------------------------------------------------------------------------------------
+
+    def _region(self) -> int:
+        """The nested stretch of the trace that is running now."""
+        trace = self._storage.trace
+        return 0 if trace is None else trace.regions[-1]
+
+    def _is_alive(self, region: int) -> bool:
+        """Whether a value cached in `region` may still be used."""
+        return region == 0 or region in self._storage.trace.regions
+
+    def _keep(self, value: jax.Array) -> None:
+        self._cached, self._cached_version = value, self._storage.version
+        self._cached_region = self._region()
 
     @property
     def _elem(self) -> jax.Array:
         """The current value, re-read from the storage if another alias wrote to it."""
         storage = self._storage
-        if self._cached_version == storage.version:
+        if self._cached_version == storage.version and self._is_alive(self._cached_region):
             return self._cached  # type: ignore[return-value]
         value = storage.value
         for step in self._chain:
             value = step.forward(value)
-        self._cached, self._cached_version = value, storage.version
+        self._keep(value)
         return value
 
     @_elem.setter
@@ -134,7 +148,7 @@ class TracedTensor(backend.TorchaxTensor):
             written = step.inverse(base, written)
         self._storage.set(written)
         if not self._chain:
-            self._cached, self._cached_version = value, self._storage.version
+            self._keep(value)
 
     def jax(self) -> jax.Array:
         """The value as a jax array (a tracer while a program is being traced)."""
@@ -252,7 +266,9 @@ class TracedTensor(backend.TorchaxTensor):
         step = ViewStep(lambda v: replace_value(old, v), replace_value)
         same = value.dtype == self.dtype and old.shape == value._elem.shape
         self._storage = value._storage
-        self._chain = (*value._chain, step) if same and self.dtype.is_floating_point else value._chain
+        self._chain = (
+            (*value._chain, step) if same and self.dtype.is_floating_point else value._chain
+        )
         self._cached_version = -1
 
     def numpy(self, *, force: bool = False) -> Any:

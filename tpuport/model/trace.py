@@ -61,10 +61,14 @@ class Trace:
 
     def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
         self.keys = keys
+        # By the address of the C++ generator: torch hands a new Python object around it to each op.
         self.generators: dict[int, KeyStream] = {}
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
         self.effects: list[Effects] = []
+        # The nested stretches that are running: a value cached in one may be a tracer that dies with it.
+        self.regions: list[int] = [0]
+        self.count_regions = 0
         self.counters = counters or Counters()
         self.hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
         self.explorer: Any = None
@@ -97,17 +101,20 @@ class Trace:
         """Record what happens inside the block."""
         effects = Effects()
         self.effects.append(effects)
+        self.count_regions += 1
+        self.regions.append(self.count_regions)
         try:
             yield effects
         finally:
             self.effects.remove(effects)
+            self.regions.pop()
 
     # -- randomness ----------------------------------------------------------------------------------------------
 
     def next_key(self, generator: torch.Generator | None) -> jax.Array:
         """The key for the next random op, from `generator`'s stream if it was an argument of the program."""
-        if generator is not None and id(generator) in self.generators:
-            return self.generators[id(generator)].next()
+        if generator is not None and generator._cdata in self.generators:
+            return self.generators[generator._cdata].next()
         if self.keys is None:
             from tpuport.model.locate import port_error
 

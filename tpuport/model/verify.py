@@ -1,5 +1,6 @@
 """Running eager PyTorch beside the port, on the same inputs and the same random numbers, and comparing everything."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class SameNumbers(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
-        own = generator is not None and id(generator) not in self.generators
+        own = generator is not None and generator._cdata not in self.generators
         # Tagged as random though it draws nothing: torch takes it for dropout 0 only, and its
         # backward needs the logsumexp that the real kernel returns.
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -60,7 +61,7 @@ class SameNumbers(TorchDispatchMode):
         generator = kwargs.get("generator")
         if "generator" in kwargs:
             kwargs["generator"] = None
-        stream = self.generators.get(id(generator), self.keys)
+        stream = self.keys if generator is None else self.generators[generator._cdata]
         tensors: list[tuple[torch.Tensor, TracedTensor]] = []
 
         def lift(tensor: Any) -> Any:
@@ -118,15 +119,26 @@ class Verifier:
         with self.ported.report.timed("observe"):
             module = None
             function: Callable[..., Any]
-            if isinstance(self.target, torch.nn.Module):
-                module = eager_copy(self.ported.to_torch_view(), trainable=trainable)
-                function = module if method == "forward" else getattr(module, method)
-            else:
-                function = self.target
-            mode = SameNumbers(key)
-            args, kwargs = _host_arguments((args, kwargs), mode)
-            with torch.compiler.set_stance("force_eager"), mode, torch.set_grad_enabled(trainable):
-                out = function(*args, **kwargs)
+            function = self.target  # type: ignore[assignment]
+            # Most models draw no random numbers: try without the mode that supplies them first.
+            modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
+            for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
+                if isinstance(self.target, torch.nn.Module):
+                    module = eager_copy(self.ported.to_torch_view(), trainable=trainable)
+                    function = module if method == "forward" else getattr(module, method)
+                own_args, own_kwargs = _host_arguments((args, kwargs), mode)
+                state = torch.get_rng_state()
+                with (
+                    torch.compiler.set_stance("force_eager"),
+                    mode,
+                    torch.set_grad_enabled(trainable),
+                ):
+                    out = function(*own_args, **own_kwargs)
+                drew = not torch.equal(state, torch.get_rng_state())
+                torch.set_rng_state(state)
+                if not drew:
+                    break
+            args, kwargs = own_args, own_kwargs
         return out, module, (args, kwargs)
 
     def compare(
@@ -189,13 +201,18 @@ def _host_arguments(value: Any, mode: SameNumbers) -> Any:
             # Compared with the stream that the port uses for the same argument.
             stand_in = torch.Generator()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
-            mode.generators[id(stand_in)] = KeyStream(jax.random.key(int(seed)))
+            mode.generators[stand_in._cdata] = KeyStream(jax.random.key(int(seed)))
             made.append(stand_in)
         elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
             made.append(leaf.detach().clone())
         else:
             made.append(structure.to_torch(leaf))
     return structure.rebuild(spec, made)
+
+
+def _has_generator(value: Any) -> bool:
+    leaves, _ = structure.flatten(value)
+    return any(isinstance(leaf, torch.Generator) for leaf in leaves)
 
 
 def _fork(generator: torch.Generator) -> torch.Generator:

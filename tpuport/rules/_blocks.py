@@ -9,6 +9,8 @@ from tpuport.source.engine import Context
 from tpuport.source.finding import NotFixable
 from tpuport.source.text import Edit, Passage
 
+MAX_WIDTH = 100
+
 
 @dataclass(frozen=True)
 class Block:
@@ -99,7 +101,7 @@ class Layout:
         self.last_line = following[-1].end_lineno or following[-1].lineno
         end = self.text.line_end(self.last_line)
         passage = self._copy(start, end, self._edits(following, nested=True))
-        return Block(tuple(following), passage, self.indent)
+        return Block(tuple(following), _without_blank_ends(passage), self.indent)
 
     def _block(self, statements: list[ast.stmt], colon: int, end_line: int, nested: bool) -> Block:
         colon_line = self.text.line_at(colon)
@@ -169,6 +171,17 @@ class Layout:
         """A new line at the statement's indentation, or at the one given."""
         return Passage.of((self.indent if indent is None else indent) + text, self.origin)
 
+    def call(self, before: str, function: str, arguments: Sequence[Passage | str]) -> Passage:
+        """A call on a line of its own, or an argument a line where that would be too long."""
+        made = self.line(f"{before}{function}(")
+        for index, argument in enumerate(arguments):
+            made = made + (", " if index else "") + argument
+        made = made + ")"
+        if max(len(line.text) for line in made.lines) <= MAX_WIDTH:
+            return made
+        each = [self.line("", self.inner) + argument + "," for argument in arguments]
+        return Passage.stack([self.line(f"{before}{function}("), *each, self.line(")")])
+
     def function(self, name: str, parameters: Sequence[str], *parts: Passage | None) -> Passage:
         """A nested function made of passages at the inner indentation, then an empty line."""
         body = [part for part in parts if part is not None] or [self.line("pass", self.inner)]
@@ -183,7 +196,7 @@ class Layout:
         """An empty line, unless the statement is the first in its block or follows one already."""
         _, index = self.module.block(self.node)
         before = self.text.lines[self.node.lineno - 2] if self.node.lineno > 1 else ""
-        if index == 0 or not before.strip():
+        if index == 0 or not before.strip() or before.lstrip().startswith("#"):
             return []
         return [self.blank()]
 

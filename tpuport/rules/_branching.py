@@ -50,9 +50,8 @@ class BranchFix:
             layout.function(name, lift.operands, *(block.at(layout.inner) for block in side), last)
             for name, side in zip(names, sides, strict=True)
         ]
-        call = layout.line("return " if self.ends else f"{result} = ")
-        call = call + f"{OPS}.cond(" + expressions.truth(self.node.test)
-        call = call + f", {', '.join(names)}{lift.operands_argument()})"
+        arguments = [expressions.truth(self.node.test), *names, *lift.operands_argument()]
+        call = layout.call("return " if self.ends else f"{result} = ", f"{OPS}.cond", arguments)
         return layout.edit([*functions, call], expressions, gap=True)
 
     def _sides(self) -> tuple[list[Block], list[Block]]:

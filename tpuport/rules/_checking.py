@@ -64,13 +64,14 @@ class CheckFix:
         test = self.expressions.truth(self.node.test)
         if negated:
             test = self.layout.line(f"{OPS}.negate(", "") + test + ")"
-        call = self.layout.line(f"{OPS}.{_verb(statements[-1])}(") + test + ", "
+        verb = f"{OPS}.{_verb(statements[-1])}"
         (first, *more) = statements
         expression = None if more else _reported(first)
         if expression is not None:
-            return [call + self.expressions.delayed(expression, effects=True) + ")"]
+            action = self.expressions.delayed(expression, effects=True)
+            return [self.layout.call("", verb, [test, action])]
         name, function = self._function(statements, in_body=not negated)
-        return [function, call + f"{name})"]
+        return [function, self.layout.call("", verb, [test, name])]
 
     def _function(self, statements: list[ast.stmt], *, in_body: bool) -> tuple[str, Passage]:
         """A nested function of statements that a lambda cannot hold."""
@@ -95,7 +96,7 @@ class CheckFix:
         for log in logs:
             assert isinstance(log, ast.Expr)
             action = self.expressions.delayed(log.value, effects=True)
-            lines.append(layout.line(f"{OPS}.report({holds}, ") + action + ")")
+            lines.append(layout.call("", f"{OPS}.report", [holds, action]))
         layout.dropped.update(logs)
         body = layout.body(nested=False)
         if not body.statements:

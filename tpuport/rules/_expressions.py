@@ -21,6 +21,10 @@ _SYMBOLS: dict[type[ast.cmpop], str] = {
     **{ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"},
 }
 
+_Names = dict[type[ast.boolop], str]
+_TRUTHS: _Names = {ast.And: "both", ast.Or: "either"}
+_VALUES: _Names = {ast.And: "first_falsy", ast.Or: "first_truthy"}
+
 
 class Expressions:
     """Copies expressions of one statement and remembers which text it has kept.
@@ -81,41 +85,57 @@ class Expressions:
             return self._new("lambda: ", node) + self.copy(node)
 
     def truth(self, test: ast.expr) -> Passage:
-        """An expression whose value is that of `test` and that asks no traced value for its truth.
+        """An expression that is true when `test` is, and asks no traced value for its truth.
 
         Parts that are known while tracing keep deciding in Python which other parts run.
 
         Raises:
             NotFixable: a part cannot be moved into a lambda, or would run twice.
         """
-        if _is_known(test, self.context):
-            return self.copy(test)
-        match test:
-            case ast.BoolOp(op=operator, values=values):
-                return self._chain("both" if isinstance(operator, ast.And) else "either", values)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return self._new(f"{OPS}.negate(", test) + self.truth(operand) + ")"
-            case ast.Compare(ops=[_, _, *_]):
-                return self._comparisons(test)
-            case _:
-                return self.copy(test)
+        return self._lowered(test, _TRUTHS)
 
-    def _chain(self, name: str, values: list[ast.expr]) -> Passage:
+    def value(self, node: ast.expr) -> Passage:
+        """An expression with the value of `node` that asks no traced value for its truth.
+
+        Raises:
+            NotFixable: a part cannot be moved into a lambda, or would run twice.
+        """
+        return self._lowered(node, _VALUES)
+
+    def _lowered(self, node: ast.expr, names: _Names) -> Passage:
+        if _is_known(node, self.context):
+            return self.copy(node)
+        match node:
+            case ast.BoolOp(op=operator, values=values):
+                return self._chain(operator, values, names)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return self._new(f"{OPS}.negate(", node) + self.truth(operand) + ")"
+            case ast.Compare(ops=[_, _, *_]):
+                return self._comparisons(node, names)
+            case _:
+                return self.copy(node)
+
+    def _chain(self, operator: ast.boolop, values: list[ast.expr], names: _Names) -> Passage:
         """`a and b and c` as `both(a, lambda: both(b, lambda: c))`; known parts stay together."""
         known = 0
         while known < len(values) and _is_known(values[known], self.context):
             known += 1
         count = min(max(known, 1), len(values) - 1)
         if count > 1:
-            first = self._joined(" and " if name == "both" else " or ", values[:count])
+            word = " and " if isinstance(operator, ast.And) else " or "
+            first = self._joined(word, values[:count])
         else:
-            first = self.truth(values[0])
+            first = self._lowered(values[0], names)
         rest = values[count:]
         with self.moving(*rest):
-            second = self.truth(rest[0]) if len(rest) == 1 else self._chain(name, rest)
-        return self._new(f"{OPS}.{name}(", values[0]) + first + ", lambda: " + second + ")"
+            is_last = len(rest) == 1
+            second = (
+                self._lowered(rest[0], names) if is_last else self._chain(operator, rest, names)
+            )
+        call = self._new(f"{OPS}.{names[type(operator)]}(", values[0])
+        return call + first + ", lambda: " + second + ")"
 
-    def _comparisons(self, node: ast.Compare) -> Passage:
+    def _comparisons(self, node: ast.Compare, names: _Names) -> Passage:
         """`a < b < c` as `both(a < b, lambda: b < c)`."""
         parts = [node.left, *node.comparators]
         symbols = [f" {_SYMBOLS[type(operator)]} " for operator in node.ops]
@@ -134,8 +154,8 @@ class Expressions:
             first = self._joined(symbols[0], parts[:2])
         with self.moving(*parts[2:]):
             rest = ast.Compare(left=middle, ops=node.ops[1:], comparators=parts[2:])
-            second = self._comparisons(rest)
-        return self._new(f"{OPS}.both(", parts[0]) + first + ", lambda: " + second + ")"
+            second = self._comparisons(rest, names)
+        return self._new(f"{OPS}.{names[ast.And]}(", parts[0]) + first + ", lambda: " + second + ")"
 
     def _joined(self, operator: str, operands: list[ast.expr]) -> Passage:
         """Operands with an operator between them, in parentheses where they might need them."""

@@ -57,9 +57,9 @@ class Lift:
         for block in [] if effects else blocks:
             refuse_effects(block, context, entering=self.operands)
 
-    def operands_argument(self) -> str:
-        """The operands as a last argument, with the comma before it; nothing if there are none."""
-        return f", {as_tuple(self.operands)}" if self.operands else ""
+    def operands_argument(self) -> list[str]:
+        """The operands as a last argument; nothing if there are none."""
+        return [as_tuple(self.operands)] if self.operands else []
 
     def _operands(self) -> list[str]:
         needed: set[str] = set()

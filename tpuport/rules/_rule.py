@@ -1,6 +1,7 @@
 """What a rule file declares."""
 
 import ast
+import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ class Example:
     """Code that a rule finds, and what becomes of it. All strings: rule files import no framework.
 
     Attributes:
-        before: A module that holds a function `forward`.
+        before: A module that holds a function `forward`; common indentation does not count.
         after: The same module rewritten, to the letter; None where there is no fix.
         inputs: An expression for the tuple of tensors to call `forward` with, such as
             `(torch.randn(3, 4),)`. It is evaluated once for each seed.
@@ -29,6 +30,15 @@ class Example:
     inputs: str = "(torch.randn(3, 4),)"
     jit_error: str = "ConcretizationTypeError"
     left: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "before", _text(self.before))
+        if self.after is not None:
+            object.__setattr__(self, "after", _text(self.after))
+
+
+def _text(source: str) -> str:
+    return textwrap.dedent(source).lstrip("\n")
 
 
 class Rule:

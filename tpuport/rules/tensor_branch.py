@@ -5,7 +5,7 @@ import ast
 from tpuport.rules._branching import BranchFix
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._reports import is_report
-from tpuport.rules._rule import Rule
+from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Passage
@@ -40,6 +40,195 @@ class TensorBranch(Rule):
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
     PINS = True
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor, limit: float | None = 2.0):
+                if limit is not None and x.abs().max() > limit:  # too large
+                    x = x / limit
+                    hit = torch.ones(())
+                else:
+                    hit = torch.zeros(())
+                return x, hit
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor, limit: float | None = 2.0):
+                # too large
+                def if_true(x):
+                    x = x / limit
+                    hit = torch.ones(())
+                    return x, hit
+
+                def if_false(x):
+                    hit = torch.zeros(())
+                    return x, hit
+
+                x, hit = tpuport.ops.cond(
+                    tpuport.ops.both(limit is not None, lambda: x.abs().max() > limit),
+                    if_true,
+                    if_false,
+                    (x,),
+                )
+                return x, hit
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                if x.sum() > 0:
+                    return x * 2
+                # Rare.
+                if x.min() < -2:
+                    x = x.clamp(min=-2)
+                return x - 1
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                def if_true_2(x):
+                    return x * 2
+
+                def if_false_2(x):
+                    # Rare.
+                    def if_true(x):
+                        x = x.clamp(min=-2)
+                        return x
+
+                    def if_false(x):
+                        return x
+
+                    x = tpuport.ops.cond(x.min() < -2, if_true, if_false, (x,))
+                    return x - 1
+
+                return tpuport.ops.cond(x.sum() > 0, if_true_2, if_false_2, (x,))
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                y = torch.zeros_like(x)
+                for i in range(3):
+                    if x.mean() > 0.1 * i:
+                        continue
+                    y = y + x
+                return y
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                y = torch.zeros_like(x)
+                for i in range(3):
+                    def if_true(y):
+                        return y
+
+                    def if_false(y):
+                        y = y + x
+                        return y
+
+                    y = tpuport.ops.cond(x.mean() > 0.1 * i, if_true, if_false, (y,))
+                return y
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                return x + 1 if not x.any() else x
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                return tpuport.ops.cond(tpuport.ops.negate(x.any()), lambda: x + 1, lambda: x)
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor, counts: list):
+                if x.sum() > 0:
+                    counts.append(1)
+                    x = x + 1
+                return x
+            """,
+            left="would happen on both sides",
+            inputs="(torch.randn(3, 4), [])",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                if x.sum() > 0:
+                    scale = 2
+                return x * scale
+            """,
+            left="scale may be unbound",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                for i in range(3):
+                    if x.sum() > i:
+                        break
+                    x = x + 1
+                return x
+            """,
+            left="the break on line 7",
+        ),
+    )
+    CLEAN = (
+        """
+        import torch
+
+
+        def forward(x: torch.Tensor, mask: torch.Tensor | None = None):
+            if mask is None or x.shape[0] > 3 and x.dim() == 2:
+                mask = torch.ones_like(x)
+            n = len(x) if x.size(0) else 0
+            return torch.where(mask > 0, x, n)
+        """,
+        """
+        import torch
+
+
+        def forward(x: torch.Tensor, steps: int = 4):
+            table = torch.arange(steps)
+            if table.max() > 2 and not isinstance(steps, torch.Tensor):
+                x = x + table.sum()
+            return x
+        """,
+    )
 
     def visit_If(self, node: ast.If, context: Context) -> None:
         if context.asks_traced(node.test) and not is_report(node):
@@ -81,7 +270,7 @@ class TensorBranch(Rule):
             sides = [expressions.delayed(side) for side in (node.body, node.orelse)]
             made = start + test + ", " + sides[0] + ", " + sides[1] + ")"
         else:
-            made = expressions.truth(node)
+            made = expressions.value(node)
         return Fix((expressions.edit(node, made),), (OPS,))
 
 

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._rule import Rule
+from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, Safety, Severity
 from tpuport.source.text import Edit, Passage
@@ -34,6 +34,51 @@ class TensorToNumber(Rule):
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
     PINS = True
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                scale = float(x.detach().abs().max())
+                count = int((x > 0).sum())
+                return x / scale * count, bool(x.sum() > 0)
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                scale = tpuport.ops.to_float(x.detach().abs().max())
+                count = tpuport.ops.to_int((x > 0).sum())
+                return x / scale * count, tpuport.ops.to_bool(x.sum() > 0)
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                name = f"{float(x.sum()):.2f}"
+                return x + len(name)
+            """,
+            left="inside an f-string",
+        ),
+    )
+    CLEAN = (
+        """
+        import torch
+
+
+        def forward(x: torch.Tensor, ratio: str = "0.5"):
+            half = int(x.shape[0] * float(ratio))
+            return x[:half] * float(len(x)) + x.float()
+        """,
+    )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:

@@ -6,7 +6,7 @@ from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
-from tpuport.rules._rule import Rule
+from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.statements import returns
@@ -40,6 +40,83 @@ class TensorWhile(Rule):
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
     PINS = True
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                rounds = torch.zeros((), dtype=torch.long)
+                while x.abs().max() > 0.5 and rounds < 20:
+                    step = x * 0.25  # shrink
+                    x = x - step
+                    rounds = rounds + 1
+                return x, rounds
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                rounds = torch.zeros((), dtype=torch.long)
+
+                def loop_test(x, rounds):
+                    return tpuport.ops.both(x.abs().max() > 0.5, lambda: rounds < 20)
+
+                def loop_body(x, rounds):
+                    step = x * 0.25  # shrink
+                    x = x - step
+                    rounds = rounds + 1
+                    return (x, rounds)
+
+                x, rounds = tpuport.ops.while_loop(loop_test, loop_body, (x, rounds))
+                return x, rounds
+            """,
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                history = []
+                while x.sum() > 1:
+                    x = x / 2
+                    history.append(x)
+                return x
+            """,
+            left="history.append(x)",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                while x.sum() > 1:
+                    x = x / 2
+                    if x.ndim > 2:
+                        return x
+                return x
+            """,
+            left="its body returns",
+        ),
+    )
+    CLEAN = (
+        """
+        import torch
+
+
+        def forward(x: torch.Tensor, rounds: int = 3):
+            while rounds > 0 and x.numel() > 0:
+                x = x / 2
+                rounds -= 1
+            return x
+        """,
+    )
 
     def visit_While(self, node: ast.While, context: Context) -> None:
         if context.asks_traced(node.test):

@@ -62,6 +62,23 @@ def find_shims() -> list[type[Shim]]:
     return found
 
 
+def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
+    """`from package import function` made copies in the importing modules: replace those too.
+
+    Args:
+        original: the function as its home module holds it.
+        replacement: what stands for it.
+        home: the module that defines it, which is replaced apart.
+    """
+    return [
+        Replacement(module, name, replacement)
+        for module in list(sys.modules.values())
+        if module is not home and isinstance(getattr(module, "__dict__", None), dict)
+        for name, value in list(vars(module).items())
+        if value is original
+    ]
+
+
 _MISSING = object()
 
 

@@ -1,5 +1,7 @@
 """Custom autograd functions: their backward is the user's, not the derivative of their forward."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,8 +11,8 @@ from tpuport.model import structure
 from tpuport.model.dispatch import value_of
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import TracedTensor, wrap
-from tpuport.model.trace import current
-from tpuport.shims._shim import Replacement, Shim
+from tpuport.model.trace import Trace, active, current
+from tpuport.shims._shim import Replacement, Shim, installed
 
 
 class _Context:
@@ -55,6 +57,8 @@ class AutogradFunction(Shim):
             if current() is None:
                 return original.__get__(None, cls)(*args, **kwargs)
             self.count(self.TARGET)
+            if not any(isinstance(a, TracedTensor) for a in args):
+                return original.__get__(None, cls)(*args, **kwargs)
             return _apply(cls, args)
 
         return [Replacement(torch.autograd.Function, "apply", classmethod(apply))]
@@ -65,15 +69,17 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     assert trace is not None
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     is_tensor = [isinstance(a, torch.Tensor) for a in args]
-    if not any(isinstance(t, TracedTensor) for t in tensors):
-        return cls.apply(*args)
     held: dict[str, Any] = {}
 
-    def rebuilt(values: Any, source: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [wrap(v, t.dtype, trace=trace) for v, t in zip(values, source, strict=True)]
+    def rebuilt(values: Any, source: list[torch.Tensor], now: Trace) -> list[torch.Tensor]:
+        return [wrap(v, t.dtype, trace=now) for v, t in zip(values, source, strict=True)]
 
     def forward(values: Any) -> tuple[Any, _Context]:
-        inputs = iter(rebuilt(values, tensors))
+        with trace.recording():
+            return run(values)
+
+    def run(values: Any) -> tuple[Any, _Context]:
+        inputs = iter(rebuilt(values, tensors, trace))
         given = [next(inputs) if flag else a for a, flag in zip(args, is_tensor, strict=True)]
         context = _Context(
             tuple(
@@ -103,23 +109,39 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
         return outs, ([value_of(leaf) for leaf in leaves], values)
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
+        with _running(trace) as now:
+            return backward(residuals, cotangents, now)
+
+    def backward(residuals: Any, cotangents: Any, now: Trace) -> Any:
         saved, values = residuals
-        restored = rebuilt(saved, held["saved"])
+        restored = rebuilt(saved, held["saved"], now)
         saved_tensors, attributes = structure.rebuild(held["context"], restored)
         context = _Context(())
         context.__dict__.update(attributes)
         context.saved_tensors = saved_tensors
-        grads = cls.backward(context, *rebuilt(cotangents, held["metas"]))
+        grads = cls.backward(context, *rebuilt(cotangents, held["metas"], now))
         grads = grads if isinstance(grads, tuple) else (grads,)
         picked = [g for g, flag in zip(grads, is_tensor, strict=False) if flag]
         return ([_cotangent(g, v) for g, v in zip(picked, values, strict=True)],)
 
     primal.defvjp(fwd, bwd)
     values = primal([value_of(t) for t in tensors])
-    made = rebuilt(values, held["metas"])
+    made = rebuilt(values, held["metas"], trace)
     for new, old in zip(made, held["metas"], strict=True):
         new._frozen = getattr(old, "_frozen", False)  # type: ignore[attr-defined]
     return structure.rebuild(held["spec"], made)
+
+
+@contextlib.contextmanager
+def _running(trace: Trace) -> Iterator[Trace]:
+    """The trace to run a backward in: jax may come to it after the forward's trace has ended."""
+    if not trace.closed:
+        with trace.recording():
+            yield trace
+        return
+    later = Trace(None)
+    with installed(), active(later):
+        yield later
 
 
 def _cotangent(grad: Any, value: jax.Array) -> Any:

@@ -6,7 +6,7 @@ import torch.utils.checkpoint
 
 from tpuport.model import region
 from tpuport.model.trace import current
-from tpuport.shims._shim import Replacement, Shim
+from tpuport.shims._shim import Replacement, Shim, copies
 
 
 class Checkpoint(Shim):
@@ -38,20 +38,5 @@ class Checkpoint(Shim):
 
         return [
             Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
-            *_copies(eager, checkpoint),
+            *copies(eager, checkpoint, torch.utils.checkpoint),
         ]
-
-
-def _copies(eager: Any, replacement: Any) -> list[Replacement]:
-    """`from torch.utils.checkpoint import checkpoint` made copies in the importing modules: replace those too."""
-    import sys
-
-    return [
-        Replacement(module, name, replacement)
-        for module in list(sys.modules.values())
-        if module is not None
-        and module is not torch.utils.checkpoint
-        and isinstance(getattr(module, "__dict__", None), dict)
-        for name, value in list(vars(module).items())
-        if value is eager
-    ]

@@ -82,12 +82,13 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode == "floor":
         return _floor_divide(x, y)
     a, b = _promoted(x, y)
-    if is_float(a):
-        return jnp.trunc(_with_numbers(jnp.true_divide)(wide(a), wide(b)))
-    return lax.div(a, b)
+    # The quotient is rounded to bfloat16 before it is truncated, in torch too.
+    return jnp.trunc(a / b) if is_float(a) else lax.div(a, b)
 
 
-@lowering(aten.floor_divide.default, aten.floor_divide.Scalar, reason="torchax gives nan for x // 0.0")
+@lowering(
+    aten.floor_divide.default, aten.floor_divide.Scalar, reason="torchax gives nan for x // 0.0"
+)
 def _floor_divide(x: Any, y: Any) -> jax.Array:
     """Division rounded down; of floats by zero the plain quotient (inf or nan), as torch gives."""
     a, b = _promoted(x, y)
@@ -99,7 +100,9 @@ def _floor_divide(x: Any, y: Any) -> jax.Array:
 
 
 @lowering(
-    aten.fmod.Tensor, aten.fmod.Scalar, reason="torchax subtracts a rounded quotient, inexact and wrong for inf"
+    aten.fmod.Tensor,
+    aten.fmod.Scalar,
+    reason="torchax subtracts a rounded quotient, inexact and wrong for inf",
 )
 def _fmod(x: Any, y: Any) -> jax.Array:
     return lax.rem(*_promoted(x, y))
@@ -189,13 +192,18 @@ def _clamp_max(x: jax.Array, max: Any) -> jax.Array:
     return _clamp(x, None, max)
 
 
-@lowering(aten.hardtanh.default, reason="jnp.clip halves the gradient at a bound; torch's is zero there")
+@lowering(
+    aten.hardtanh.default, reason="jnp.clip halves the gradient at a bound; torch's is zero there"
+)
 def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Array:
     low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
 
-@lowering(aten.leaky_relu.default, reason="torchax has gradient 1 at zero, torch the slope; bfloat16 rounding")
+@lowering(
+    aten.leaky_relu.default,
+    reason="torchax has gradient 1 at zero, torch the slope; bfloat16 rounding",
+)
 def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
     wider = wide(x)
     return jnp.where(wider > 0, wider, wider * negative_slope)
@@ -231,7 +239,9 @@ def _log_softmax(x: jax.Array, dim: int, half_to_float: Any = False) -> jax.Arra
     return jax.nn.log_softmax(wider, dim) if x.ndim else jax.nn.log_softmax(wider[None])[0]
 
 
-@lowering(aten.logit.default, reason="torchax's gradient is halved at eps and 1 - eps; bfloat16 rounding")
+@lowering(
+    aten.logit.default, reason="torchax's gradient is halved at eps and 1 - eps; bfloat16 rounding"
+)
 def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = wide(x)
     if eps is not None:

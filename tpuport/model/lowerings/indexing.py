@@ -26,7 +26,9 @@ def _wrapped(index: jax.Array, size: int) -> jax.Array:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-@lowering(aten.index_select.default, reason="torchax takes no 0-d tensor or index and fills with nan")
+@lowering(
+    aten.index_select.default, reason="torchax takes no 0-d tensor or index and fills with nan"
+)
 def _index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     if not x.ndim:
         return x
@@ -48,7 +50,10 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take(x.reshape(-1), _wrapped(index, x.size), mode="clip")
 
 
-@lowering(aten.embedding.default, reason="torchax ignores scale_grad_by_freq, and padding_idx=-1 means the last row there")
+@lowering(
+    aten.embedding.default,
+    reason="torchax ignores scale_grad_by_freq, and padding_idx=-1 means the last row there",
+)
 def _embedding(
     weight: jax.Array,
     index: jax.Array,
@@ -83,7 +88,9 @@ def _embedding_renorm(
 
 
 @lowering(aten.index_add.default, reason="torchax drops alpha= and takes no 0-d tensor")
-def _index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1) -> jax.Array:
+def _index_add(
+    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1
+) -> jax.Array:
     added = source if isinstance(alpha, int | float) and alpha == 1 else source * alpha
     added = cast(added, x.dtype)
     index = index.reshape(-1)
@@ -145,7 +152,7 @@ def _embedding_bag(
     bags = offsets.shape[0] - (1 if include_last_offset else 0)
     counted = indices != padding_idx
     rows = _embedding(weight, indices, padding_idx, scale_grad_by_freq)
-    ends = offsets[1:] if include_last_offset else offsets[1:]
+    ends = offsets[1:]
     bag = jnp.searchsorted(ends[: bags - 1], jnp.arange(indices.shape[0]), side="right")
     size = jnp.zeros(bags, jnp.int32).at[bag].add(counted.astype(jnp.int32))
     if mode == 2:
@@ -162,7 +169,12 @@ def _embedding_bag(
 
 
 def _largest(
-    rows: jax.Array, bag: jax.Array, bags: int, counted: jax.Array, indices: jax.Array, size: jax.Array
+    rows: jax.Array,
+    bag: jax.Array,
+    bags: int,
+    counted: jax.Array,
+    indices: jax.Array,
+    size: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     least = jnp.asarray(lowest(rows.dtype), rows.dtype)
     fixed = jnp.where(counted[:, None], lax.stop_gradient(rows), least)

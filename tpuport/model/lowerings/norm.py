@@ -1,11 +1,13 @@
-"""Batch norm with its running statistics, which torchax computes and drops."""
+"""Normalisation: batch norm with its running statistics, layer, group and RMS norm in float32."""
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 
 from tpuport.model.dispatch import grad_frozen, value_of, wrap_as, write
-from tpuport.model.lowerings import special
+from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings._numeric import wide
 from tpuport.model.trace import current
 
 aten = torch.ops.aten
@@ -77,3 +79,68 @@ def batch_norm_no_stats(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Batch norm over the batch's own statistics (instance norm)."""
     return native_batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+@lowering(
+    aten.native_layer_norm.default,
+    reason="torchax takes means of bfloat16 in bfloat16 and ignores the order of dims",
+)
+def _native_layer_norm(
+    x: jax.Array, shape: list[int], weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise over the last `len(shape)` dims in float32.
+
+    Returns:
+        The output, and the mean and reciprocal standard deviation [..., 1, ..., 1] in float32 for bfloat16 input.
+    """
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wider = wide(x)
+    mean = jnp.mean(wider, axes, keepdims=True)
+    centred = wider - mean
+    inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + eps)
+    out = centred * inverse
+    if weight is not None:
+        out = out * wide(weight)
+    if bias is not None:
+        out = out + wide(bias)
+    return out, mean, inverse
+
+
+@lowering(
+    aten.native_group_norm.default,
+    reason="torchax takes means of bfloat16 in bfloat16, in a loop of one step",
+)
+def _native_group_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    batch: int,
+    channels: int,
+    spatial: int,
+    groups: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise [N, C, ...] over each of `groups` groups of channels, in float32."""
+    wider = wide(x).reshape(batch, groups, -1)
+    mean = jnp.mean(wider, 2, keepdims=True)
+    centred = wider - mean
+    inverse = lax.rsqrt(jnp.mean(jnp.square(centred), 2, keepdims=True) + eps)
+    out = (centred * inverse).reshape(x.shape)
+    if weight is not None:
+        out = out * _column(wide(weight), x.ndim)
+    if bias is not None:
+        out = out + _column(wide(bias), x.ndim)
+    return out, mean[..., 0], inverse[..., 0]
+
+
+@lowering(aten._fused_rms_norm.default)
+def _fused_rms_norm(
+    x: jax.Array, shape: list[int], weight: jax.Array | None, eps: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Divide by the root mean square over the last `len(shape)` dims, in float32."""
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wider = wide(x)
+    epsilon = float(jnp.finfo(wider.dtype).eps) if eps is None else eps
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wider), axes, keepdims=True) + epsilon)
+    out = wider * inverse
+    return out if weight is None else out * wide(weight), inverse

@@ -1,11 +1,16 @@
 """Random ops, each from a key of the program's stream: torchax's draw from a global that jit freezes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
-from tpuport.model.lowerings import lowering
+from tpuport.model.dispatch import _key, grad_frozen, value_of, wrap_as, write
+from tpuport.model.lowerings import lowering, special
+from tpuport.model.tensor import meta_of
+from tpuport.model.trace import current
 
 aten = torch.ops.aten
 _FROZEN = "torchax draws from a global key, which jit freezes: the same numbers at every call"
@@ -206,3 +211,31 @@ def multinomial(p, num_samples, replacement=False, *, key) -> jax.Array:
     # Gumbel top-k draws without replacement.
     scores = logits + jax.random.gumbel(key, p.shape)
     return jax.lax.top_k(scores, num_samples)[1]
+
+
+@special(aten.rrelu_with_noise.default)
+def rrelu_with_noise(
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Slopes below zero: drawn in training, their mean otherwise; `noise` receives them."""
+    value = value_of(x)
+    slope = jnp.asarray((lower + upper) / 2, value.dtype)
+    if training:
+        key = _key(current(), {"generator": generator})
+        slope = jax.random.uniform(key, value.shape, _compute(value.dtype), lower, upper)
+        slope = jnp.where(value <= 0, slope.astype(value.dtype), jnp.ones((), value.dtype))
+        write(noise, slope, frozen=True)
+    out = jnp.where(value <= 0, value * slope, value)
+    return wrap_as(None, out, meta_of(x), current(), grad_frozen([x]))
+
+
+@special(aten.rrelu_with_noise_.default)
+def rrelu_with_noise_(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`rrelu_with_noise` in place."""
+    result = rrelu_with_noise(x, *args, **kwargs)
+    return write(x, value_of(result), frozen=grad_frozen([x]))

@@ -64,7 +64,9 @@ def _cumprod(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax
     return at_least_1d(jnp.cumprod)(_summed(x, dtype), dim)
 
 
-@lowering(aten.logcumsumexp.default, reason="torchax takes no negative dim and accumulates in bfloat16")
+@lowering(
+    aten.logcumsumexp.default, reason="torchax takes no negative dim and accumulates in bfloat16"
+)
 def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     if not x.ndim or not x.size:
         return x
@@ -74,7 +76,9 @@ def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
 # -- moments -----------------------------------------------------------------------------------------------------
 
 
-def _variance(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+def _variance(
+    x: jax.Array, dim: Any, correction: Any, keepdim: bool
+) -> tuple[jax.Array, jax.Array]:
     """Variance and mean; with no degree of freedom left the division by zero gives nan or inf, as torch gives."""
     x = wide(x)
     axes = axes_of(dim, x.ndim)
@@ -89,7 +93,9 @@ def _variance(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[j
 
 
 @lowering(aten.var.correction, reason="torchax divides by a negative count and squares in bfloat16")
-def _var(x: jax.Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+def _var(
+    x: jax.Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
     return _variance(x, dim, correction, keepdim)[0]
 
 
@@ -99,8 +105,12 @@ def _zero_safe_sqrt(x: jax.Array) -> jax.Array:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), jnp.zeros_like(x))
 
 
-@lowering(aten.std.correction, reason="torchax's gradient at constant input is nan; torch's is zero")
-def _std(x: jax.Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+@lowering(
+    aten.std.correction, reason="torchax's gradient at constant input is nan; torch's is zero"
+)
+def _std(
+    x: jax.Array, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
     return _zero_safe_sqrt(_variance(x, dim, correction, keepdim)[0])
 
 
@@ -127,7 +137,12 @@ def _std_mean(
     reason="torchax's gradient of the norm of a zero vector is nan, torch's zero; torchax ignores dtype=",
 )
 def _vector_norm(
-    x: jax.Array, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: jax.Array,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> jax.Array:
     x = wide(_held(x, dtype))
     axes = axes_of(dim, x.ndim)
@@ -193,7 +208,9 @@ def _argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.
 
 
 @lowering(aten.aminmax.default)
-def _aminmax(x: jax.Array, *, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _aminmax(
+    x: jax.Array, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
     axes = axes_of(dim, x.ndim)
     return jnp.min(x, axes, keepdims=keepdim), jnp.max(x, axes, keepdims=keepdim)
 
@@ -215,7 +232,9 @@ def _running(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Arra
     return jnp.take_along_axis(x, index, dim, mode="clip"), index
 
 
-@lowering(aten.cummax.default, reason="torchax drops nan and shares the gradient among equal elements")
+@lowering(
+    aten.cummax.default, reason="torchax drops nan and shares the gradient among equal elements"
+)
 def _cummax(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     return at_least_1d(_running)(x, dim, True)
 
@@ -245,9 +264,24 @@ def _histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arr
     return jnp.zeros(bins, x.dtype).at[position].add(1, mode="drop")
 
 
-@lowering(aten.any.dims, aten.any.dim, aten.any.default, reason="torchax takes no list of dims on a 0-d tensor")
+@lowering(
+    aten.any.dims,
+    aten.any.dim,
+    aten.any.default,
+    reason="torchax takes no list of dims on a 0-d tensor",
+)
 def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
     return jnp.any(x, axes_of(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering(aten._is_all_true.default)
+def _is_all_true(x: jax.Array) -> jax.Array:
+    return jnp.all(x)
+
+
+@lowering(aten._is_any_true.default)
+def _is_any_true(x: jax.Array) -> jax.Array:
+    return jnp.any(x)
 
 
 @lowering(aten.all.dims, aten.all.dim, aten.all.default)

@@ -16,7 +16,10 @@ _ONE_FORM = "torchax ignores reduce= or include_self=, or starts integers from i
 
 def _grid(index: jax.Array, dim: int) -> tuple[jax.Array, ...]:
     """The coordinates that `index` [i, j, ...] addresses: its values along `dim`, its own position elsewhere."""
-    where = [jnp.arange(n).reshape((1,) * d + (n,) + (1,) * (index.ndim - d - 1)) for d, n in enumerate(index.shape)]
+    where = [
+        jnp.arange(n).reshape((1,) * d + (n,) + (1,) * (index.ndim - d - 1))
+        for d, n in enumerate(index.shape)
+    ]
     where[dim % index.ndim] = index
     return tuple(jnp.broadcast_to(w, index.shape) for w in where)
 
@@ -41,7 +44,9 @@ def _at_least_1d(x: jax.Array, index: jax.Array, src: Any) -> tuple[jax.Array, j
     aten.scatter.value_reduce,
     reason=_ONE_FORM,
 )
-def _scatter(x: jax.Array, dim: int, index: jax.Array, src: Any, *, reduce: str | None = None) -> jax.Array:
+def _scatter(
+    x: jax.Array, dim: int, index: jax.Array, src: Any, *, reduce: str | None = None
+) -> jax.Array:
     if reduce is not None:
         named = {"add": "sum", "multiply": "prod"}[reduce]
         return _reduced(x, dim, index, src, named, True)
@@ -58,12 +63,20 @@ def _scatter_add(x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> ja
 
 @lowering(aten.scatter_reduce.two, reason=_ONE_FORM)
 def _scatter_reduce(
-    x: jax.Array, dim: int, index: jax.Array, src: jax.Array, reduce: str, *, include_self: bool = True
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    src: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> jax.Array:
     return _reduced(x, dim, index, src, reduce, include_self)
 
 
-def _reduced(x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, include_self: bool) -> jax.Array:
+def _reduced(
+    x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, include_self: bool
+) -> jax.Array:
     shape = x.shape
     x, index, src = _at_least_1d(x, index, src)
     where = _grid(index, dim)
@@ -72,11 +85,21 @@ def _reduced(x: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, in
 
 @lowering(aten.index_reduce.default)
 def _index_reduce(
-    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    source: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> jax.Array:
     """As scatter_reduce, with whole slices of `source` along `dim` reduced into slice `index[i]` of `x`."""
     shape = x.shape
-    x, index, source = x.reshape(shape or (1,)), index.reshape(-1), source.reshape(source.shape or (1,))
+    x, index, source = (
+        x.reshape(shape or (1,)),
+        index.reshape(-1),
+        source.reshape(source.shape or (1,)),
+    )
     where = (slice(None),) * (dim % x.ndim) + (index,)
     return _combine(x, where, source, reduce, include_self).reshape(shape)
 
@@ -88,7 +111,9 @@ def _start(reduce: str, dtype: Any) -> Any:
     return {"sum": 0, "mean": 0, "prod": 1, "amax": lowest(dtype), "amin": highest(dtype)}[reduce]
 
 
-def _combine(x: jax.Array, where: Any, src: jax.Array, reduce: str, include_self: bool) -> jax.Array:
+def _combine(
+    x: jax.Array, where: Any, src: jax.Array, reduce: str, include_self: bool
+) -> jax.Array:
     """`x` with `src` reduced into `x[where]`; places without a source keep their value."""
     is_bool = x.dtype == jnp.bool_
     if is_bool:
@@ -106,7 +131,9 @@ def _combine(x: jax.Array, where: Any, src: jax.Array, reduce: str, include_self
     return result != 0 if is_bool else result
 
 
-def _divided(total: jax.Array, x: jax.Array, where: Any, src: jax.Array, include_self: bool) -> jax.Array:
+def _divided(
+    total: jax.Array, x: jax.Array, where: Any, src: jax.Array, include_self: bool
+) -> jax.Array:
     count = jnp.full(x.shape, 1 if include_self else 0, jnp.int32)
     count = jnp.maximum(count.at[where].add(jnp.ones(src.shape, jnp.int32)), 1)
     if is_float(total) or jnp.iscomplexobj(total):
@@ -137,7 +164,9 @@ def _float_product(x: jax.Array, src: jax.Array, where: Any) -> jax.Array:
     """Products into places; jax has no gradient of it for repeated places, so it is written out."""
     fixed_x, fixed = jax.lax.stop_gradient(x), jax.lax.stop_gradient(src)
     value = fixed_x.at[where].multiply(fixed)
-    others = jnp.where(fixed_x == 0, 1, fixed_x).at[where].multiply(fixed) / jnp.where(fixed_x == 0, 1, fixed_x)
+    others = jnp.where(fixed_x == 0, 1, fixed_x).at[where].multiply(fixed) / jnp.where(
+        fixed_x == 0, 1, fixed_x
+    )
     zero = fixed == 0
     zeros = jnp.zeros(x.shape, jnp.int32).at[where].add(zero.astype(jnp.int32))
     alone = zero & (zeros[where] == 1)

@@ -31,7 +31,9 @@ def _sorted(x: jax.Array, dim: int, descending: bool) -> tuple[jax.Array, jax.Ar
     return jnp.take_along_axis(x, order, dim, mode="clip"), order
 
 
-@lowering(aten.sort.default, aten.sort.stable, reason="torchax's descending sort reverses equal elements")
+@lowering(
+    aten.sort.default, aten.sort.stable, reason="torchax's descending sort reverses equal elements"
+)
 def _sort(
     x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -39,11 +41,16 @@ def _sort(
 
 
 @lowering(aten.argsort.stable, aten.argsort.default, reason="as sort")
-def _argsort(x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = False) -> jax.Array:
+def _argsort(
+    x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = False
+) -> jax.Array:
     return _sorted(x, dim, descending)[1]
 
 
-@lowering(aten.topk.default, reason="torchax negates to find the smallest (wrong for bool, unsigned and nan)")
+@lowering(
+    aten.topk.default,
+    reason="torchax negates to find the smallest (wrong for bool, unsigned and nan)",
+)
 def _topk(
     x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, jax.Array]:
@@ -67,8 +74,12 @@ def _top(x: jax.Array, k: int, dim: int, largest: bool) -> tuple[jax.Array, jax.
     return jnp.take_along_axis(x, order, dim, mode="clip"), order
 
 
-@lowering(aten.kthvalue.default, reason="torchax's index is not the element's, for equal elements and nan")
-def _kthvalue(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+@lowering(
+    aten.kthvalue.default, reason="torchax's index is not the element's, for equal elements and nan"
+)
+def _kthvalue(
+    x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
     return _picked(x, dim, keepdim, lambda ordered: k - 1)
 
 
@@ -116,7 +127,10 @@ def _nanmedian(x: jax.Array) -> jax.Array:
     return _picked(x.reshape(-1), 0, False, functools.partial(_middle, dim=0, skip_nan=True))[0]
 
 
-@lowering(aten.mode.default, reason="torchax gives the first index of the most frequent value, torch the last")
+@lowering(
+    aten.mode.default,
+    reason="torchax gives the first index of the most frequent value, torch the last",
+)
 def _mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     """The most frequent value, the smallest of equally frequent ones, and its last index."""
     return _most_frequent(x, dim, keepdim)
@@ -159,13 +173,21 @@ def _searchsorted(
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     values = jnp.asarray(values)
-    search = functools.partial(jnp.searchsorted, side="right" if right or side == "right" else "left")
+    search = functools.partial(
+        jnp.searchsorted, side="right" if right or side == "right" else "left"
+    )
     if sequence.ndim == 1:
         return search(sequence, values)
     rows = sequence.reshape(-1, sequence.shape[-1])
     return jax.vmap(search)(rows, values.reshape(rows.shape[0], -1)).reshape(values.shape)
 
 
-@lowering(aten.bucketize.Tensor, aten.bucketize.Scalar, reason="torchax digitizes in the boundaries' dtype")
-def _bucketize(values: Any, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False) -> jax.Array:
+@lowering(
+    aten.bucketize.Tensor,
+    aten.bucketize.Scalar,
+    reason="torchax digitizes in the boundaries' dtype",
+)
+def _bucketize(
+    values: Any, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False
+) -> jax.Array:
     return jnp.searchsorted(boundaries, jnp.asarray(values), side="right" if right else "left")

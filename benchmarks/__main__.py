@@ -1,0 +1,101 @@
+"""`python -m benchmarks`: everything in one process, results to docs/benchmarks/."""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, measure
+from benchmarks.contestants import (
+    FORWARD,
+    TRAINING,
+    NoCompilerError,
+    make_compiled,
+    make_pure,
+)
+from benchmarks.models import Case, dit_stack, make_cases
+
+OUT = Path(__file__).parent.parent / "docs" / "benchmarks"
+
+Compiled = dict[tuple[str, str], Callable[[], object]]
+
+
+def main() -> None:
+    """Run every benchmark and write results.json and results.svg."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models, few rounds: a smoke test"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for results.json and .svg")
+    options = parser.parse_args()
+    # One thread pool of the same size for everyone: XLA takes every core it may use.
+    torch.set_num_threads(machine.num_cores())
+    results = run(quick=options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "results.json"
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+    from benchmarks.plot import plot
+
+    plot(results, options.out / "results.svg")
+    print(f"wrote {options.out / 'results.svg'}")
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Every measurement, as JSON-ready data."""
+    rounds, seconds = (3, 0.01) if quick else (15, 0.2)
+    staging_rounds = 2 if quick else 5
+    cases = make_cases(quick=quick)
+    compiled, skipped = _compile_first(cases[:1] if quick else cases)
+    results: dict[str, Any] = {
+        "versions": machine.versions(),
+        "machine": machine.describe(),
+        "rounds": {"step": rounds, "staging": staging_rounds},
+        "step": [],
+        "program": [],
+        "staging": [],
+        "skipped": skipped,
+    }
+    for case in cases:
+        pure = make_pure(case)
+        for what in (FORWARD, TRAINING):
+            print(f"{case.name}, {what}", flush=True)
+            steps, programs = measure.measure_steps(
+                case, what, pure, compiled.get((case.name, what)), rounds=rounds, seconds=seconds
+            )
+            results["step"] += steps
+            results["program"] += programs
+            results["staging"] += measure.measure_staging(case, what, pure, rounds=staging_rounds)
+        results["staging"] += measure.measure_first_result(case, rounds=staging_rounds)
+    print("depth", flush=True)
+    make = partial(dit_stack, width=32, tokens=16) if quick else dit_stack
+    depths = (1, 2) if quick else (2, 8, 32)
+    results["depth"] = measure.measure_depth(make, depths, rounds=staging_rounds)
+    print("calls", flush=True)
+    results["calls"] = measure.measure_calls(rounds=rounds, seconds=seconds)
+    return results
+
+
+def _compile_first(cases: list[Case]) -> tuple[Compiled, list[dict[str, str]]]:
+    """torch.compile for every case, before torchax is imported; what could not be, and why."""
+    compiled: Compiled = {}
+    skipped = []
+    for case in cases:
+        for what in (FORWARD, TRAINING):
+            print(f"torch.compile of {case.name}, {what}", flush=True)
+            try:
+                compiled[case.name, what] = make_compiled(case, what)
+            except NoCompilerError as error:
+                skipped.append(
+                    {"what": f"torch.compile, {case.name}, {what}", "reason": str(error)}
+                )
+    return compiled, skipped
+
+
+if __name__ == "__main__":
+    main()

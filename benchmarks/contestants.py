@@ -1,0 +1,119 @@
+"""One model as each of the ways to run it: ported, plain torchax, JAX by hand, PyTorch."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.models import Case
+
+OURS, PLAIN, HAND = "tpuport", "plain torchax", "hand-written JAX"
+EAGER, COMPILED = "eager PyTorch", "torch.compile"
+FORWARD, TRAINING = "forward", "value_and_grad"
+
+
+@dataclass(frozen=True)
+class Pure:
+    """A pure function `call(params, rest, args)` that gives one array, with its arguments."""
+
+    call: Callable[[Any, Any, Any], Any]
+    params: Any
+    rest: Any
+    args: Any
+
+    def make(self, what: str) -> Callable[..., Any]:
+        """A function to jit that jax has not seen: the forward, or the loss with all gradients."""
+        import jax
+        import jax.numpy as jnp
+
+        call = self.call
+        if what == FORWARD:
+            return lambda params, rest, args: call(params, rest, args)
+        return jax.value_and_grad(lambda p, rest, args: jnp.square(call(p, rest, args)).mean())
+
+    @property
+    def inputs(self) -> tuple[Any, Any, Any]:
+        """What the function is called with."""
+        return self.params, self.rest, self.args
+
+
+def make_pure(case: Case) -> dict[str, Pure]:
+    """The JAX functions of a case by contestant."""
+    import jax.numpy as jnp
+
+    args = tuple(jnp.asarray(value.numpy()) for value in case.args)
+    found = {OURS: _ported(case, args), PLAIN: _plain(case, args)}
+    if case.hand is not None:
+        params, function = case.hand()
+        found[HAND] = Pure(lambda params, _, args: function(params, *args), params, (), args)
+    return found
+
+
+def _ported(case: Case, args: Any) -> Pure:
+    import tpuport
+
+    ported = tpuport.convert(case.module, verify=False)
+
+    def call(params: Any, buffers: Any, args: Any) -> Any:
+        return ported.apply(params, buffers, None, *args)[0]
+
+    return Pure(call, ported.params, ported.buffers, args)
+
+
+def _plain(case: Case, args: Any) -> Pure:
+    import torchax  # by tpuport already, which puts back what the import changes in the process
+
+    states, function = torchax.extract_jax(case.module)
+    trained = {name for name, value in case.module.named_parameters() if value.requires_grad}
+    params = {name: value for name, value in states.items() if name in trained}
+    rest = {name: value for name, value in states.items() if name not in trained}
+    return Pure(lambda params, rest, args: function({**params, **rest}, args), params, rest, args)
+
+
+def make_eager(case: Case, what: str) -> Callable[[], object]:
+    """The model in PyTorch as it is."""
+    return _torch_call(case.module, case, what)
+
+
+class NoCompilerError(Exception):
+    """torch.compile cannot run here; the message says why."""
+
+
+def make_compiled(case: Case, what: str) -> Callable[[], object]:
+    """The model under torch.compile, compiled and warm.
+
+    Dynamo refuses to compile once torchax is imported ("PyTorch is not linked with support for jax
+    devices", torch 2.13 with torchax 0.0.14), so this has to come first in a process.
+
+    Raises:
+        NoCompilerError: There is no C++ compiler.
+    """
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    if not any(name and shutil.which(name) for name in names):
+        raise NoCompilerError("there is no C++ compiler (g++ or clang++) on this machine")
+    call = _torch_call(torch.compile(case.module), case, what)
+    for _ in range(3):
+        call()
+    return call
+
+
+def _torch_call(module: Callable[..., Any], case: Case, what: str) -> Callable[[], object]:
+    if what == FORWARD:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return module(*case.args)
+
+        return forward
+
+    def training() -> object:
+        for parameter in case.module.parameters():
+            parameter.grad = None
+        loss = module(*case.args).square().mean()
+        loss.backward()
+        return loss
+
+    return training

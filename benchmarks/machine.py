@@ -1,0 +1,46 @@
+"""What the numbers were taken with: versions and the sort of machine, nothing that names it."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("tpuport", "torch", "torchax", "jax", "jaxlib", "transformers", "diffusers", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter here."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """Operating system, processor, cores that this process may use, and memory."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": num_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+    }
+
+
+def num_cores() -> int:
+    """How many cores this process may use: what both XLA and PyTorch get here."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,72 @@
+"""Timing on a machine that does other things as well: everything in turn, ratios round by round."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How long one thing takes for each second of another.
+
+    Attributes:
+        median: Over the rounds; each round's ratio is of two times taken one after the other.
+        low: Lower quartile.
+        high: Upper quartile.
+        rounds: How many.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Seconds a call of each contestant, by round.
+
+    In each round everyone runs for about `seconds`, the order rotating, so that a slow spell of the
+    machine hits all alike. Each is called once beforehand.
+    """
+    repeats = {}
+    for name, call in contestants.items():
+        call()
+        repeats[name] = max(1, round(seconds / max(_timed(call, 1), 1e-9)))
+    names = list(contestants)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with quiet():
+        for number in range(rounds):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                times[name].append(_timed(contestants[name], repeats[name]))
+    return times
+
+
+def ratio(times: list[float], others: list[float]) -> Ratio:
+    """The ratio of two series taken in the same rounds."""
+    ratios = [a / b for a, b in zip(times, others, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return Ratio(statistics.median(ratios), low, high, len(ratios))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection inside the block, one before it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _timed(call: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats

@@ -1,0 +1,462 @@
+"""Gradients stop, flow and are recomputed where PyTorch's are.
+
+Contents:
+    STOPS               no_grad, detach, requires_grad_(False), inference_mode, set_grad_enabled, in-place under no_grad
+    FLOWS               custom functions, hooks-free tricks (straight-through), ties, where at NaN, clamp at its bounds
+    test_checkpoint_*   torch.utils.checkpoint rematerialises, with dropout and batch norm inside
+    test_frozen_*       frozen parameters are no leaves of the optimiser's tree; tied weights are one leaf
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.exactness.plain_torchax import PlainTorchax, environment
+from tests.exactness.scenario import (
+    Scenario,
+    against_torchax,
+    assert_same,
+    by_tpuport,
+    check_calls,
+    check_gradients,
+    expect_torchax_wrong,
+    normal,
+    to_jax,
+)
+
+X, Y = normal(4, 6), normal(4, 6, seed=2)
+IGNORED = "no_grad does not stop gradients"
+
+
+class Guidance(nn.Module):
+    """One linear layer used with and without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.linear(x * 2)
+        return (self.linear(x) - target) ** 2
+
+
+class Teacher(nn.Module):
+    """A frozen copy beside a student; the teacher's own forward is decorated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.teacher.requires_grad_(False)
+
+    @torch.no_grad()
+    def teach(self, x: torch.Tensor) -> torch.Tensor:
+        return self.teacher(x).softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.kl_div(self.student(x).log_softmax(-1), self.teach(x), reduction="batchmean") + self.teacher(x).sum()
+
+
+class UpdatedInForward(nn.Module):
+    """Weights clamped in place before use, as in weight clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+def _inference_mode(x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        scale = x.abs().mean()
+    return x * scale.clone()
+
+
+def _set_grad_enabled(x: torch.Tensor) -> Any:
+    torch.set_grad_enabled(False)
+    y = x * 3
+    torch.set_grad_enabled(True)
+    return y * x
+
+
+def _enable_inside(x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        y = x * 3
+        with torch.enable_grad():
+            z = x * 5
+    return y * x + z
+
+
+def _requires_grad_off(x: torch.Tensor) -> Any:
+    y = (x * 2).detach().requires_grad_(False)
+    return y * x, (x * 3).detach_() * x
+
+
+def _asks_requires_grad(x: torch.Tensor) -> Any:
+    y = x * 2
+    stopped = y.detach()
+    assert y.requires_grad
+    assert not stopped.requires_grad
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    return y * 3 if y.requires_grad else y
+
+
+def _in_place_under_no_grad(x: torch.Tensor) -> Any:
+    y = x * 2
+    with torch.no_grad():
+        y.mul_(10)
+        y[0].zero_()
+        y[1:, ::2] += x[1:, ::2]
+    return y * 3
+
+
+def _copied_under_no_grad(x: torch.Tensor, y: torch.Tensor) -> Any:
+    z = x * 2
+    with torch.no_grad():
+        z.copy_(y * 4)
+    return z * z.detach()
+
+
+def _argument_frozen_after_use(x: torch.Tensor) -> Any:
+    y = x * 2
+    before = y * 1
+    after = y.detach().requires_grad_() * 1
+    return before, after
+
+
+def _no_grad_decorated_buffers(x: torch.Tensor) -> Any:
+    @torch.no_grad()
+    def table(value: torch.Tensor) -> torch.Tensor:
+        return value.cumsum(0)
+
+    return x * table(x), table(X) * x
+
+
+def _item_stops(x: torch.Tensor) -> Any:
+    return x * x.max().item()
+
+
+def _tensor_copy_stops(x: torch.Tensor) -> Any:
+    with pytest.warns(UserWarning, match="copy construct"):
+        y = torch.tensor(x)
+    return x * y
+
+
+STOPS = [
+    Scenario("guidance", Guidance, ((X,),), IGNORED),
+    Scenario("teacher", Teacher, ((X,),), IGNORED, rtol=1e-4),
+    Scenario("updated_in_forward", UpdatedInForward, ((X,),), "the gradient of clamp is added"),
+    Scenario("inference_mode", lambda: _inference_mode, ((X,),), IGNORED),
+    Scenario("set_grad_enabled", lambda: _set_grad_enabled, ((X,),), IGNORED),
+    Scenario("enable_inside", lambda: _enable_inside, ((X,),), IGNORED),
+    Scenario("requires_grad_off", lambda: _requires_grad_off, ((X,),), "detach_ does not stop gradients"),
+    Scenario("asks_requires_grad", lambda: _asks_requires_grad, ((X,),), "requires_grad is always the same"),
+    Scenario("in_place_under_no_grad", lambda: _in_place_under_no_grad, ((X,),), IGNORED),
+    Scenario("copied_under_no_grad", lambda: _copied_under_no_grad, ((X, Y),), IGNORED),
+    Scenario("argument_frozen_after_use", lambda: _argument_frozen_after_use, ((X,),), None),
+    Scenario("no_grad_decorated", lambda: _no_grad_decorated_buffers, ((X,),), IGNORED),
+    Scenario("item_stops", lambda: _item_stops, ((X,),), "item() of a traced tensor fails"),
+    Scenario("bfloat16_no_grad", lambda: Guidance().bfloat16(), ((X.bfloat16(),),), IGNORED, rtol=5e-2),
+]
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return -ctx.scale * grad, None
+
+
+class Rounded(torch.autograd.Function):
+    """Rounding with a gradient of its own, by what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, y)
+        return x.round(), x * y
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return first + second * y * 2, second * x
+
+
+def _custom_functions(x: torch.Tensor, y: torch.Tensor) -> Any:
+    rounded, product = Rounded.apply(x, y)
+    return Reversed.apply(rounded, 0.5) * y, product.sin()
+
+
+def _straight_through(x: torch.Tensor) -> Any:
+    return (x.round() - x).detach() + x, x + (x.sign() - x).detach()
+
+
+def _at_the_kinks(x: torch.Tensor) -> Any:
+    z = x * 0
+    return z.abs(), z.clamp(0, 1), F.relu(z), torch.maximum(z, z * 1), z.clamp_min(0), F.hardtanh(z + 1), F.relu6(z)
+
+
+def _ties(x: torch.Tensor) -> Any:
+    z = x.round() * 0 + x * 0
+    return z.max(), z.amax(1), z.max(1).values, z.min(), z.median(), z.sort(1).values * Y, z.norm(), z.std()
+
+
+def _norm_of_zero(x: torch.Tensor) -> Any:
+    z = x * 0
+    return z.norm(dim=1), F.normalize(z, dim=1), F.cosine_similarity(z, x), (z * z).sum().sqrt().nan_to_num() * 0
+
+
+def _where_of_nan(x: torch.Tensor) -> Any:
+    return torch.where(x > 0, x.clamp_min(1e-3).sqrt(), x), x.masked_fill(x < 0, 1.0).log()
+
+
+def _prod_and_cumprod(x: torch.Tensor) -> Any:
+    z = torch.cat([x[:, :2], x[:, 2:3] * 0, x[:, 3:]], 1)
+    return z.prod(1), z.cumprod(1), z.prod()
+
+
+FLOWS = [
+    Scenario("custom_functions", lambda: _custom_functions, ((X, Y),), "a custom backward is ignored"),
+    Scenario("straight_through", lambda: _straight_through, ((X,),)),
+    Scenario("at_the_kinks", lambda: _at_the_kinks, ((X,),)),
+    Scenario("ties", lambda: _ties, ((X,),), "a CPU tensor meets a traced one"),
+    Scenario("norm_of_zero", lambda: _norm_of_zero, ((X,),)),
+    Scenario("where_of_nan", lambda: _where_of_nan, ((X,),)),
+    Scenario("prod_and_cumprod", lambda: _prod_and_cumprod, ((X,),)),
+]
+SCENARIOS = [*STOPS, *FLOWS]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_gradient(scenario):
+    check_gradients(scenario, by_tpuport)
+
+
+@pytest.mark.parametrize("scenario", against_torchax(SCENARIOS))
+def test_gradient_under_plain_torchax(scenario):
+    check_gradients(scenario, PlainTorchax)
+
+
+def test_frozen_weights_that_forward_updates_come_back():
+    check_calls(Scenario("updated", UpdatedInForward, ((X,), (Y,))), by_tpuport)
+    torch.manual_seed(0)
+    eager = UpdatedInForward()
+    ported = by_tpuport(eager)
+    ported(X)
+    eager(X)
+    assert_same(ported.params["linear.weight"], eager.linear.weight, "weight")
+
+
+# Checkpointing.
+
+
+class Block(nn.Module):
+    """Batch norm and dropout, checkpointed."""
+
+    def __init__(self, *, reentrant: bool, p: float = 0.0) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(p), nn.Linear(16, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def _jaxpr(ported: Any, *args: torch.Tensor) -> str:
+    def loss(params: Any) -> Any:
+        return ported.apply(params, ported.buffers, jax.random.key(0), *args)[0].sum()
+
+    return str(jax.make_jaxpr(jax.grad(loss))(ported.params))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])
+def test_checkpoint_rematerialises(reentrant):
+    scenario = Scenario("block", lambda: Block(reentrant=reentrant), ((X,), (Y,)), rtol=1e-4)
+    if not reentrant:
+        check_calls(scenario, by_tpuport)
+    ported = by_tpuport(Block(reentrant=reentrant))
+    text = _jaxpr(ported, X)
+    assert "checkpoint" in text or "remat" in text
+    assert "checkpoint" not in _jaxpr(by_tpuport(Block(reentrant=reentrant).body), X)
+
+
+def test_checkpoint_gradient_is_eagers():
+    class WithoutNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            def run(x: torch.Tensor, *, extra: dict[str, torch.Tensor]) -> Any:
+                return self.body(x) * extra["y"], x.detach()
+
+            return checkpoint(run, x, extra={"y": y}, use_reentrant=False)
+
+    check_gradients(Scenario("without_norm", WithoutNorm, ((X, Y),), rtol=1e-4), by_tpuport)
+
+
+def test_checkpoint_leaves_views_and_caches_of_outer_tensors_usable():
+    """Values read inside the stretch for the first time must not be the ones used after it."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.kept: torch.Tensor | None = None
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.linear(x)
+            self.kept = x[1:]
+            return self.linear(x) - target
+
+        def forward(self, x: torch.Tensor) -> Any:
+            view = x[1:]
+            x[0] = 2
+            out = checkpoint(self.run, x, use_reentrant=False)
+            with torch.no_grad():
+                again = self.linear(x)
+            return out, again, view * 2, self.kept * 3
+
+    class Fresh(Shared):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x * 1)
+
+    check_gradients(Scenario("shared", Fresh, ((X,),), rtol=1e-4), by_tpuport)
+
+
+def test_checkpoint_draws_the_same_mask_when_it_recomputes():
+    """With dropout alone inside, the gradient by x is the mask that made the output."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda t: F.dropout(t, 0.5) * torch.rand(64), x, use_reentrant=False)
+
+    port = by_tpuport(program)
+    for key in (0, 1):
+        value, pull = jax.vjp(lambda x, k=key: port.apply({}, {}, jax.random.key(k), x)[0], jnp.ones(64))
+        assert_same(pull(jnp.ones(64))[0], value, "gradient")
+    first, second = port(torch.ones(64)), port(torch.ones(64))
+    assert not torch.equal(first.torch(), second.torch())
+
+
+def test_checkpoint_with_batch_norm_moves_the_statistics_once():
+    torch.manual_seed(0)
+    eager = Block(reentrant=False)
+    ported = by_tpuport(eager)
+
+    @jax.jit
+    def step(params: Any, buffers: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out, new = ported.apply(params, buffers, None, x)
+            return out.sum(), new
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, buffers), _ = step(ported.params, ported.buffers, to_jax(X))
+    eager(X)
+    assert int(buffers["body.1.num_batches_tracked"]) == 1
+    assert_same(buffers["body.1.running_var"], eager.body[1].running_var, "running variance", 1e-4)
+
+
+def test_checkpoint_sequential_and_module_flag():
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    ported = by_tpuport(lambda x: checkpoint_sequential(layers, 2, x, use_reentrant=False))
+    assert_same(ported(X), layers(X), "output", 1e-4)
+
+
+@expect_torchax_wrong("nothing is rematerialised")
+def test_checkpoint_under_plain_torchax():
+    port = PlainTorchax(Block(reentrant=False).eval())
+    with environment():
+        text = str(jax.make_jaxpr(jax.grad(lambda p: port.pure(p, port.buffers, to_jax(X))[0].sum()))(port.params))
+    assert "checkpoint" in text or "remat" in text
+
+
+# Frozen and tied parameters.
+
+
+class WithInfinity(nn.Module):
+    """A frozen parameter that is infinite: weight decay would make it NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.logit = nn.Parameter(torch.tensor(float("inf")), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.logit.tanh()
+
+
+def _decayed(params: Any) -> Any:
+    optimiser = optax.adamw(1e-3, weight_decay=0.1)
+    updates, _ = optimiser.update(jax.tree.map(jnp.ones_like, params), optimiser.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def test_frozen_parameters_are_no_leaves_of_the_optimiser():
+    ported = by_tpuport(WithInfinity())
+    assert set(ported.params) == {"linear.weight", "linear.bias"}
+    assert set(ported.frozen) == {"logit"}
+    params = _decayed(ported.params)
+    out, _ = ported.apply(params, ported.buffers, None, X)
+    assert bool(jnp.isfinite(out).all())
+
+
+class Tied(nn.Module):
+    """Input and output embeddings are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 6)
+        self.head = nn.Linear(6, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+def test_tied_weights_are_one_leaf_with_one_gradient():
+    scenario = Scenario("tied", Tied, ((torch.tensor([[0, 3, 3], [1, 2, 4]]),),), rtol=1e-4)
+    check_gradients(scenario, by_tpuport)
+    ported = by_tpuport(Tied())
+    assert list(ported.params) == ["embed.weight"]
+    plain = ported.to_torch()
+    assert plain.head.weight is plain.embed.weight
+
+
+def test_gradient_of_a_gradient():
+    ported = by_tpuport(lambda x: (x**3).sum())
+    hessian = jax.hessian(lambda x: ported.apply({}, {}, None, x)[0])(jnp.asarray([1.0, 2.0]))
+    assert_same(hessian, torch.diag(torch.tensor([6.0, 12.0])), "hessian")
+
+
+@pytest.mark.parametrize("call", ["backward", "grad"])
+def test_autograd_inside_is_refused_with_a_remedy(call):
+    from tpuport.errors import PortError
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = (x**2).sum()
+        if call == "backward":
+            y.backward()
+            return y
+        return torch.autograd.grad(y, x)[0]
+
+    with pytest.raises(PortError, match=r"autograd(.|\n)*jax\.grad"):
+        by_tpuport(program)(X.clone().requires_grad_())

@@ -1,0 +1,189 @@
+"""The two models of the demo, with inputs as they are in use, and what to try on plain torchax."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+
+from tpuport.demo.planner import BatchFeature, DiffusionPlanner
+from tpuport.demo.plain_torchax import Difference, run_plain
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model with example inputs.
+
+    Attributes:
+        title: The class.
+        story: What it is, in a sentence.
+        model: The module, with random weights.
+        inputs: Named input tensors.
+        methods: What to port.
+        bind: The arguments of a call, made of the inputs.
+        differences: What plain torchax computes differently from eager PyTorch without saying so.
+    """
+
+    title: str
+    story: str
+    model: torch.nn.Module
+    inputs: dict[str, torch.Tensor]
+    methods: tuple[str, ...]
+    bind: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    differences: Callable[["Example"], list[Difference]]
+
+    def call(
+        self, model: Any, method: str = "forward", inputs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a method of the model, a port or a copy of it, on the example's inputs or others."""
+        args, kwargs = self.bind(self.inputs if inputs is None else inputs)
+        return (model if method == "forward" else getattr(model, method))(*args, **kwargs)
+
+
+def make_video_transformer(seed: int = 0) -> Example:
+    """The HunyuanVideo-1.5 transformer of diffusers, 2 of its 54 blocks and narrow, text to video.
+
+    The prompts are padded to one length, the second text encoder is empty for the first prompt, and
+    the image embedding is zeros, which is how the pipeline says that there is no image.
+    """
+    torch.manual_seed(seed)
+    model = HunyuanVideo15Transformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=2,
+        text_embed_dim=96,
+        text_embed_2_dim=48,
+        image_embed_dim=64,
+        rope_axes_dim=(8, 12, 12),
+    ).eval()
+    inputs = {
+        "hidden_states": torch.randn(2, 65, 4, 12, 20),
+        "timestep": torch.full((2,), 981.0),
+        "encoder_hidden_states": torch.randn(2, 32, 96),
+        "encoder_attention_mask": torch.arange(32)[None] < torch.tensor([[9], [27]]),
+        "encoder_hidden_states_2": torch.randn(2, 16, 48),
+        "encoder_attention_mask_2": torch.arange(16)[None] < torch.tensor([[0], [6]]),
+        "image_embeds": torch.zeros(2, 25, 64),
+    }
+    return Example(
+        title=type(model).__name__,
+        story=(
+            "The HunyuanVideo-1.5 transformer of diffusers: the real class with 2 of its 54 blocks,"
+            " narrow, random weights. Two padded prompts, text to video."
+        ),
+        model=model,
+        inputs=inputs,
+        methods=("forward",),
+        bind=lambda inputs: ((), inputs),
+        differences=_video_differences,
+    )
+
+
+def make_planner(seed: int = 0) -> Example:
+    """The diffusion planner of `tpuport.demo.planner` in training; one sample has no context."""
+    torch.manual_seed(seed)
+    model = DiffusionPlanner(depth=2)
+    size, length = 8, 48
+    padding = torch.tensor([[length], [30], [0], [12], [25], [7], [41], [19]])
+    inputs = {
+        "context": torch.randn(size, length, 384),
+        "context_mask": torch.arange(length)[None] >= padding,
+        "status": torch.randn(size, 8) * 3 + 1,
+        "action": torch.rand(size, model.horizon, 3) * torch.tensor([40.0, 8.0, 0.6]),
+        "valid": torch.arange(model.horizon)[None]
+        < torch.tensor([[8], [8], [5], [8], [8], [3], [8], [8]]),
+    }
+    return Example(
+        title=type(model).__name__,
+        story=(
+            "A diffusion planner written the way research code is (tpuport/demo/planner.py): in-place"
+            " edits, boolean masks, .item(), a cache that grows, noise drawn in forward, buffers that"
+            " training updates."
+        ),
+        model=model,
+        inputs=inputs,
+        methods=("forward", "get_action"),
+        bind=lambda inputs: ((BatchFeature(inputs),), {}),
+        differences=_planner_differences,
+    )
+
+
+def _video_differences(example: Example) -> list[Difference]:
+    names = ("encoder_hidden_states", "timestep", "encoder_attention_mask")
+    values = [example.inputs[name] for name in names]
+
+    def refine(model: Any, text: torch.Tensor, step: torch.Tensor, mask: torch.Tensor) -> Any:
+        return model.context_embedder(text, step, mask)
+
+    with torch.no_grad():
+        eager = refine(example.model, *values)
+    (plain,) = run_plain(example.model, refine, *values)
+    return [
+        Difference(
+            "NaN in the refined prompt, where padding attends to nothing",
+            eager=_share_of_nan(eager),
+            plain=_share_of_nan(plain),
+        )
+    ]
+
+
+def _planner_differences(example: Example) -> list[Difference]:
+    status, action = example.inputs["status"], example.inputs["action"]
+
+    def encode(model: Any, status: torch.Tensor) -> Any:
+        model.status_encoder(status)
+        return model.status_encoder[0].running_mean
+
+    def noise(model: Any, action: torch.Tensor) -> Any:
+        return model.add_noise(action)[1]
+
+    def attend(model: Any, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor) -> Any:
+        return model.blocks[0].context(x, model.rope, context, mask)
+
+    attended = (
+        torch.zeros(*action.shape[:2], example.model.width),
+        torch.randn(*example.inputs["context"].shape[:2], example.model.width),
+        example.inputs["context_mask"],
+    )
+    model = copy.deepcopy(example.model)
+    mean = example.model.status_encoder[0].running_mean
+    with torch.no_grad():
+        eager_mean = encode(model, status)
+        eager_noise = [noise(model, action) for _ in range(2)]
+        eager_attended = attend(model, *attended)
+    (plain_mean,) = run_plain(example.model, encode, status)
+    plain_noise = run_plain(example.model, noise, action, times=2)
+    (plain_attended,) = run_plain(example.model, attend, *attended)
+    return [
+        Difference(
+            "BatchNorm's running mean after a training step",
+            eager=_moved(mean, eager_mean),
+            plain=_moved(mean, plain_mean),
+        ),
+        Difference(
+            "the noise of two calls of one jitted step",
+            eager=_same(*eager_noise),
+            plain=_same(*plain_noise),
+        ),
+        Difference(
+            "NaN in attention, where a sample has no context",
+            eager=_share_of_nan(eager_attended),
+            plain=_share_of_nan(plain_attended),
+        ),
+    ]
+
+
+def _share_of_nan(value: torch.Tensor) -> str:
+    share = value.isnan().double().mean().item()
+    return "none" if share == 0 else f"{math.ceil(share * 100)}% of it"
+
+
+def _moved(before: torch.Tensor, after: torch.Tensor) -> str:
+    return "as before" if torch.equal(before, after) else "updated"
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> str:
+    return "the same" if torch.equal(first, second) else "different"

@@ -1,0 +1,223 @@
+"""The demo as told on the terminal: what plain torchax says, the port, and how it compares."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tpuport.demo.models import Example, make_planner, make_video_transformer
+from tpuport.demo.page import to_page
+from tpuport.demo.plain_torchax import failure_of
+from tpuport.demo.planner import BatchFeature
+from tpuport.model.convert import convert
+from tpuport.model.ported import PortedModel
+from tpuport.model.report import PortReport
+from tpuport.model.report_format import number
+
+_REPEATS = 7
+
+
+def run(*, out: Path, console: Console | None = None) -> bool:
+    """Port both models, print the story, and write their reports to one HTML page.
+
+    Args:
+        out: Where to write the page.
+        console: Where to print; the terminal by default.
+
+    Returns:
+        Whether outputs, gradients and buffers of both ports agree with eager PyTorch, the noise is
+        fresh in each call, and the models are as they were.
+    """
+    console = console or Console(highlight=False)
+    start = time.perf_counter()
+    console.print(Text("Two PyTorch models, ported to JAX without editing them", style="bold"))
+    results = [
+        _tell(console, make_video_transformer, _video_speed, seed_matters=False),
+        _tell(console, make_planner, _planner_speed, seed_matters=True),
+    ]
+    out.write_text(to_page([report for report, _ in results]), encoding="utf-8")
+    agrees = all(report.ok and sound for report, sound in results)
+    console.rule(style="dim")
+    verdict = "Both ports agree with eager PyTorch" if agrees else "A port differs: see above"
+    console.print(
+        Text(
+            f"{verdict}. {time.perf_counter() - start:.0f} s in all; reports in {out}", style="bold"
+        )
+    )
+    return agrees
+
+
+def _tell(
+    console: Console,
+    make: Callable[[], Example],
+    speed: Callable[[Example, PortedModel], tuple[str, float]],
+    *,
+    seed_matters: bool,
+) -> tuple[PortReport, bool]:
+    """One model's chapter; gives its report and whether the checks beside it held."""
+    example = make()
+    console.print()
+    console.rule(Text(example.title, style="bold"), align="left")
+    console.print(Text(example.story, style="dim"))
+    _tell_plain(console, example)
+    before = {name: value.clone() for name, value in example.model.state_dict().items()}
+    ported = _port(console, example)
+    console.print(Padding(ported.report, (1, 0, 0, 2)))
+    _heading(console, "In short")
+    untouched = _is_unchanged(example.model, before)
+    _line(console, untouched, "the model, its class and its weights are as before")
+    _tell_parity(console, ported.report)
+    fresh = not seed_matters or _tell_noise(console, example, ported)
+    with _working(console, "timing the jitted step against eager PyTorch"):
+        what, ratio = speed(example, ported)
+    _line(console, True, f"{what} takes {ratio:.2f}x the time of eager PyTorch on this CPU")
+    return ported.report, untouched and fresh
+
+
+def _tell_plain(console: Console, example: Example) -> None:
+    _heading(console, "Plain torchax, the same model under jax.jit")
+    for name in example.methods:
+        with _working(console, f"running {name} on plain torchax"):
+            failure = failure_of(
+                example.model,
+                lambda model, inputs: example.call(model, name, inputs),  # noqa: B023
+                example.inputs,
+            )
+        if failure is None:
+            _line(console, True, f"{name} runs")
+            continue
+        _line(console, False, f"{name}: {failure.error}")
+        console.print(Text(f"      {failure.place}   {failure.source}", style="cyan"))
+    with _working(console, "looking for silent differences of plain torchax"):
+        differences = example.differences(example)
+    table = Table("No error, but", "eager", "plain torchax", box=None, padding=(0, 3, 0, 0))
+    for one in differences:
+        table.add_row(
+            one.what, one.eager, Text(one.plain, "red" if one.plain != one.eager else "green")
+        )
+    console.print(Padding(table, (1, 0, 0, 4)))
+
+
+def _port(console: Console, example: Example) -> PortedModel:
+    """Port a model and compare each method, and the gradients, with eager PyTorch."""
+    _heading(console, "tpuport.convert(model)")
+    start = time.perf_counter()
+    with _working(console, "tracing, compiling and comparing outputs with eager PyTorch"):
+        ported = convert(example.model, methods=example.methods)
+        example.call(ported)
+    with _working(console, "comparing gradients"):
+        args, kwargs = example.bind(example.inputs)
+        ported.verify(*args, **kwargs)
+    for name in [name for name in example.methods if name != "forward"]:
+        with _working(console, f"porting {name}"):
+            ported.eval()
+            example.call(ported, name)
+            ported.train(example.model.training)
+    _line(console, True, f"ported and compared in {time.perf_counter() - start:.0f} s")
+    return ported
+
+
+def _tell_parity(console: Console, report: PortReport) -> None:
+    for kind in ("output", "gradient", "buffer"):
+        found = [parity for parity in report.parity if parity.kind == kind]
+        if found:
+            worst = max(parity.max_rel for parity in found if parity.used <= 1 or not parity.ok)
+            names = f"{len(found)} {kind}{'s' if len(found) > 1 else ''}"
+            ok = all(parity.ok for parity in found)
+            _line(console, ok, f"{names} as in eager PyTorch; worst relative error {number(worst)}")
+
+
+def _tell_noise(console: Console, example: Example, ported: PortedModel) -> bool:
+    """Whether two calls differ and the same seed repeats them."""
+
+    def plans() -> list[torch.Tensor]:
+        return [example.call(ported, "get_action").plan.torch() for _ in range(2)]
+
+    ported.eval()
+    torch.manual_seed(1)
+    first, second = plans()
+    torch.manual_seed(1)
+    again, _ = plans()
+    fresh, repeats = not torch.equal(first, second), torch.equal(first, again)
+    _line(console, fresh, "each call of the jitted sampler draws fresh noise")
+    _line(console, repeats, "torch.manual_seed repeats it")
+    return fresh and repeats
+
+
+def _video_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
+    def jitted() -> None:
+        jax.block_until_ready(example.call(ported).sample.jax())
+
+    def eager() -> None:
+        with torch.no_grad():
+            example.call(example.model)
+
+    return "the jitted forward", _ratio(jitted, eager)
+
+
+def _planner_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
+    ported.train()
+    arrays = {name: jax.numpy.asarray(value.numpy()) for name, value in example.inputs.items()}
+
+    def loss(params: Any, buffers: Any, key: jax.Array, arrays: Any) -> Any:
+        out, buffers = ported.apply(params, buffers, key, BatchFeature(arrays))
+        return out.loss, buffers
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    key = jax.random.key(0)
+
+    def jitted() -> None:
+        jax.block_until_ready(step(ported.params, ported.buffers, key, arrays))
+
+    def eager() -> None:
+        example.model.zero_grad()
+        example.call(example.model).loss.backward()
+
+    return "a jitted training step (loss, gradients, buffers)", _ratio(jitted, eager)
+
+
+def _ratio(ours: Callable[[], None], theirs: Callable[[], None]) -> float:
+    """Median time of one against the other, called in turn so that both see the same machine."""
+    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
+    for function in times:
+        function()
+    for _ in range(_REPEATS):
+        for function, seconds in times.items():
+            start = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(times[ours]) / statistics.median(times[theirs])
+
+
+def _is_unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(
+        torch.equal(before[name], after[name]) for name in after
+    )
+
+
+@contextmanager
+def _working(console: Console, what: str) -> Iterator[None]:
+    """A spinner while something runs; nothing where the output is not a terminal."""
+    with console.status(Text(what, style="dim")):
+        yield
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(Padding(Text(text, style="bold"), (1, 0, 0, 0)))
+
+
+def _line(console: Console, good: bool, text: str) -> None:
+    mark, style = ("✔", "green") if good else ("✘", "red")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(mark, style), Text(text))
+    console.print(Padding(grid, (0, 0, 0, 2)))

@@ -1,0 +1,33 @@
+"""Seeding inside a ported function: it sets the program's keys, not torch's generator."""
+
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.model import numbers
+from tpuport.model.trace import KeyStream, current
+from tpuport.shims._shim import Replacement, Shim
+
+
+class ManualSeed(Shim):
+    """`torch.manual_seed(n)` in a trace starts the program's random numbers again from `n`."""
+
+    TARGET = "torch.manual_seed"
+    REASON = "it would seed the generator of the host, from which a ported program draws nothing"
+
+    def replacements(self) -> list[Replacement]:
+        eager = torch.manual_seed
+
+        def manual_seed(seed: Any) -> torch.Generator:
+            trace = current()
+            if trace is None or isinstance(seed, (torch.Tensor, *numbers.SYMBOLIC)):
+                return eager(seed)
+            self.count(self.TARGET)
+            trace.keys = KeyStream(jax.random.key(int(seed) & 0xFFFFFFFF))
+            return torch.default_generator
+
+        return [
+            Replacement(torch, "manual_seed", manual_seed),
+            Replacement(torch.random, "manual_seed", manual_seed),
+        ]
