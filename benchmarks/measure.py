@@ -1,4 +1,8 @@
-"""The measurements: steps, staging, growth with depth, and the Python cost of a call."""
+"""The measurements: steps, staging, growth with depth, and the Python cost of a call.
+
+Staging is measured in CPU seconds: tracing is one thread of Python, and what else the machine does
+would be most of what the wall's clock shows.
+"""
 
 import statistics
 import time
@@ -17,7 +21,7 @@ from benchmarks.contestants import (
     make_pure,
 )
 from benchmarks.models import Case
-from benchmarks.timing import interleaved, quiet, ratio
+from benchmarks.timing import Series, interleaved, quiet, ratio
 
 STAGES = ("trace", "lower", "compile")
 Row = dict[str, Any]
@@ -47,7 +51,7 @@ def measure_steps(
             "model": case.name,
             "what": what,
             "against": name,
-            **asdict(ratio(times[OURS], times[name])),
+            **_both(times[OURS], times[name]),
         }
         for name in times
         if name != OURS
@@ -63,6 +67,11 @@ def measure_steps(
         if name != OURS
     ]
     return steps, sizes
+
+
+def _both(times: Series, others: Series) -> Row:
+    """Ratios on the wall's clock, and the median on the CPU's."""
+    return asdict(ratio(times.wall, others.wall)) | {"cpu": ratio(times.cpu, others.cpu).median}
 
 
 def _program_ratios(ours: Any, theirs: Any) -> Row:
@@ -106,7 +115,7 @@ def measure_first_result(case: Case, *, rounds: int) -> list[Row]:
         return jax.block_until_ready(jax.jit(function)(states, args))
 
     times = interleaved({OURS: ours, PLAIN: plain}, rounds=rounds, seconds=0)
-    one = asdict(ratio(times[OURS], times[PLAIN]))
+    one = asdict(ratio(times[OURS].cpu, times[PLAIN].cpu))
     return [{"model": case.name, "what": FORWARD, "stage": "first result", "against": PLAIN, **one}]
 
 
@@ -124,7 +133,7 @@ def measure_depth(
         times = _stage_times(pure, FORWARD, rounds)
         steps = interleaved(_run(_programs(pure, FORWARD), pure), rounds=rounds, seconds=0.2)
         for name, stages in times.items():
-            stages["step"] = steps[name]
+            stages["step"] = steps[name].cpu
         for stage in (*STAGES, "step"):
             plain = statistics.median(times[PLAIN][stage])
             reference.setdefault(stage, plain)
@@ -162,7 +171,7 @@ def measure_calls(*, rounds: int, seconds: float) -> list[Row]:
     times = interleaved(contestants, rounds=rounds, seconds=seconds)
     base = "jax.jit(ported.apply)"
     return [
-        {"call": name, "against": base, **asdict(ratio(times[name], times[base]))}
+        {"call": name, "against": base, **_both(times[name], times[base])}
         for name in contestants
         if name != base
     ]
@@ -189,7 +198,7 @@ def _run(programs: dict[str, Any], pure: dict[str, Pure]) -> dict[str, Callable[
 def _stage_times(
     pure: dict[str, Pure], what: str, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds by contestant and stage, one for each round, after one round that is not counted."""
+    """CPU seconds by contestant and stage, one for each round after a first that does not count."""
     names = list(pure)
     times: dict[str, dict[str, list[float]]] = {n: {s: [] for s in STAGES} for n in names}
     for number in range(-1, rounds):
@@ -202,18 +211,18 @@ def _stage_times(
 
 
 def _staged(pure: Pure, what: str) -> dict[str, float]:
-    """Seconds of each stage of a function that jax has not seen before."""
+    """CPU seconds of each stage of a function that jax has not seen before."""
     import jax
 
     jitted = jax.jit(pure.make(what))
     with quiet():
-        start = time.perf_counter()
+        start = time.process_time()
         traced = jitted.trace(*pure.inputs)
-        after_trace = time.perf_counter()
+        after_trace = time.process_time()
         lowered = traced.lower()
-        after_lowering = time.perf_counter()
+        after_lowering = time.process_time()
         lowered.compile()
-        end = time.perf_counter()
+        end = time.process_time()
     spent = (after_trace - start, after_lowering - after_trace, end - after_lowering)
     return dict(zip(STAGES, spent, strict=True))
 

@@ -1,11 +1,23 @@
-"""Timing on a machine that does other things as well: everything in turn, ratios round by round."""
+"""Timing on a machine that does other things as well: everything in turn, ratios round by round.
+
+Two clocks: the wall's, and the CPU's (seconds of all threads of this process), which hardly notices
+what else the machine does, but does not see how well the threads work side by side.
+"""
 
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Series:
+    """Seconds a call, round by round, on both clocks."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -16,18 +28,16 @@ class Ratio:
         median: Over the rounds; each round's ratio is of two times taken one after the other.
         low: Lower quartile.
         high: Upper quartile.
-        rounds: How many.
     """
 
     median: float
     low: float
     high: float
-    rounds: int
 
 
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float
-) -> dict[str, list[float]]:
+) -> dict[str, Series]:
     """Seconds a call of each contestant, by round.
 
     In each round everyone runs for about `seconds`, the order rotating, so that a slow spell of the
@@ -36,14 +46,16 @@ def interleaved(
     repeats = {}
     for name, call in contestants.items():
         call()
-        repeats[name] = max(1, round(seconds / max(_timed(call, 1), 1e-9)))
+        repeats[name] = max(1, round(seconds / max(_timed(call, 1)[0], 1e-9)))
     names = list(contestants)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times = {name: Series() for name in names}
     with quiet():
         for number in range(rounds):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
-                times[name].append(_timed(contestants[name], repeats[name]))
+                wall, cpu = _timed(contestants[name], repeats[name])
+                times[name].wall.append(wall)
+                times[name].cpu.append(cpu)
     return times
 
 
@@ -51,7 +63,7 @@ def ratio(times: list[float], others: list[float]) -> Ratio:
     """The ratio of two series taken in the same rounds."""
     ratios = [a / b for a, b in zip(times, others, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return Ratio(statistics.median(ratios), low, high, len(ratios))
+    return Ratio(statistics.median(ratios), low, high)
 
 
 @contextmanager
@@ -65,8 +77,8 @@ def quiet() -> Iterator[None]:
         gc.enable()
 
 
-def _timed(call: Callable[[], object], repeats: int) -> float:
-    start = time.perf_counter()
+def _timed(call: Callable[[], object], repeats: int) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
+    return (time.perf_counter() - wall) / repeats, (time.process_time() - cpu) / repeats

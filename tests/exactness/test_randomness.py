@@ -98,7 +98,8 @@ class Noisy(nn.Module):
         for part in self.parts:
             x = part(x)
         x = self.attention(x, x, x, need_weights=False)[0]
-        return self.recurrent(F.scaled_dot_product_attention(x, x, x, dropout_p=0.2))[0]
+        p = 0.2 if self.training else 0.0
+        return self.recurrent(F.scaled_dot_product_attention(x, x, x, dropout_p=p))[0]
 
 
 def test_dropout_modules_are_fresh_in_training_and_off_in_evaluation():

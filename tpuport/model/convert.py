@@ -54,8 +54,9 @@ def convert(
 
         ported._verifier = Verifier(ported, target, rtol)
     if args is not None or kwargs is not None:
-        _check_arguments(target, methods[0], args or (), kwargs or {})
-        ported.trace_now(methods[0], args or (), kwargs or {})
+        args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
+        _check_arguments(target, methods[0], args, kwargs)
+        ported.trace_now(methods[0], tuple(args), kwargs)
     return ported
 
 

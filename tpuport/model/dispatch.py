@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.errors import TpuportError
-from tpuport.model import backend, bounded, numbers
+from tpuport.model import backend, bounded, meta, numbers
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor, ViewStep, meta_of
 from tpuport.model.trace import KeyStream, Trace, current
@@ -38,7 +38,6 @@ class OpInfo:
     view: Any
     special: Callable[..., Any] | None
     lower: Callable[..., Any] | None
-    needs_meta: bool
     returns_self: bool
     inplace_view: bool
 
@@ -97,7 +96,6 @@ def op_info(func: Any) -> OpInfo:
         view=VIEWS.get(func),
         special=special,
         lower=lower,
-        needs_meta=True,
         returns_self=bool(writes),
         inplace_view=torch.Tag.inplace_view in func.tags,
     )
@@ -153,22 +151,6 @@ def _map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, numbers.SYMBOLIC):
         return fn(value)
     return value
-
-
-def _to_meta(tensor: Any) -> Any:
-    if isinstance(tensor, numbers.SYMBOLIC):
-        return numbers.placeholder(tensor)
-    if isinstance(tensor, TracedTensor):
-        if tensor.dim() == 0:
-            return _meta_scalar(tensor.dtype)
-        return meta_of(tensor)
-    # A 0-d CPU tensor may meet meta tensors: torch then treats it as it would in eager.
-    return tensor if tensor.dim() == 0 else meta_of(tensor)
-
-
-@functools.lru_cache(maxsize=64)
-def _meta_scalar(dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((), dtype=dtype, device="meta")
 
 
 def value_of(tensor: Any) -> jax.Array:
@@ -239,32 +221,6 @@ def _known_masks(indices: Any) -> list[Any]:
     return out
 
 
-# Ops without a meta kernel whose result looks like their first operand.
-_LIKE_FIRST = {aten._sample_dirichlet.default, aten.binomial.default}
-
-
-def _meta_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _LIKE_FIRST:
-        return torch.empty_like(meta_of(args[0]), memory_format=torch.contiguous_format)
-    meta_kwargs = {k: _map_tensors(_to_meta, v) for k, v in kwargs.items()}
-    if "generator" in meta_kwargs:
-        meta_kwargs["generator"] = None
-    if "device" in meta_kwargs:
-        meta_kwargs["device"] = torch.device("meta")
-    meta_args = [_map_tensors(_to_meta, a) for a in args]
-    try:
-        return func(*meta_args, **meta_kwargs)
-    except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
-            raise port_error(
-                f"the size of the result of {func._opname} depends on data",
-                code="TPU203",
-                remedy="pass what determines the size as Python numbers, or select with torch.where",
-                cause=error,
-            ) from error
-        raise
-
-
 def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trace = current()
     if func._opname in ("index", "index_put", "_unsafe_index_put"):
@@ -272,7 +228,7 @@ def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
     if info.lower is None:
         return _decompose(func, args, kwargs)
     tensors = _flat(args, kwargs)
-    meta = _meta_call(func, args, kwargs)
+    metas = meta.infer(func, args, kwargs)
     if info.is_random:
         kwargs = {k: v for k, v in kwargs.items() if k != "generator"} | {
             "key": _key(trace, kwargs)
@@ -281,7 +237,7 @@ def _dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
     jax_args = [_map_tensors(value_of, a) for a in args]
     jax_kwargs = {k: _map_tensors(value_of, v) for k, v in kwargs.items()}
     value = _lower(func, info.lower, jax_args, jax_kwargs)
-    result = _wrap_result(func, value, meta, trace, grad_frozen(tensors))
+    result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
     if func._opname in _MARKS:
         _mark(func, args, result)
     return result
@@ -621,7 +577,7 @@ def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         return
     if func._opname in ("index_put_", "masked_scatter_", "_index_put_impl_"):
         return  # with a mask the number of rows is not known
-    _meta_call(func, args, kwargs)
+    meta.infer(func, args, kwargs)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from tpuport.model import bounded, numbers
 from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
+from tpuport.model.meta import attention_meta, linear_meta, matmul_meta, to_meta
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
 
@@ -248,13 +249,13 @@ def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., 
     if any(bounded.extents_of(t) for t in tensors):
         raise AssertionError("an operand of data-dependent size reached a whole op")
     value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
+    if isinstance(meta, torch.dtype):
+        meta = torch.empty(value.shape, dtype=meta, device="meta")
     return wrap_as(None, value, meta, trace, grad_frozen(tensors))
 
 
 def _metas(operands: list[Any]) -> list[Any]:
-    from tpuport.model.dispatch import _to_meta
-
-    return [_to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
+    return [to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
 
 
 @function(torch._C._nn.linear, torch.nn.functional.linear)
@@ -266,7 +267,9 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if bounded.extents_of(weight) or (x.dim() - 1) in bounded.extents_of(x):
         return NotImplemented
-    meta = torch._C._nn.linear(*_metas([x, weight, bias]))
+    meta = linear_meta(x, weight, bias)
+    if meta is None:
+        meta = torch._C._nn.linear(*_metas([x, weight, bias]))
 
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
@@ -284,11 +287,10 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(bounded.extents_of(a) for a in args):
         return bounded.matmul(*args)
-    meta = (
-        torch.matmul(*_metas(list(args)))
-        if func is not torch.bmm
-        else torch.bmm(*_metas(list(args)))
-    )
+    meta = matmul_meta(*args)
+    if meta is None or func in (torch.bmm, torch.Tensor.bmm):
+        product = torch.bmm if func in (torch.bmm, torch.Tensor.bmm) else torch.matmul
+        meta = product(*_metas(list(args)))
     return _whole(trace, list(args), meta, jnp.matmul)
 
 
@@ -304,7 +306,9 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0].replace(" ", "")
     if any(bounded.extents_of(o) for o in operands):
         return bounded.einsum(equation, operands)
-    meta = torch.einsum(equation, *_metas(operands))
+    dtypes = {o.dtype for o in operands}
+    # Of one dtype the result has it too, and its shape is what jax computes: torch need not be asked.
+    meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
     return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
 
 
@@ -335,7 +339,9 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         "scale": bound.get("scale"),
         "enable_gqa": bool(bound.get("enable_gqa", False)),
     }
-    meta = torch._C._nn.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
+    meta = attention_meta(q, k, v, mask, options["enable_gqa"])
+    if meta is None:
+        meta = torch._C._nn.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
     key = trace.next_key(None) if dropout > 0.0 else None
     if isinstance(options["scale"], numbers.SYMBOLIC):
         options["scale"] = numbers.node_value(options["scale"])

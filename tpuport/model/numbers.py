@@ -198,7 +198,7 @@ class NumberNode:
     def round(self, digits: Any = None) -> "NumberNode":
         if digits is None:
             return NumberNode(jnp.round(self.value).astype(jnp.int32), int)
-        return NumberNode(jnp.round(self.value, int(digits.low)), self.kind)
+        return NumberNode(jnp.round(self.value, int(getattr(digits, "low", digits))), self.kind)
 
 
 def _compare(name: str) -> Callable[..., NumberNode]:

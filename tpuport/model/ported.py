@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class PortedModel:
         self._cache: dict[Signature, Compiled] = {}
         self._state_version = 0
         self._state_changes: dict[str, int] = {}
+        self._same_changes: dict[Any, int] = {}
         self._verifier: Any = None
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class PortedModel:
             return made
 
         made = clone_module(self.module, back)[0]
-        for name in self._program.plan.numbers & values.keys():
+        for name in self._program.numbers & values.keys():
             # A Python number that became state of the program: `master` holds what it was then.
             fqn, attribute = tree.owners[name]
             owner = made.get_submodule(fqn)
@@ -208,11 +209,16 @@ class PortedModel:
         if compiled is None or any(state[n] is not v for n, v in compiled.baked.items()):
             compiled = self._compile(signature, state, values, metas, spec)
             # Tracing may have found that it needs the value of an argument: then that is part of the signature.
-            self._cache[self._signature(method, values, metas, paths, spec)] = compiled
+            signature = self._signature(method, values, metas, paths, spec)
+            self._cache[signature] = compiled
+            timing = _compile_times(self.report)
+        else:
+            timing = contextlib.nullcontext()
         if key is None:
             key = _fresh_key() if compiled.outcome.uses_key else _NO_KEY()
         picked = {name: state[name] for name in compiled.names}
-        outs, new_state, mutated, code = compiled.run(picked, key, values)
+        with timing:
+            outs, new_state, mutated, code = compiled.run(picked, key, values)
         self._raise_failed_check(compiled, code)
         _refuse_shared_memory(leaves, paths, mutated)
         self._write_back(leaves, mutated)
@@ -223,6 +229,7 @@ class PortedModel:
         """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
         from tpuport.model import verify
 
+        self._refuse_meta(self._values())
         verifier = self._verifier
         key = _fresh_key()
         expected, module, after = verifier.reference(method, args, kwargs, key)
@@ -282,6 +289,7 @@ class PortedModel:
             self._program.master = master
             self._state_version = version
             self._state_changes.clear()
+            self._same_changes.clear()
 
     def apply(
         self,
@@ -521,15 +529,22 @@ class PortedModel:
         master = self.module
         for name in changes.names:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
-            if count >= _SAME_STATE_LIMIT:
+            # A table that grows with the arguments changes once for each shape: only a change at the same ones counts.
+            repeated = (name, compiled.signature.method, compiled.signature.key[:2])
+            self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
+            if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
                 raise PortError(
                     f"the Python attribute {name!r} of the module changes at every call, so each call is another program",
                     code="TPU405",
                     remedy="register it as a buffer (self.register_buffer(name, torch.zeros(()))) and update that",
                 )
-            if count >= 2 and isinstance(changes.after.get(name), (bool, int, float)):
+            again = count >= 2 and self._same_changes[repeated] >= 2
+            if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])
         changes.apply(master)
+        for name, value in changes.host_state.items():
+            target = self.params if name in self.params else self.buffers
+            target[name] = backend.to_jax(value)
         for name in changes.gone:
             self.buffers.pop(name, None)
 
@@ -537,6 +552,32 @@ class PortedModel:
         """A Python number that changes at each call becomes state of the program."""
         self._program.numbers.add(name)
         self.buffers[name] = jnp.asarray(value)
+
+
+_STAGES = {
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+
+
+@contextlib.contextmanager
+def _compile_times(report: PortReport) -> Iterator[None]:
+    """Add the seconds that jax spends lowering and compiling inside the block to the report."""
+    active = True
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        del details
+        stage = _STAGES.get(event)
+        if active and stage is not None:
+            spent = getattr(report.timing, stage) + seconds
+            report.timing = dataclasses.replace(report.timing, **{stage: spent})
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        active = False
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def _shown(value: np.ndarray) -> str:

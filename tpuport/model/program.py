@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import sys
 import time
 import traceback
 import warnings
@@ -177,7 +178,7 @@ class Program:
         with (
             _quiet(),
             _unchanged_randomness(),
-            torch.compiler.set_stance("force_eager"),
+            eager_compiled(),
             _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
             installed(),
@@ -347,6 +348,16 @@ def _version(value: Any) -> int:
     if isinstance(value, TracedTensor):
         return value._storage.version
     return value._version if isinstance(value, torch.Tensor) else 0
+
+
+def eager_compiled() -> Any:
+    """Functions under `torch.compile` run as they were written.
+
+    Without dynamo in the process there are none, and importing it takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager

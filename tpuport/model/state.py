@@ -21,7 +21,8 @@ _SHARED = (
     types.CodeType,
     types.GeneratorType,
 )
-_INTERNAL = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
+# What torch keeps on every module: its own bookkeeping, hooks included.
+_INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
 class _Cloner:
@@ -218,6 +219,19 @@ class PythonChanges:
     after: dict[str, Any]
     owners: dict[str, tuple[str, str]]
     gone: list[str]
+    registered: set[str]
+
+    @property
+    def host_state(self) -> dict[str, torch.Tensor]:
+        """New values of parameters and buffers that depend on no input: no program returns them."""
+        held = {n: v.value if isinstance(v, _Buffer) else v for n, v in self.after.items()}
+        return {
+            name: value
+            for name, value in held.items()
+            if name in self.registered
+            and isinstance(value, torch.Tensor)
+            and value.device.type != "meta"
+        }
 
     def apply(self, module: torch.nn.Module) -> None:
         """Put the changes in force on a module of the same structure."""
@@ -277,7 +291,7 @@ def python_changes(
     gone = [name for name in before.leaves if name not in after.leaves]
     old = {name: before.values.get(name) for name in names}
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
-    return PythonChanges(names, old, values, owners, gone)
+    return PythonChanges(names, old, values, owners, gone, after.registered)
 
 
 _ABSENT = object()

@@ -6,7 +6,7 @@ UserDict (BatchFeature), dataclasses, and plain objects that hold tensors (key-v
 
 import types
 import weakref
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +68,7 @@ class _Flattener:
             return known, known
         if kind in (list, tuple, dict) and not value:
             return ("static_new", kind), (kind, ())
-        container = isinstance(value, (list, tuple, dict, UserDict, set, frozenset))
+        container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
         if not container and not self._bears(value, 0):
             return ("static", value), (kind, _hashable(value, self.keep))
         self.seen[id(value)] = ("ref", self.nodes)
@@ -79,11 +79,14 @@ class _Flattener:
 
     def _container(self, value: Any, kind: type, path: str, index: int) -> tuple[Any, Any]:
         if isinstance(value, (list, tuple)):
-            parts = [self.visit(v, f"{path}[{i}]") for i, v in enumerate(value)]
-            if hasattr(kind, "_fields"):
-                names = kind._fields  # type: ignore[attr-defined]
-                parts = [self.visit(v, f"{path}.{n}") for n, v in zip(names, value, strict=True)]
+            fields = getattr(kind, "_fields", ())
+            names = [f".{n}" for n in fields] or [f"[{i}]" for i in range(len(value))]
+            parts = [self.visit(v, path + n) for n, v in zip(names, value, strict=True)]
             return ("seq", index, kind, [n for n, _ in parts]), (kind, tuple(k for _, k in parts))
+        if isinstance(value, deque):
+            parts = [self.visit(v, f"{path}[{i}]") for i, v in enumerate(value)]
+            node = ("deque", index, kind, value.maxlen, [n for n, _ in parts])
+            return node, (kind, value.maxlen, tuple(k for _, k in parts))
         if isinstance(value, (set, frozenset)):
             return ("static", value), (kind, _hashable(frozenset(value), self.keep))
         items: list[tuple[Any, Any]] = []
@@ -219,6 +222,11 @@ def _rebuild(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
             return result
         values = [_rebuild(p, leaves, made) for p in parts]
         made[index] = kind(*values) if hasattr(kind, "_fields") else kind(values)
+        return made[index]
+    if tag == "deque":
+        _, index, kind, maxlen, parts = node
+        made[index] = kind((), maxlen)
+        made[index].extend(_rebuild(p, leaves, made) for p in parts)
         return made[index]
     _, index, kind, items, attributes = node
     result = kind.__new__(kind)

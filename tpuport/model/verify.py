@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
+from tpuport.model.program import eager_compiled
 from tpuport.model.report import Kind, Parity
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
@@ -129,7 +130,7 @@ class Verifier:
                 own_args, own_kwargs = _host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()
                 with (
-                    torch.compiler.set_stance("force_eager"),
+                    eager_compiled(),
                     mode,
                     torch.set_grad_enabled(trainable),
                 ):

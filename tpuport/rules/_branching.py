@@ -72,10 +72,13 @@ class BranchFix:
         refuse_loop_exits([*body, *orelse], self.context)
         falls = [not leaves(body), not leaves(orelse)]
         if all(falls) and following:
-            raise NotFixable("one side returns on some of its paths only", pins=False)
+            raise NotFixable("one side returns on some of its paths only")
         ends_function = self.parent is self.function and self.is_parent_body
         if any(falls) and not ends_function and not leaves(following):
-            raise NotFixable("it returns, but its block goes on after it", pins=False)
+            # Once the branch around it is a function of its own, its block ends there.
+            around = self.parent
+            waits = isinstance(around, ast.If) and self.context.asks_traced(around.test)
+            raise NotFixable("it returns, but its block goes on after it", pins=not waits)
         self.ends = True
         sides = [self.layout.body()], [self.layout.orelse()]
         if any(falls) and following:
@@ -94,7 +97,7 @@ class BranchFix:
             refuse_loop_exits([*body, *orelse], self.context)
         refuse_loop_exits(others, self.context)
         if returns(following):
-            raise NotFixable("a return cannot leave the loop around it", pins=False)
+            raise NotFixable("a return cannot leave the loop around it")
         if following:
             self.after = self.context.flow(self.function).after[following[-1]]
         self.layout.dropped.add(last)

@@ -138,4 +138,4 @@ def refuse_loop_exits(statements: Iterable[ast.stmt], context: Context) -> None:
     if found is not None:
         word = "break" if isinstance(found, ast.Break) else "continue"
         line = context.module.origin(found)
-        raise NotFixable(f"the {word} on line {line} cannot leave a nested function", pins=False)
+        raise NotFixable(f"the {word} on line {line} cannot leave a nested function")

@@ -206,7 +206,7 @@ def _source_of(function: FunctionType) -> SourceText:
         raise OSError(f"its source does not parse ({error})") from error
     source = normal_line_breaks("".join(block)).rstrip("\n")
     origins = list(range(first, first + source.count("\n") + 1))
-    if source[:1].isspace():
+    if source.startswith((" ", "\t")):
         return SourceText(_HEADER + source, [first, *origins], _numbered(source, first))
     return SourceText(source, origins)
 

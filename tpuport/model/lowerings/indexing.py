@@ -37,8 +37,10 @@ def _index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
 
 @lowering(aten.gather.default, reason="torchax takes no 0-d index")
 def _gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
+    if not index.size:
+        return jnp.zeros(index.shape, x.dtype)
     if not x.ndim or not index.ndim:
-        return jnp.broadcast_to(x.reshape(-1)[:1], (index.size,)).reshape(index.shape)
+        return jnp.take(x.reshape(-1), index, mode="clip")
     dim %= x.ndim
     # Along the other dims torch reads only as far as the index goes.
     part = x[tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))]
@@ -118,8 +120,10 @@ def _index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Arr
 
 @lowering(aten.put.default, reason="torchax accumulates only one of several values for a place")
 def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
-    place = x.reshape(-1).at[_wrapped(index.reshape(-1), x.size)]
     source = source.reshape(-1)
+    if accumulate and x.dtype == jnp.bool_:
+        return _put(x.astype(jnp.int32), index, source.astype(jnp.int32), True) != 0
+    place = x.reshape(-1).at[_wrapped(index.reshape(-1), x.size)]
     return (place.add(source) if accumulate else place.set(source)).reshape(x.shape)
 
 

@@ -1,6 +1,5 @@
 """Pooling over 1 to 3 spatial dims: maxima with indices, averages, adaptive and fractional windows, unpooling."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from jax import lax
 
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import is_float, lowest, wide
+from tpuport.model.lowerings._numeric import is_float, lowest, value_and_gradient, wide
 
 aten = torch.ops.aten
 
@@ -35,7 +34,7 @@ def _output_size(
 
 
 class _Windows:
-    """Where the windows of a pooling lie: `padding` is (low, high) for each dim, high possibly negative."""
+    """Where the windows of a pooling lie; `padding` is (low, high) for each dim, as much as the last window needs."""
 
     def __init__(
         self, x: jax.Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
@@ -54,14 +53,14 @@ class _Windows:
             )
         )
         self.padding = tuple(
-            (p, (o - 1) * s + d * (k - 1) + 1 - n - p)
+            (p, max((o - 1) * s + d * (k - 1) + 1 - n - p, 0))
             for n, k, s, p, d, o in zip(
                 self.sizes, self.kernel, self.stride, self.low, self.dilation, self.out, strict=True
             )
         )
 
     def reduce(self, x: jax.Array, init: Any, operation: Any) -> jax.Array:
-        """lax.reduce_window over the last `rank` dims."""
+        """lax.reduce_window over the last `rank` dims; jax knows its gradient only if `init` is a numpy value."""
         lead = x.ndim - self.rank
         return lax.reduce_window(
             x,
@@ -72,24 +71,6 @@ class _Windows:
             ((0, 0),) * lead + self.padding,
             window_dilation=(1,) * lead + self.dilation,
         )
-
-    def slices(self, x: jax.Array, fill: Any) -> Any:
-        """For each place in the window, the input there for every window: pairs (place, array of the output's shape)."""
-        lead = x.ndim - self.rank
-        config = [(0, 0, 0)] * lead + [(low, high, 0) for low, high in self.padding]
-        padded = lax.pad(x, jnp.asarray(fill, x.dtype), config)
-        for place in itertools.product(*(range(k) for k in self.kernel)):
-            start = [p * d for p, d in zip(place, self.dilation, strict=True)]
-            limit = [
-                b + (o - 1) * s + 1 for b, o, s in zip(start, self.out, self.stride, strict=True)
-            ]
-            lead_limit = list(x.shape[:lead])
-            yield (
-                place,
-                lax.slice(
-                    padded, [0] * lead + start, lead_limit + limit, [1] * lead + list(self.stride)
-                ),
-            )
 
 
 # -- maxima ------------------------------------------------------------------------------------------------------
@@ -112,7 +93,7 @@ def _max_pool_with_indices(
     windows = _Windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     index = _first_maximum(lax.stop_gradient(x), windows)
     if all(d == 1 for d in windows.dilation) and is_float(x):
-        value = windows.reduce(x, jnp.asarray(lowest(x.dtype), x.dtype), lax.max)
+        value = windows.reduce(x, np.asarray(lowest(x.dtype), x.dtype), lax.max)
     else:
         # XLA cannot differentiate dilated windows: read the maxima by their positions.
         lead = x.shape[: x.ndim - windows.rank]
@@ -186,8 +167,10 @@ def _max_unpool(
     rank = len(output_size)
     lead = x.shape[: x.ndim - rank]
     flat, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)
-    out = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
-    out = out.at[jnp.arange(flat.shape[0])[:, None], where].set(flat)
+    place = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
+    place = place.at[jnp.arange(flat.shape[0])[:, None], where]
+    # Of inputs for the same place one wins, but torch gives the gradient to all of them.
+    out = value_and_gradient(place.set(lax.stop_gradient(flat)), place.add(flat))
     return out.reshape(*lead, *output_size)
 
 
@@ -211,7 +194,7 @@ def _avg_pool(
 ) -> jax.Array:
     windows = _Windows(x, kernel_size, stride, padding, 1, ceil_mode)
     wider = wide(x) if is_float(x) else x
-    total = windows.reduce(wider, jnp.zeros((), wider.dtype), lax.add)
+    total = windows.reduce(wider, np.zeros((), wider.dtype), lax.add)
     if divisor_override is not None:
         divisor = np.asarray(divisor_override)
     else:

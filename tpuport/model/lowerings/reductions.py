@@ -163,11 +163,10 @@ def _vector_norm(
 
 
 def _power_norm(size: jax.Array, ord: float, axes: tuple[int, ...], keepdim: bool) -> jax.Array:
-    if ord < 0:
-        return jnp.sum(size**ord, axes, keepdims=keepdim) ** (1.0 / ord)
     some = size != 0
     total = jnp.sum(jnp.where(some, jnp.where(some, size, 1) ** ord, 0), axes, keepdims=keepdim)
-    positive = total != 0
+    # One zero makes a norm of negative order zero; its gradient is zero there, as torch chooses.
+    positive = jnp.all(some, axes, keepdims=keepdim) if ord < 0 else total != 0
     return jnp.where(positive, jnp.where(positive, total, 1) ** (1.0 / ord), 0)
 
 

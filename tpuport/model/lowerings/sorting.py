@@ -178,6 +178,8 @@ def _searchsorted(
     )
     if sequence.ndim == 1:
         return search(sequence, values)
+    if not values.size:
+        return jnp.zeros(values.shape, jnp.int32)
     rows = sequence.reshape(-1, sequence.shape[-1])
     return jax.vmap(search)(rows, values.reshape(rows.shape[0], -1)).reshape(values.shape)
 

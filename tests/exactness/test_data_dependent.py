@@ -1,0 +1,426 @@
+"""Code whose path or shape depends on values: exact, or refused with the line and a remedy.
+
+Contents:
+    BRANCHES          if, while, and/or, ternaries, early returns, branches in loops and in submodules
+    ITEMS             .item(), .tolist(), float() feeding arithmetic, indices and slices
+    SELECTIONS        boolean masks read and written, nonzero, unique-free routing, bincount, sorting, one-hot
+    test_raise_*      asserts and raises on values reach the caller as the user's own exceptions
+    test_try_*        try/except around tensor code
+    test_refused_*    what cannot be exact is a PortError that names the line
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tpuport
+from tests.exactness.plain_torchax import PlainTorchax
+from tests.exactness.scenario import (
+    Scenario,
+    against_torchax,
+    assert_same,
+    by_tpuport,
+    check_calls,
+    check_gradients,
+    expect_torchax_wrong,
+    normal,
+)
+from tpuport.errors import PortError
+
+CONCRETE = "a traced value is asked for"
+MASK = "a boolean index of traced values"
+POSITIVE, NEGATIVE = normal(4, 6).abs(), -normal(4, 6).abs()
+MIXED = normal(4, 6)
+EACH = ((POSITIVE,), (NEGATIVE,), (MIXED,))
+
+
+def _if(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        y = x * 2
+    else:
+        y = x - 1
+    return y.exp()
+
+
+def _early_return(x: torch.Tensor) -> Any:
+    if x.min() > 0:
+        return x.log()
+    if (x < 0).all():
+        return -x
+    return x * 0.5
+
+
+def _and_or_ternary(x: torch.Tensor) -> torch.Tensor:
+    scale = 2.0 if x.max() > 1 and x.min() < -1 else 3.0
+    shift = x.mean() if not (x > 0).any() or x.sum() > 5 else x.std()
+    return x * scale + shift
+
+
+def _in_loop(x: torch.Tensor) -> torch.Tensor:
+    for row in range(3):
+        if x[row].sum() > 0:
+            x = x + row
+        elif x[row].max() > 0:
+            x = x * 1.5
+    return x
+
+
+def _writes(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    if y[0, 0] > 0:
+        y[1:].mul_(2)
+        y[0] = 7
+    return y
+
+
+def _while(x: torch.Tensor) -> torch.Tensor:
+    while x.abs().max() > 0.5:
+        x = x * 0.7
+    return x
+
+
+class Gate(nn.Module):
+    """A branch in a submodule that is used twice, with a buffer that only one side moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("taken", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.mean() > 0:
+            self.taken += 1
+            return y * 2
+        return y
+
+
+class Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(self.gate(x) + 0.3)
+
+
+BRANCHES = [
+    Scenario("if", lambda: _if, EACH, CONCRETE),
+    Scenario("early_return", lambda: _early_return, EACH, CONCRETE),
+    Scenario("and_or_ternary", lambda: _and_or_ternary, EACH, CONCRETE),
+    Scenario("in_loop", lambda: _in_loop, EACH, CONCRETE),
+    Scenario("writes", lambda: _writes, EACH, CONCRETE),
+    Scenario("gates", Gates, EACH, CONCRETE, rtol=1e-4),
+    Scenario("while", lambda: _while, EACH, CONCRETE, grads=False),
+]
+
+
+def _item_in_arithmetic(x: torch.Tensor) -> Any:
+    top, low = x.max().item(), float(x.detach().min())
+    eta = (top - low) ** 0.5 / 3
+    return (x - low) / (top - low), torch.full((3,), top) * eta, x * max(top, 1.0) + int(x.detach().sum())
+
+
+def _item_as_index(x: torch.Tensor) -> Any:
+    row = x.sum(1).argmax().item()
+    column = int(x[0].argmin())
+    return x[row], x[:, column], x[row, column], x.roll(1, 0)[row] * row
+
+
+def _tolist(x: torch.Tensor) -> Any:
+    first, second = x[0, :2].tolist()
+    return x * first + second, torch.tensor([first, second]) + x[:2, 0]
+
+
+def _scalar_functions(x: torch.Tensor) -> Any:
+    top = x.abs().max().item()
+    return x * round(top, 2), x + (-top // 1), x * (top % 1), abs(-top) * x, x / (2**top)
+
+
+ITEMS = [
+    Scenario("item_in_arithmetic", lambda: _item_in_arithmetic, EACH, CONCRETE),
+    Scenario("item_as_index", lambda: _item_as_index, EACH, CONCRETE),
+    Scenario("tolist", lambda: _tolist, EACH, CONCRETE),
+    Scenario("scalar_functions", lambda: _scalar_functions, EACH, CONCRETE, grads=False),
+]
+
+
+def _masked_mean(x: torch.Tensor) -> Any:
+    kept = x[x > 0]
+    return kept.sum(), kept.mean() if kept.numel() > 0 else x.sum() * 0
+
+
+def _masked_rows(x: torch.Tensor) -> Any:
+    keep = x[:, 0] > 0
+    y = x.clone()
+    y[keep] = x[keep] * 2 + 1
+    y[~keep] = 0
+    return y
+
+
+def _masked_loss(x: torch.Tensor) -> Any:
+    target = x.detach().argmax(1)
+    target = torch.where(x[:, 0] > 0, target, torch.full_like(target, -100))
+    valid = target != -100
+    return F.cross_entropy(x[valid], target[valid], reduction="sum"), F.cross_entropy(x, target, reduction="sum")
+
+
+def _scatter_features(x: torch.Tensor, features: torch.Tensor, tokens: torch.Tensor) -> Any:
+    """Image features into the places of image tokens."""
+    out = x.clone()
+    selected = tokens == 7
+    out[selected] = out[selected] * 0.0 + features.reshape(-1, 6)
+    return out
+
+
+def _nonzero_rows(x: torch.Tensor) -> Any:
+    index = (x[:, 0] > 0).nonzero(as_tuple=True)[0]
+    out = torch.zeros_like(x)
+    out[index] = x[index].sin()
+    return out.index_add(0, index, x[index])
+
+
+class Experts(nn.Module):
+    """Mixture of experts the way it is written: one masked pass for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        hit = F.one_hot(chosen, 3).permute(2, 1, 0)
+        for index, expert in enumerate(self.experts):
+            slot, row = torch.where(hit[index])
+            out.index_add_(0, row, expert(x[row]) * weights[row, slot, None])
+        return out
+
+
+class SortedExperts(Experts):
+    """The inference form: sort by expert, split by bincount."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        ends = flat.bincount(minlength=3).cumsum(0)
+        out = torch.zeros_like(x)
+        for index, end in enumerate(ends.tolist()):
+            start = 0 if index == 0 else int(ends[index - 1])
+            places = order[start:end]
+            rows = places // 2
+            out.scatter_add_(
+                0, rows[:, None].expand(-1, 6), self.experts[index](x[rows]) * weights.flatten()[places, None]
+            )
+        return out
+
+
+def _counts(x: torch.Tensor) -> Any:
+    index = x.argmax(1)
+    return torch.bincount(index, minlength=6), torch.histc(x, 4, -2, 2), x[index.argsort(stable=True)], index.sort()[0]
+
+
+TOKENS = torch.tensor([[1, 7, 7, 2], [7, 3, 4, 5]])
+SELECTIONS = [
+    Scenario("masked_mean", lambda: _masked_mean, EACH, MASK),
+    Scenario("masked_rows", lambda: _masked_rows, EACH, MASK),
+    Scenario("masked_loss", lambda: _masked_loss, EACH, MASK),
+    Scenario("scatter_features", lambda: _scatter_features, ((normal(2, 4, 6), normal(3, 6), TOKENS),), MASK),
+    Scenario("nonzero_rows", lambda: _nonzero_rows, EACH, CONCRETE),
+    Scenario("experts", Experts, EACH, MASK, rtol=1e-4),
+    Scenario("sorted_experts", SortedExperts, EACH, CONCRETE, rtol=1e-4),
+    Scenario("counts", lambda: _counts, EACH, "bincount of traced values", grads=False),
+]
+SCENARIOS = [*BRANCHES, *ITEMS, *SELECTIONS]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_values(scenario):
+    ported = check_calls(scenario, by_tpuport)
+    assert ported.report.retraces == []
+
+
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.grads], ids=str)
+def test_gradients(scenario):
+    check_gradients(scenario, by_tpuport)
+
+
+@pytest.mark.parametrize("scenario", against_torchax(SCENARIOS))
+def test_values_under_plain_torchax(scenario):
+    check_calls(scenario, PlainTorchax)
+
+
+# Exceptions.
+
+
+class TooSmall(ValueError):
+    """The user's own exception."""
+
+
+def _raises(x: torch.Tensor) -> torch.Tensor:
+    assert torch.isfinite(x).all(), "not finite"
+    if x.min() < 0:
+        raise TooSmall("below zero")
+    if (x > 100).any():
+        msg = f"too large for {tuple(x.shape)}"
+        raise RuntimeError(msg)
+    torch._assert(x.sum() != 1, "sums to one")
+    return x.sqrt()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda x: x * float("nan"), AssertionError, "not finite"),
+        (lambda x: x - 10, TooSmall, "below zero"),
+        (lambda x: x * 1000, RuntimeError, r"too large for \(4, 6\)"),
+        (lambda x: x * 0 + 1 / 24, AssertionError, "sums to one"),
+    ],
+    ids=["assert", "raise", "raise_with_shape", "torch_assert"],
+)
+def test_raise_reaches_the_caller(make, kind, message):
+    ported = by_tpuport(_raises)
+    good, bad = POSITIVE, make(POSITIVE)
+    assert_same(ported(good), _raises(good), "output")
+    with pytest.raises(kind, match=message):
+        _raises(bad)
+    with pytest.raises(kind, match=message):
+        ported(bad)
+    assert_same(ported(good), _raises(good), "output afterwards")
+    assert ported.report.retraces == []
+
+
+def test_raise_leaves_state_as_it_was():
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.min() < 0:
+                raise TooSmall("below zero")
+            self.count += 1
+            return x * self.count
+
+    ported = by_tpuport(Strict())
+    ported(POSITIVE)
+    with pytest.raises(TooSmall):
+        ported(NEGATIVE)
+    assert_same(ported(POSITIVE), POSITIVE * 2, "output")
+
+
+def test_raise_is_dropped_on_request():
+    ported = tpuport.convert(_raises, verify=False, checks=False)
+    assert torch.isnan(ported(NEGATIVE).torch()).any()
+
+
+@expect_torchax_wrong(CONCRETE)
+def test_raise_under_plain_torchax():
+    PlainTorchax(_raises)(POSITIVE)
+
+
+class Fusion(nn.Module):
+    """Image features go to the places of image tokens; a wrong number of them makes the sample ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x).reshape(-1, 6)
+        selected = tokens.reshape(-1) == 7
+        ignored = False
+        try:
+            out[selected] = out[selected] * 0.0 + features
+        except Exception:
+            count = min(int(selected.sum()), features.shape[0])
+            out[selected] = out[selected] * 0.0 + features[:count]
+            ignored = True
+        loss = out.square().mean()
+        return loss * 0.0 if ignored else loss
+
+
+def test_try_except_around_a_masked_write():
+    scenario = Scenario("fusion", Fusion, ((normal(2, 4, 6), normal(3, 6), TOKENS),), rtol=1e-4)
+    check_calls(scenario, by_tpuport)
+    check_gradients(scenario, by_tpuport)
+
+
+def test_try_except_where_a_later_batch_takes_the_other_path():
+    """Fewer places than features: eager ignores the sample. The same shapes, so the same program."""
+    fewer = TOKENS.clone()
+    fewer[0, 1] = 0
+    x, features = normal(2, 4, 6), normal(3, 6)
+    torch.manual_seed(0)
+    eager = Fusion()
+    ported = by_tpuport(eager)
+    assert_same(ported(x, features, TOKENS), eager(x, features, TOKENS), "enough", 1e-4)
+    assert float(eager(x, features, fewer)) == 0.0
+    try:
+        got = ported(x, features, fewer)
+    except (PortError, RuntimeError):
+        return  # refusing is allowed, another loss is not
+    assert_same(got, torch.zeros(()), "fewer")
+
+
+def test_try_except_of_host_code():
+    def program(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x @ torch.ones(5, 5)
+        except RuntimeError:
+            return x @ torch.ones(6, 6)
+
+    assert_same(by_tpuport(program)(MIXED), program(MIXED), "output")
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        (lambda x: x[: int(x.abs().sum())], "x[: int(x.abs().sum())]"),
+        (lambda x: torch.zeros(int(x.abs().max() * 10)), "torch.zeros(int("),
+        (lambda x: x.unique(), "x.unique()"),
+        (lambda x: [x * i for i in range(int(x.abs().max() + 1))], "range(int("),
+        (lambda x: torch.from_numpy(x.detach().numpy() * 2), ".numpy()"),
+        (lambda x: {float(x.max()): x}, "float(x.max())"),
+    ],
+    ids=["slice", "size", "unique", "range", "numpy", "dict_key"],
+)
+def test_refused_or_exact(program, line):
+    """Never a silently different result: eager's own, or an error at this line."""
+    want = program(MIXED)
+    try:
+        got = by_tpuport(program)(MIXED)
+        again = by_tpuport(program)(MIXED)
+    except PortError as error:
+        assert error.file == __file__
+        assert line in (error.source_line or "")
+        assert error.remedy
+        assert error.code
+        return
+    if isinstance(want, dict):
+        assert [float(k) for k in got] == list(want)
+        return
+    wants = want if isinstance(want, list) else [want]
+    for one in (got, again):
+        parts = one if isinstance(one, list) else [one]
+        assert len(parts) == len(wants)
+        for a, b in zip(parts, wants, strict=True):
+            assert_same(a, b, "output")
+
+
+def test_refused_shapes_that_differ_by_branch():
+    def program(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x[:2]
+        return x
+
+    with pytest.raises(PortError, match=r"branch(.|\n)*What to do"):
+        by_tpuport(program)(MIXED)
