@@ -108,6 +108,8 @@ def _same_structure(got: Any, want: Any, path: str = "output") -> None:
         assert_same(got, want, path)
         return
     assert type(got) is type(want), f"{path}: {type(got)} for {type(want)}"
+    if isinstance(want, collections.deque):
+        assert got.maxlen == want.maxlen
     if isinstance(want, dict):
         assert list(got) == list(want), path
         for key in want:
@@ -120,7 +122,7 @@ def _same_structure(got: Any, want: Any, path: str = "output") -> None:
         assert vars(got).keys() == vars(want).keys(), path
         for name, value in vars(want).items():
             _same_structure(vars(got)[name], value, f"{path}.{name}")
-    elif not isinstance(want, (list, tuple, dict)) or isinstance(want, torch.Size):
+    elif not isinstance(want, (list, tuple, dict, collections.deque)) or isinstance(want, torch.Size):
         assert got == want or type(want).__module__ != "builtins", path
 
 
@@ -298,11 +300,10 @@ def test_dtype_of_every_output_is_eagers(name):
     [
         (lambda x: x @ x.bfloat16().T, "same dtype"),
         (lambda x: F.linear(x, torch.ones(3, 6, dtype=torch.bfloat16)), "same dtype"),
-        (lambda x: F.conv1d(x[None], torch.ones(2, 4, 1).half()), "should be the same"),
+        (lambda x: F.conv1d(x[None], torch.ones(2, 4, 1).half()), "same"),
         (lambda x: x[x.float()], "used as indices must be"),
-        (lambda x: x & x, "not implemented|not supported|bitwise"),
     ],
-    ids=["matmul", "linear", "conv", "index", "bitwise"],
+    ids=["matmul", "linear", "conv", "index"],
 )
 def test_dtype_errors_are_torchs(program, message):
     with pytest.raises((RuntimeError, IndexError, NotImplementedError)):
@@ -409,7 +410,7 @@ def test_wrong_call_model_already_on_jax():
         ((X, X), {}, (UsageError, TypeError), "too many positional|takes 2 positional"),
         ((X.double(),), {}, RuntimeError, "same dtype|double != float"),
         ((X.long(),), {}, RuntimeError, "same dtype|long|Long"),
-        ((X[:, :3],), {}, RuntimeError, "shapes cannot be multiplied"),
+        ((X[:, :3],), {}, RuntimeError, "shapes cannot be multiplied|same reduction dim"),
         ((torch.empty(4, 6, device="meta"),), {}, UsageError, "meta device"),
         ((np.ones((4, 6), np.float32),), {}, (TypeError, UsageError), "must be Tensor, not .*ndarray|numpy"),
     ],
@@ -432,6 +433,29 @@ def test_wrong_call_int64_that_does_not_fit():
     big = torch.tensor([2**40])
     with pytest.raises(UsageError, match=r"argument .*2\*\*31|does not fit|int32"):
         by_tpuport(lambda x: x + 1)(big)
+
+
+def test_state_on_a_plain_tensor_attribute_is_kept_or_refused():
+    """Written from host values alone: neither lost nor written to the user's own module."""
+
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = torch.zeros(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    model = Counter()
+    ported = by_tpuport(model)
+    try:
+        outputs = [host(ported(X)) for _ in range(3)]
+    except PortError:
+        return
+    assert torch.equal(model.calls, torch.zeros(1))
+    for index, out in enumerate(outputs):
+        assert_same(out, X * (index + 1), f"call {index}")
 
 
 def test_wrong_call_lazy_module_without_shapes():

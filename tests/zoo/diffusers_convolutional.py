@@ -126,7 +126,7 @@ AUTOENCODERS = [
         "AutoencoderKLWan",
         {"base_dim": 4, "z_dim": 2, "dim_mult": [1, 1], "num_res_blocks": 1}
         | {"temperal_downsample": [True], "latents_mean": [0.1, 0.2], "latents_std": [1.5, 0.5]},
-        lambda: {"sample": randn(1, 3, 3, 4, 4)},
+        lambda: {"sample": randn(1, 3, 5, 4, 4)},
     ),
     diffusers_case(
         "AutoencoderDC",
@@ -157,9 +157,7 @@ AUTOENCODERS = [
     ),
     diffusers_case(
         "AutoencoderKLTemporalDecoder",
-        _VAE
-        | {"block_out_channels": (32, 32)}
-        | {"down_block_types": ("DownEncoderBlock2D",) * 2},
+        {"down_block_types": _VAE["down_block_types"], "block_out_channels": (32, 32)},
         lambda: {"sample": randn(4, 3, 4, 4), "num_frames": 2},
     ),
     diffusers_case(

@@ -70,13 +70,13 @@ def _framepack_inputs() -> dict[str, Any]:
         "pooled_projections": randn(2, 6),
         "guidance": torch.tensor([600, 100]),
         "image_embeds": randn(2, 3, 7),
-        "indices_latents": torch.tensor([[3, 4], [3, 4]]),
+        "indices_latents": torch.tensor([3, 4]),
         "latents_clean": randn(2, 4, 1, 4, 4),
-        "indices_latents_clean": torch.tensor([[0], [0]]),
+        "indices_latents_clean": torch.tensor([0]),
         "latents_history_2x": randn(2, 4, 2, 4, 4),
-        "indices_latents_history_2x": torch.tensor([[1, 2], [1, 2]]),
+        "indices_latents_history_2x": torch.tensor([1, 2]),
         "latents_history_4x": randn(2, 4, 4, 4, 4),
-        "indices_latents_history_4x": torch.tensor([[5, 6, 7, 8]] * 2),
+        "indices_latents_history_4x": torch.tensor([5, 6, 7, 8]),
     }
 
 
@@ -129,7 +129,7 @@ VIDEOS = [
         "CosmosTransformer3DModel",
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12}
         | {"num_layers": 1, "mlp_ratio": 2, "text_embed_dim": 10, "adaln_lora_dim": 4}
-        | {"max_size": (4, 8, 8), "extra_pos_embed_type": "learnable"},
+        | {"max_size": (4, 8, 8), "extra_pos_embed_type": "learnable", "concat_padding_mask": False},
         lambda: {
             "hidden_states": randn(1, 4, 2, 4, 6),
             "timestep": torch.tensor([7]),
@@ -137,7 +137,6 @@ VIDEOS = [
             "attention_mask": keep(3, size=5),
             "fps": 30,
             "condition_mask": keep(1, size=2).float()[:, None, :, None, None].repeat(1, 1, 1, 4, 6),
-            "padding_mask": torch.zeros(1, 1, 4, 6),
         },
     ),
     diffusers_case(
@@ -196,7 +195,6 @@ VIDEOS = [
             "hidden_states": randn(2, 4, 3, 6, 6),
             "encoder_hidden_states": randn(2, 7, 5),
             "timestep": torch.tensor([7, 420]),
-            "encoder_attention_mask": keep(4, 7, size=7),
         },
     ),
     diffusers_case(
@@ -217,11 +215,11 @@ VIDEOS = [
     diffusers_case(
         "MochiTransformer3DModel",
         {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "in_channels": 4}
-        | {"pooled_projection_dim": 6, "text_embed_dim": 10, "time_embed_dim": 4}
+        | {"pooled_projection_dim": 6, "text_embed_dim": 16, "time_embed_dim": 4}
         | {"max_sequence_length": 7},
         lambda: {
             "hidden_states": randn(2, 4, 2, 4, 6),
-            "encoder_hidden_states": randn(2, 7, 10),
+            "encoder_hidden_states": randn(2, 7, 16),
             "timestep": torch.tensor([7, 420]),
             "encoder_attention_mask": keep(4, 7, size=7).bool(),
         },

@@ -461,13 +461,17 @@ def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     target = args[0]
     twin = _functional_of(func)
-    if not isinstance(target, TracedTensor) or op_info(twin).view is None:
+    windows = twin is aten.as_strided.default
+    if not isinstance(target, TracedTensor) or not (windows or op_info(twin).view is not None):
         raise port_error(
             f"{func} on a traced tensor",
             code="TPU201",
             remedy="use the form of the method without the underscore",
         )
-    result = _dispatch_view(twin, op_info(twin), args, kwargs)
+    if windows:
+        result = _as_strided(*args, **kwargs)
+    else:
+        result = _dispatch_view(twin, op_info(twin), args, kwargs)
     with no_dispatch():
         func(*args, **kwargs)
     target._chain = result._chain

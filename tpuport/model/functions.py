@@ -15,7 +15,7 @@ import torch
 from tpuport.model import bounded, numbers
 from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
-from tpuport.model.meta import attention_meta, linear_meta, matmul_meta, to_meta
+from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
 
@@ -269,6 +269,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     meta = linear_meta(x, weight, bias)
     if meta is None:
+        check_one_dtype([x, weight, bias])
         meta = torch._C._nn.linear(*_metas([x, weight, bias]))
 
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
@@ -289,6 +290,7 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return bounded.matmul(*args)
     meta = matmul_meta(*args)
     if meta is None or func in (torch.bmm, torch.Tensor.bmm):
+        check_one_dtype(args)
         product = torch.bmm if func in (torch.bmm, torch.Tensor.bmm) else torch.matmul
         meta = product(*_metas(list(args)))
     return _whole(trace, list(args), meta, jnp.matmul)
@@ -306,6 +308,8 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0].replace(" ", "")
     if any(bounded.extents_of(o) for o in operands):
         return bounded.einsum(equation, operands)
+    if len(operands) > 1:
+        check_one_dtype(operands)
     dtypes = {o.dtype for o in operands}
     # Of one dtype the result has it too, and its shape is what jax computes: torch need not be asked.
     meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
@@ -341,6 +345,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     }
     meta = attention_meta(q, k, v, mask, options["enable_gqa"])
     if meta is None:
+        check_one_dtype([q, k, v])
         meta = torch._C._nn.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
     key = trace.next_key(None) if dropout > 0.0 else None
     if isinstance(options["scale"], numbers.SYMBOLIC):
@@ -390,3 +395,6 @@ def _from_numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[0], np.ndarray):
         return NotImplemented
     return args[0] if isinstance(args[0], torch.Tensor) else NotImplemented
+
+
+from tpuport.model import functions_rnn as functions_rnn  # noqa: E402  (it registers itself here)

@@ -4,7 +4,7 @@ torch's own meta functions are the reference. For the ops that models are made o
 tracing the op in JAX (and import dynamo), so those have a rule here for the plain case; anything else asks torch, once per signature.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,8 +46,31 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _LIKE_FIRST = {aten._sample_dirichlet.default, aten.binomial.default}
 
 
+# Products whose meta kernels take operands of different dtypes, which eager refuses.
+_ONE_DTYPE = {
+    *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default),
+    *(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default),
+    aten.convolution.default,
+}
+
+
+def check_one_dtype(operands: Iterable[Any]) -> None:
+    """Refuse what eager refuses: a product of tensors of different dtypes.
+
+    Raises:
+        RuntimeError: as eager does.
+    """
+    dtypes = dict.fromkeys(o.dtype for o in operands if isinstance(o, torch.Tensor))
+    if len(dtypes) > 1:
+        names = " != ".join(str(d).removeprefix("torch.") for d in dtypes)
+        msg = f"expected the operands of a product to have the same dtype, but got: {names}"
+        raise RuntimeError(msg)
+
+
 def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op run on meta tensors."""
+    if func in _ONE_DTYPE:
+        check_one_dtype(args[:3])
     if func in _LIKE_FIRST:
         return torch.empty_like(meta_of(args[0]), memory_format=torch.contiguous_format)
     meta_kwargs = {k: _map(to_meta, v) for k, v in kwargs.items()}

@@ -541,12 +541,23 @@ class PortedModel:
             again = count >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])
-        changes.apply(master)
+        self._program.master = changes.apply(master)
+        if changes.replacement is not None:
+            self._adopt(changes.replacement)
         for name, value in changes.host_state.items():
             target = self.params if name in self.params else self.buffers
             target[name] = backend.to_jax(value)
         for name in changes.gone:
             self.buffers.pop(name, None)
+
+    def _adopt(self, master: torch.nn.Module) -> None:
+        """Sort the state again after a call that exchanged submodules."""
+        tree = state_tree(master)
+        values = self._values()
+        trainable = {n for n, p in master.named_parameters() if p.requires_grad}
+        kept = {name: values[name] for name in tree.leaves if name in values}
+        self.params = {n: v for n, v in kept.items() if n in trainable}
+        self.buffers = {n: v for n, v in kept.items() if n not in trainable}
 
     def _promote_number(self, name: str, value: Any) -> None:
         """A Python number that changes at each call becomes state of the program."""

@@ -136,6 +136,7 @@ class StateTree:
     owners: dict[str, tuple[str, str]]
     values: dict[str, Any]
     registered: set[str]
+    modules: dict[str, int]
 
 
 def named_owners(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -150,7 +151,7 @@ def state_tree(module: torch.nn.Module, number_names: set[str] = frozenset()) ->
         module: any module.
         number_names: Python numbers (by name) that count as leaves.
     """
-    tree = StateTree({}, {}, {}, {}, {}, {}, set())
+    tree = StateTree({}, {}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
 
     def leaf(tree: StateTree, name: str, value: Any) -> None:
@@ -162,6 +163,7 @@ def state_tree(module: torch.nn.Module, number_names: set[str] = frozenset()) ->
         tree.leaves[name] = value
 
     for fqn, owner in named_owners(module):
+        tree.modules[fqn] = id(owner)
         prefix = fqn + "." if fqn else ""
         for holder in (owner._parameters, owner._buffers):
             for name, value in holder.items():
@@ -220,6 +222,7 @@ class PythonChanges:
     owners: dict[str, tuple[str, str]]
     gone: list[str]
     registered: set[str]
+    replacement: torch.nn.Module | None = None
 
     @property
     def host_state(self) -> dict[str, torch.Tensor]:
@@ -233,8 +236,13 @@ class PythonChanges:
             and value.device.type != "meta"
         }
 
-    def apply(self, module: torch.nn.Module) -> None:
-        """Put the changes in force on a module of the same structure."""
+    def apply(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put the changes in force on a module of the same structure; gives the module to use from here on.
+
+        A call that exchanged submodules gives another module, of the structure that it left.
+        """
+        if self.replacement is not None:
+            return self.replacement
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
@@ -252,6 +260,7 @@ class PythonChanges:
                 owner._buffers[attribute] = value.value
             else:
                 owner.__dict__[attribute] = value
+        return module
 
 
 @dataclass
@@ -276,7 +285,7 @@ def python_changes(
         for name in dict.fromkeys([*before.statics, *after.statics])
         if before.statics.get(name, _ABSENT) != after.statics.get(name, _ABSENT)
     ]
-    if not names:
+    if not names and before.modules == after.modules:
         return None
     cloner = _Cloner(_placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
@@ -291,7 +300,10 @@ def python_changes(
     gone = [name for name in before.leaves if name not in after.leaves]
     old = {name: before.values.get(name) for name in names}
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
-    return PythonChanges(names, old, values, owners, gone, after.registered)
+    replacement = None
+    if before.modules != after.modules:
+        replacement = _Cloner(_placeholder).clone(module)
+    return PythonChanges(names, old, values, owners, gone, after.registered, replacement)
 
 
 _ABSENT = object()
@@ -301,4 +313,9 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A host tensor as it is; a traced one as an empty tensor on the meta device with its sizes and dtype."""
     from tpuport.model.tensor import TracedTensor, meta_of
 
-    return meta_of(tensor) if isinstance(tensor, TracedTensor) else tensor
+    if not isinstance(tensor, TracedTensor):
+        return tensor
+    meta = meta_of(tensor)
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(meta, requires_grad=not tensor._frozen)
+    return meta

@@ -66,7 +66,7 @@ class _Flattener:
         known = self.seen.get(id(value))
         if known is not None:
             return known, known
-        if kind in (list, tuple, dict) and not value:
+        if kind in (list, tuple, dict, OrderedDict) and not value:
             return ("static_new", kind), (kind, ())
         container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
         if not container and not self._bears(value, 0):

@@ -70,14 +70,25 @@ def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
         replacement: what stands for it.
         home: the module that defines it, which is replaced apart.
     """
+    known = _COPIES.get(id(original))
+    if known is None or known[0] is not original or known[1] != len(sys.modules):
+        places = [
+            (module, name)
+            for module in list(sys.modules.values())
+            if module is not home and isinstance(getattr(module, "__dict__", None), dict)
+            for name, value in list(vars(module).items())
+            if value is original
+        ]
+        known = _COPIES[id(original)] = (original, len(sys.modules), places)
     return [
         Replacement(module, name, replacement)
-        for module in list(sys.modules.values())
-        if module is not home and isinstance(getattr(module, "__dict__", None), dict)
-        for name, value in list(vars(module).items())
-        if value is original
+        for module, name in known[2]
+        if vars(module).get(name) is original
     ]
 
+
+# Looking through every module of the process takes longer than tracing a small model.
+_COPIES: dict[int, tuple[Any, int, list[tuple[Any, str]]]] = {}
 
 _MISSING = object()
 

@@ -287,8 +287,8 @@ def surely_bound(code: ast.AST) -> NameSet:
             return frozenset(
                 node.id for node in ast.walk(code) if isinstance(node, ast.Name) and _deleted(node)
             )
-        case ast.Expr():
-            return surely_bound(code.value)
+        case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+            return surely_bound(value)
         case ast.expr():
             return _walrus(code)
         case _:
@@ -331,13 +331,14 @@ def _frame_reader(function: Function) -> str | None:
 
 def _run_at_once(function: Function) -> frozenset[ast.AST]:
     """Nested functions, lambdas and generator expressions that are done when their statement is."""
+    local = local_names(function)
     found: set[ast.AST] = set()
     handed: set[int] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and is_ops_call(node):
             handed.update(id(argument) for argument in node.args)
             found.update(a for a in node.args if isinstance(a, ast.Lambda))
-        elif isinstance(node, ast.Call) and _consumes(node):
+        elif isinstance(node, ast.Call) and _consumes(node, local):
             found.update(a for a in node.args if isinstance(a, ast.GeneratorExp))
     uses: dict[str, list[ast.Name]] = {}
     for node in ast.walk(function):
@@ -350,5 +351,9 @@ def _run_at_once(function: Function) -> frozenset[ast.AST]:
     return frozenset(found)
 
 
-def _consumes(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id in CONSUMERS and len(call.args) == 1
+def _consumes(call: ast.Call, local: set[str]) -> bool:
+    match call:
+        case ast.Call(func=ast.Name(id=name), args=[_]):
+            return name in CONSUMERS and name not in local
+        case _:
+            return False

@@ -217,7 +217,7 @@ class _Walker:
                 return self.call(node)
             case ast.Attribute(value=value, attr=attribute):
                 kind = self.expression(value)
-                return HOST if attribute in HOST_ATTRIBUTES else self.member(kind)
+                return HOST if attribute in HOST_ATTRIBUTES else kind
             case ast.Compare():
                 return self.compare(node)
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -263,16 +263,18 @@ class _Walker:
                 self.expression(part)
         self.environment = saved
 
-    def member(self, kind: Kind) -> Kind:
-        return TRACED if kind is TRACED else UNKNOWN
-
     def compare(self, node: ast.Compare) -> Kind:
         kinds = [self.expression(part) for part in [node.left, *node.comparators]]
         if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
             return HOST
         if any(isinstance(op, ast.In | ast.NotIn | ast.Is | ast.IsNot) for op in node.ops):
             return HOST if all(kind is HOST for kind in kinds) else UNKNOWN
-        return combine(kinds)
+        # A value that is compared with text is text, whatever its annotation says.
+        is_text = any(
+            isinstance(part, ast.Constant) and isinstance(part.value, str)
+            for part in [node.left, *node.comparators]
+        )
+        return UNKNOWN if is_text else combine(kinds)
 
     def call(self, node: ast.Call) -> Kind:
         receiver = UNKNOWN
@@ -288,6 +290,8 @@ class _Walker:
         match node.func:
             case ast.Attribute(attr=attribute) if receiver is TRACED:
                 return HOST if attribute in HOST_METHODS else TRACED
+            case ast.Attribute() if receiver is HOST:
+                return join(HOST, *arguments)
             case ast.Name(id="float" | "int" | "bool" | "abs" | "round" | "min" | "max"):
                 return combine(arguments)
             case _:

@@ -152,8 +152,8 @@ class ObservedKinds:
     """What a trace saw: the places where Python asked for the truth or number of a traced value.
 
     Any expression at a site is TRACED, one that its form proves to be known is HOST, all others
-    are UNKNOWN, which is no obstacle: rewritten code decides when it runs. On a line that an earlier
-    pass has rewritten a site stands for the whole line.
+    are UNKNOWN, which is no obstacle: rewritten code decides when it runs. On a line that an
+    earlier pass has rewritten a site stands for the whole line.
 
     Args:
         sites: Sites, (line, column) pairs, or bare lines.

@@ -1,7 +1,7 @@
 """Which names a piece of code binds and reads in the scope that it runs in."""
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tpuport.source.module import FUNCTIONS, Function, own_bindings
@@ -106,16 +106,18 @@ class _Collector(ast.NodeVisitor):
         assert isinstance(node, COMPREHENSIONS)
         inside = _Collector(self.ignored)
         targets = _Collector(self.ignored)
+        first = node.generators[0].iter  # it runs outside, before anything else
         for generator in node.generators:
             targets.visit(generator.target)
-            inside.visit(generator.iter)
+            if generator.iter is not first:
+                inside.visit(generator.iter)
             for test in generator.ifs:
                 inside.visit(test)
         elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         for element in elements:
             inside.visit(element)
         read = inside.names.read - set(targets.names.bound)
-        self.visit(node.generators[0].iter)
+        self.visit(first)
         self.names.read |= read
         self.names.bound |= inside.names.bound  # only walrus targets reach the scope outside
         self.names.captured |= inside.names.captured
@@ -152,16 +154,19 @@ def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 def local_names(function: Function | ast.Lambda) -> set[str]:
     """The parameters and local variables of a function."""
-    parameters = {argument.arg for argument in all_arguments(function.args)}
-    if isinstance(function, ast.Lambda):
-        return parameters  # a walrus inside a lambda is local too; whoever rewrites refuses those
-    inside = collect(function.body)
-    return parameters | (set(inside.bound) - inside.declared)
+    return _local(function, collect(_body(function)))
 
 
 def free_names(function: Function | ast.Lambda) -> set[str]:
     """The names that a function takes from the scopes around it, globals included."""
-    body = [function.body] if isinstance(function, ast.Lambda) else function.body
-    inside = collect(body)
-    local = local_names(function)
-    return (inside.read | inside.declared | inside.captured) - local
+    inside = collect(_body(function))
+    return (inside.read | inside.declared | inside.captured) - _local(function, inside)
+
+
+def _body(function: Function | ast.Lambda) -> Sequence[ast.AST]:
+    return [function.body] if isinstance(function, ast.Lambda) else function.body
+
+
+def _local(function: Function | ast.Lambda, inside: Names) -> set[str]:
+    parameters = {argument.arg for argument in all_arguments(function.args)}
+    return parameters | (set(inside.bound) - inside.declared)

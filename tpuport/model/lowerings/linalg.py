@@ -34,7 +34,9 @@ def _matched(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _blend(x: jax.Array, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
-    """beta * x + alpha * product; with beta 0 even nan in `x` is ignored."""
+    """beta * x + alpha * product; with beta 0 even nan in `x` is ignored. Integers take whole factors only."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        alpha, beta = (int(v) if isinstance(v, float) else v for v in (alpha, beta))
     if isinstance(alpha, int | float | complex) and alpha == 1:
         scaled = product
     else:

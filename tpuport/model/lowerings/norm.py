@@ -121,7 +121,7 @@ def _native_group_norm(
     eps: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normalise [N, C, ...] over each of `groups` groups of channels, in float32."""
-    wider = wide(x).reshape(batch, groups, -1)
+    wider = wide(x).reshape(batch, groups, channels // groups * spatial)
     mean = jnp.mean(wider, 2, keepdims=True)
     centred = wider - mean
     inverse = lax.rsqrt(jnp.mean(jnp.square(centred), 2, keepdims=True) + eps)

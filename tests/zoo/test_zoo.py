@@ -1,0 +1,164 @@
+"""Models of diffusers and transformers, as they are published, give eager PyTorch's numbers when ported.
+
+Contents:
+    outputs    every case against eager: structure, types, dtypes, numbers
+    gradients  of all trainable parameters, for the cases that ask for it
+    refusals   a PortError that names the line
+    training   dropout under a key; models that draw random numbers in their forward
+    padding    rows that see nothing
+"""
+
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import tpuport
+from tests.zoo.case import Case
+from tests.zoo.diffusers_models import DIFFUSERS, RANDOM, REFUSED
+from tpuport import PortError
+
+CASES = [*DIFFUSERS]
+
+pytestmark = [
+    # Eager's unfused flex attention, which a reference without torch.compile runs on purpose.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+    # diffusers' own models use what diffusers has deprecated for others.
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _release_compiled_programs() -> Iterator[None]:
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """What is directly inside a container or an object that holds tensors, with the path step to it."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, (type, torch.dtype, torch.device, torch.nn.Module)) or callable(value):
+        return []
+    return [(f".{name}", item) for name, item in sorted(vars(value).items())] if hasattr(value, "__dict__") else []
+
+
+def compare(got: Any, want: Any, rtol: float, path: str = "out", seen: set[int] | None = None) -> list[str]:
+    """Check `got` against eager's `want`, type by type down to the tensors; gives the paths of the tensors."""
+    seen = set() if seen is None else seen
+    assert type(got) is type(want), f"{path}: {type(got)}, eager {type(want)}"
+    if isinstance(want, torch.Tensor):
+        compare_tensors(got, want, rtol, path)
+        return [path]
+    if id(want) in seen:
+        return []
+    seen.add(id(want))
+    ours, theirs = parts_of(got), parts_of(want)
+    assert [step for step, _ in ours] == [step for step, _ in theirs], f"{path}: other contents"
+    if not theirs and isinstance(want, (bool, int, float, str)):
+        assert got == want, f"{path}: {got}, eager {want}"
+    return [
+        leaf
+        for (step, a), (_, b) in zip(ours, theirs, strict=True)
+        for leaf in compare(a, b, rtol, path + step, seen)
+    ]
+
+
+def compare_tensors(got: torch.Tensor, want: torch.Tensor, rtol: float, path: str) -> None:
+    """Equal shape and dtype; equal integers; NaN and infinity at the same places; close elsewhere."""
+    assert got.shape == want.shape, f"{path}: shape {tuple(got.shape)}, eager {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{path}: {got.dtype}, eager {want.dtype}"
+    if not want.is_floating_point():
+        assert torch.equal(got, want), f"{path}: {got}, eager {want}"
+        return
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()), f"{path}: not finite"
+    assert torch.equal(got.isfinite(), finite), f"{path}: finite elsewhere"
+    got, want = got[finite].double(), want[finite].double()
+    if want.numel():
+        error, size = float((got - want).abs().max()), float(want.abs().max())
+        assert error <= rtol * size, f"{path}: off by {error:.2e} of {size:.2e}"
+
+
+def eager(case: Case) -> Any:
+    model, kwargs = case.make()
+    with torch.no_grad():
+        return copy.deepcopy(model)(**copy.deepcopy(kwargs))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_are_eagers(case: Case) -> None:
+    want = eager(case)
+    model, kwargs = case.make()
+    got = tpuport.to_torch(tpuport.convert(model, verify=False)(**kwargs))
+    assert compare(got, want, case.rtol), "the output holds no tensor"
+
+
+def floating(value: Any, seen: set[int] | None = None) -> list[Any]:
+    """The floating tensors or arrays in an output, in the order of `parts_of`."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, jax.Array):
+        return [value] if jnp.issubdtype(value.dtype, jnp.floating) else []
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    return [leaf for _, part in parts_of(value) for leaf in floating(part, seen)]
+
+
+def weighted(leaves: list[Any], weights: list[torch.Tensor], array: Any) -> Any:
+    """One number of all floating outputs, each element with a weight of its own."""
+    return sum((leaf * array(w)).sum() for leaf, w in zip(leaves, weights, strict=True))
+
+
+def draws(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.grads], ids=str)
+def test_gradients_are_autograds(case: Case) -> None:
+    model, kwargs = case.make()
+    leaves = floating(model(**copy.deepcopy(kwargs)))
+    weights = draws(leaves)
+    weighted(leaves, weights, lambda w: w).backward()
+    want = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    ported = tpuport.convert(case.make()[0], verify=False)
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        out, _ = ported.apply(params, ported.buffers, jax.random.key(0), **kwargs)
+        return weighted(floating(out), weights, lambda w: jnp.asarray(w.numpy()))
+
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(jax.grad(loss))(ported.params)
+    assert set(got) == set(want)
+    assert any(grad is not None and grad.abs().max() > 0 for grad in want.values())
+    largest = max(float(grad.abs().max()) for grad in want.values() if grad is not None)
+    for name, grad in want.items():
+        have = torch.from_numpy(jax.device_get(got[name]).copy())
+        grad = torch.zeros_like(have) if grad is None else grad
+        error, size = float((have - grad).abs().max()), float(grad.abs().max())
+        # A sum that cancels to nothing has the rounding of its terms, which are as large as others.
+        limit = max(case.rtol * size, 1e-6 * largest)
+        assert error <= limit, f"gradient of {name}: off by {error:.2e} of {size:.2e}"
+
+
+@pytest.mark.parametrize(("case", "line"), REFUSED, ids=[str(case) for case, _ in REFUSED])
+def test_a_model_that_cannot_be_ported_is_refused_at_its_line(case: Case, line: str) -> None:
+    model, kwargs = case.make()
+    with pytest.raises(PortError) as refusal:
+        tpuport.convert(model, verify=False)(**kwargs)
+    assert refusal.value.source_line is not None
+    assert line in refusal.value.source_line

@@ -1,0 +1,253 @@
+"""LSTM, GRU and plain recurrent layers as one `lax.scan` a layer and direction.
+
+C++ would unroll the time steps into the program, which XLA then compiles one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+from tpuport.model import backend, bounded
+from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
+from tpuport.model.functions import FUNCTIONS, Handler, traced
+from tpuport.model.lowerings._numeric import is_low, wide
+from tpuport.model.trace import Trace
+
+State = tuple[jax.Array, ...]
+Cell = Callable[[jax.Array, State, "_Weights"], State]
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """One layer and direction: input [G, I] and hidden [G, H] weights, their biases, and LSTM's projection [P, H]."""
+
+    inputs: jax.Array
+    hidden: jax.Array
+    input_bias: jax.Array | None = None
+    hidden_bias: jax.Array | None = None
+    projection: jax.Array | None = None
+
+    def gates(self, x: jax.Array) -> jax.Array:
+        """The inputs' part of the gates for all steps at once."""
+        y = x @ self.inputs.T
+        return y if self.input_bias is None else y + self.input_bias
+
+    def recurrent(self, h: jax.Array) -> jax.Array:
+        """The state's part of the gates."""
+        y = h @ self.hidden.T
+        return y if self.hidden_bias is None else y + self.hidden_bias
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the torch call says besides tensors."""
+
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+
+
+# -- cells -------------------------------------------------------------------------------------------------------
+
+
+def _lstm_cell(gates: jax.Array, state: State, weights: _Weights) -> State:
+    h, c = state
+    i, f, g, o = jnp.split(wide(gates + weights.recurrent(h)), 4, -1)
+    cell = jax.nn.sigmoid(f) * wide(c) + jax.nn.sigmoid(i) * jnp.tanh(g)
+    hidden = (jax.nn.sigmoid(o) * jnp.tanh(cell)).astype(c.dtype)
+    if weights.projection is not None:
+        hidden = hidden @ weights.projection.T
+    return hidden, cell.astype(c.dtype)
+
+
+def _gru_cell(gates: jax.Array, state: State, weights: _Weights) -> State:
+    (h,) = state
+    ir, iz, new = jnp.split(wide(gates), 3, -1)
+    hr, hz, hn = jnp.split(wide(weights.recurrent(h)), 3, -1)
+    reset, update = jax.nn.sigmoid(ir + hr), jax.nn.sigmoid(iz + hz)
+    candidate = jnp.tanh(new + reset * hn)
+    return (((wide(h) - candidate) * update + candidate).astype(h.dtype),)
+
+
+def _plain_cell(activation: Callable[[jax.Array], jax.Array]) -> Cell:
+    def cell(gates: jax.Array, state: State, weights: _Weights) -> State:
+        (h,) = state
+        return (activation(gates + weights.recurrent(h)),)
+
+    return cell
+
+
+CELLS: dict[str, Cell] = {
+    "lstm": _lstm_cell,
+    "gru": _gru_cell,
+    "rnn_tanh": _plain_cell(jnp.tanh),
+    "rnn_relu": _plain_cell(jax.nn.relu),
+}
+
+
+# -- layers ------------------------------------------------------------------------------------------------------
+
+
+def _scan(
+    cell: Cell, x: jax.Array, state: State, weights: _Weights, running: jax.Array | None, reverse: bool
+) -> tuple[jax.Array, State]:
+    """Run one direction of one layer over x [T, B, I]; `running` [T, B] says which rows a step moves."""
+
+    def step(state: State, now: Any) -> tuple[State, jax.Array]:
+        gates, moving = now
+        new = cell(gates, state, weights)
+        if moving is not None:
+            new = tuple(jnp.where(moving[:, None], n, s) for n, s in zip(new, state, strict=True))
+        return new, new[0]
+
+    last, out = lax.scan(step, state, (weights.gates(x), running), reverse=reverse)
+    return out, last
+
+
+def _run(
+    cell: Cell,
+    x: jax.Array,
+    states: State,
+    weights: Sequence[_Weights],
+    options: _Options,
+    running: jax.Array | None,
+    dropped: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, State]:
+    """All layers and directions; `states` are [layers * directions, B, H] each."""
+    directions = 2 if options.bidirectional else 1
+    ends: list[State] = []
+    for layer in range(options.num_layers):
+        outs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            state = tuple(s[index] for s in states)
+            out, end = _scan(cell, x, state, weights[index], running, direction == 1)
+            outs.append(out)
+            ends.append(end)
+        x = outs[0] if directions == 1 else jnp.concatenate(outs, -1)
+        if options.train and options.dropout > 0 and layer < options.num_layers - 1:
+            x = dropped(x)
+    return x, tuple(jnp.stack(parts) for parts in zip(*ends, strict=True))
+
+
+def _grouped(params: Sequence[Any], has_biases: bool, projected: bool) -> list[_Weights]:
+    """torch's flat list of parameters, one `_Weights` a layer and direction."""
+    names = ["inputs", "hidden", *(["input_bias", "hidden_bias"] if has_biases else [])]
+    names += ["projection"] if projected else []
+    values = [value_of(p) for p in params]
+    rows = [values[i : i + len(names)] for i in range(0, len(values), len(names))]
+    return [_Weights(**dict(zip(names, row, strict=True))) for row in rows]
+
+
+def _dropper(trace: Trace, probability: float) -> Callable[[jax.Array], jax.Array]:
+    def drop(x: jax.Array) -> jax.Array:
+        kept = jax.random.bernoulli(trace.next_key(None), 1.0 - probability, x.shape)
+        if probability >= 1.0:
+            return jnp.zeros_like(x)
+        scaled = (wide(x) if is_low(x) else x) / (1.0 - probability)
+        return jnp.where(kept, scaled, 0).astype(x.dtype)
+
+    return drop
+
+
+# -- the torch functions -----------------------------------------------------------------------------------------
+
+
+def _handler(cell: Cell) -> Handler:
+    def handle(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+        tensors = _flat(args, kwargs)
+        concerned = any(traced(trace, t) is not None for t in tensors)
+        if kwargs or not concerned or torch.is_autocast_enabled("cpu") or bounded.involved(args, kwargs):
+            return NotImplemented
+        packed = isinstance(args[3], (list, tuple))
+        if packed and traced(trace, args[1]) is not None:
+            return NotImplemented
+        run = _packed if packed else _padded
+        return run(trace, cell, tensors, *args)
+
+    return handle
+
+
+def _states(hx: Any) -> tuple[Any, ...]:
+    return tuple(hx) if isinstance(hx, (list, tuple)) else (hx,)
+
+
+def _is_projected(states: Sequence[Any]) -> bool:
+    return len(states) == 2 and states[0].shape[-1] != states[1].shape[-1]
+
+
+def _wrap(
+    trace: Trace, tensors: list[torch.Tensor], out: jax.Array, meta: torch.Tensor, ends: State
+) -> tuple[torch.Tensor, ...]:
+    frozen = grad_frozen(tensors)
+    metas = [torch.empty(e.shape, dtype=meta.dtype, device="meta") for e in ends]
+    states = [wrap_as(None, e, m, trace, frozen) for e, m in zip(ends, metas, strict=True)]
+    return (wrap_as(None, out, meta, trace, frozen), *states)
+
+
+def _padded(
+    trace: Trace,
+    cell: Cell,
+    tensors: list[torch.Tensor],
+    x: torch.Tensor,
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """A batch of sequences of one length: [T, B, I], or [B, T, I] with batch_first."""
+    *first, batch_first = options
+    chosen = _Options(*first)
+    states = _states(hx)
+    weights = _grouped(params, chosen.has_biases, _is_projected(states))
+    steps = value_of(x)
+    steps = jnp.swapaxes(steps, 0, 1) if batch_first else steps
+    start = tuple(value_of(s) for s in states)
+    drop = _dropper(trace, chosen.dropout)
+    out, ends = _run(cell, steps, start, weights, chosen, None, drop)
+    meta = torch.empty(out.shape, dtype=x.dtype, device="meta")
+    if batch_first:
+        out, meta = jnp.swapaxes(out, 0, 1), meta.transpose(0, 1)
+    return _wrap(trace, tensors, out, meta, ends)
+
+
+def _packed(
+    trace: Trace,
+    cell: Cell,
+    tensors: list[torch.Tensor],
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """A `PackedSequence`: `data` [sum of batch_sizes, I], step by step, longest sequence first."""
+    chosen = _Options(*options)
+    states = _states(hx)
+    weights = _grouped(params, chosen.has_biases, _is_projected(states))
+    sizes = backend.to_numpy_array(batch_sizes)
+    running = np.arange(sizes.max(initial=0)) < sizes[:, None]
+    place = np.cumsum(running.reshape(-1)).reshape(running.shape) - 1
+    flat = np.flatnonzero(running)
+
+    def drop(x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])[flat]
+        return _dropper(trace, chosen.dropout)(rows)[np.maximum(place, 0)]
+
+    steps = value_of(data)[np.maximum(place, 0)]
+    start = tuple(value_of(s) for s in states)
+    out, ends = _run(cell, steps, start, weights, chosen, jnp.asarray(running), drop)
+    rows = out.reshape(-1, out.shape[-1])[flat]
+    meta = torch.empty(rows.shape, dtype=data.dtype, device="meta")
+    return _wrap(trace, tensors, rows, meta, ends)
+
+
+for _name, _cell in CELLS.items():
+    FUNCTIONS[getattr(torch, _name)] = _handler(_cell)
