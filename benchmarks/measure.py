@@ -24,6 +24,8 @@ from benchmarks.models import Case
 from benchmarks.timing import Series, interleaved, quiet, ratio
 
 STAGES = ("trace", "lower", "compile")
+# XLA compiles far longer than a model takes to trace, and its time varies less.
+COMPILE_ROUNDS = 2
 Row = dict[str, Any]
 
 
@@ -204,13 +206,14 @@ def _stage_times(
     for number in range(-1, rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            for stage, seconds in _staged(pure[name], what).items():
+            staged = _staged(pure[name], what, compiles=0 <= number < COMPILE_ROUNDS)
+            for stage, seconds in staged.items():
                 if number >= 0:
                     times[name][stage].append(seconds)
     return times
 
 
-def _staged(pure: Pure, what: str) -> dict[str, float]:
+def _staged(pure: Pure, what: str, *, compiles: bool) -> dict[str, float]:
     """CPU seconds of each stage of a function that jax has not seen before."""
     import jax
 
@@ -221,10 +224,11 @@ def _staged(pure: Pure, what: str) -> dict[str, float]:
         after_trace = time.process_time()
         lowered = traced.lower()
         after_lowering = time.process_time()
-        lowered.compile()
-        end = time.process_time()
-    spent = (after_trace - start, after_lowering - after_trace, end - after_lowering)
-    return dict(zip(STAGES, spent, strict=True))
+        spent = {"trace": after_trace - start, "lower": after_lowering - after_trace}
+        if compiles:
+            lowered.compile()
+            spent["compile"] = time.process_time() - after_lowering
+    return spent
 
 
 def _of(times: dict[str, list[float]], stage: str) -> list[float]:

@@ -1,7 +1,8 @@
 """The same model under plain torchax, ported the way its documentation says.
 
-Weights become JAX arrays (`interop.extract_all_buffers`), the forward is a functional call, and all of it runs under one
-`jax.jit`. Buffers that the call replaced or wrote are handed back as well, which is more than torchax does by itself.
+Weights become JAX arrays (`interop.extract_all_buffers`), the forward is a functional call, and all
+of it runs under one `jax.jit`. Buffers that the call replaced or wrote are handed back as well,
+which is more than torchax does by itself.
 """
 
 import contextlib
@@ -19,7 +20,10 @@ Arrays = dict[str, jax.Array]
 
 @contextlib.contextmanager
 def environment(seed: int = 0) -> Iterator[Any]:
-    """The default torchax environment; its key is set again, as an earlier trace may have left a tracer there."""
+    """The default torchax environment.
+
+    Its key is set again, as an earlier trace may have left a tracer there.
+    """
     env = torchax.default_env()
     env.manual_seed(seed)
     with env:
@@ -56,7 +60,7 @@ class PlainTorchax:
         self._jitted = jax.jit(self.pure)
 
     def pure(self, params: Arrays, buffers: Arrays, *args: Any) -> tuple[Any, Arrays]:
-        """The output (JAX arrays in a tuple, list, dict or alone) and the buffers after the call."""
+        """The output (JAX arrays, alone or in containers) and the buffers after the call."""
         view = interop.torch_view
         args = jax.tree.map(view, args)
         if not isinstance(self.target, torch.nn.Module):

@@ -1,6 +1,7 @@
 """One scenario, run three ways: eager PyTorch (the reference), the port, and plain torchax.
 
-The reference here is computed by these lines alone: nothing of the verification inside the package takes part.
+The reference here is computed by these lines alone: nothing of the verification inside the package
+takes part.
 """
 
 import copy
@@ -28,7 +29,8 @@ class Scenario:
 
     Attributes:
         name: Name in the test id.
-        build: Makes the module or function; called under a fixed seed, once for each way of running.
+        build: Makes the module or function; called under a fixed seed, once for each way of
+            running.
         calls: Arguments of successive calls.
         torchax: Why plain torchax is wrong, or None where it is right (then it is not run).
         eval_last: Switch to evaluation mode before the last call.
@@ -88,8 +90,13 @@ def host(value: Any) -> torch.Tensor:
     return tpuport.to_torch(value).detach()
 
 
-def assert_same(got: Any, want: Any, what: str, rtol: float | None = None, atol: float = 0.0) -> None:
-    """Equal shape, equal NaNs, and close relative to the largest element; exact for integers and bools."""
+def assert_same(
+    got: Any, want: Any, what: str, rtol: float | None = None, atol: float = 0.0
+) -> None:
+    """Equal shape, equal NaNs, and close relative to the largest element.
+
+    Exact for integers and bools.
+    """
     got, want = host(got), host(want)
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, eager {tuple(want.shape)}"
     if not (want.is_floating_point() or want.is_complex()):
@@ -129,7 +136,10 @@ def assert_buffers_same(got: dict[str, Any], module: Any, rtol: float | None = N
 
 
 def check_calls(scenario: Scenario, port: Callable[[Any], Any]) -> Any:
-    """Successive calls give eager's outputs, and the buffers are eager's after each; gives the port."""
+    """Successive calls give eager's outputs, and the buffers are eager's after each.
+
+    Gives the port.
+    """
     eager, ported = built(scenario), port(built(scenario))
     for index, args in enumerate(scenario.calls):
         if scenario.eval_last and index == len(scenario.calls) - 1:
@@ -143,7 +153,10 @@ def check_calls(scenario: Scenario, port: Callable[[Any], Any]) -> Any:
 
 
 def evaluated(ported: Any) -> Any:
-    """The port in evaluation mode; a torchax jit cannot see the mode, so it is made again with the same buffers."""
+    """The port in evaluation mode.
+
+    A torchax jit cannot see the mode, so it is made again with the same buffers.
+    """
     if isinstance(ported, PlainTorchax):
         buffers = ported.buffers
         ported = PlainTorchax(ported.target.eval())
@@ -156,16 +169,26 @@ def cotangents(out: Any) -> list[Any]:
     """Fixed weights for each floating leaf of an output (None for others)."""
     made = []
     for index, leaf in enumerate(leaves_of(out)):
-        floating = isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        draw = np.random.default_rng(1000 + index).standard_normal(tuple(leaf.shape)) if floating else None
+        floating = isinstance(leaf, torch.Tensor) and (
+            leaf.is_floating_point() or leaf.is_complex()
+        )
+        draw = (
+            np.random.default_rng(1000 + index).standard_normal(tuple(leaf.shape))
+            if floating
+            else None
+        )
         made.append(None if draw is None else draw.astype(np.float32))
     return made
 
 
-def eager_gradients(module: Any, args: tuple[Any, ...]) -> tuple[Any, dict[str, Any], list[Any], list[Any]]:
-    """Eager's output, its gradients by parameter and by floating argument, and the cotangents used."""
+def eager_gradients(
+    module: Any, args: tuple[Any, ...]
+) -> tuple[Any, dict[str, Any], list[Any], list[Any]]:
+    """Eager's output, its gradients by parameter and floating argument, the cotangents used."""
     args = tuple(
-        a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        a.detach().clone().requires_grad_()
+        if isinstance(a, torch.Tensor) and a.is_floating_point()
+        else a
         for a in args
     )
     out = module(*args)
@@ -179,7 +202,9 @@ def eager_gradients(module: Any, args: tuple[Any, ...]) -> tuple[Any, dict[str, 
         total.backward()
     params = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
     grads = {n: zero_if_none(p) for n, p in params.items() if p.requires_grad}
-    inputs = [zero_if_none(a) for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    inputs = [
+        zero_if_none(a) for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()
+    ]
     return out, grads, inputs, weights
 
 
@@ -189,11 +214,16 @@ def zero_if_none(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_gradients(scenario: Scenario, port: Callable[[Any], Any]) -> None:
-    """One call under `jax.jit(jax.value_and_grad)`: output, buffers and all gradients are eager's."""
+    """One call under `jax.jit(jax.value_and_grad)`.
+
+    Output, buffers and all gradients are eager's.
+    """
     eager, ported = built(scenario), port(built(scenario))
     args = scenario.calls[0]
     want, grads, input_grads, weights = eager_gradients(eager, copy.deepcopy(args))
-    floating = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    floating = [
+        i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()
+    ]
 
     def loss(params: Any, floats: list[jax.Array]) -> Any:
         given = list(args)
@@ -209,7 +239,9 @@ def check_gradients(scenario: Scenario, port: Callable[[Any], Any]) -> None:
 
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     with jax.default_matmul_precision("highest"):
-        (_, (out, buffers)), (got, got_inputs) = step(ported.params, [to_jax(args[i]) for i in floating])
+        (_, (out, buffers)), (got, got_inputs) = step(
+            ported.params, [to_jax(args[i]) for i in floating]
+        )
     assert_outputs_same(out, want, scenario.rtol)
     assert_buffers_same(buffers, eager, scenario.rtol)
     assert set(got) == set(grads), "other parameters are differentiated than in eager"

@@ -1,8 +1,10 @@
-"""Scaled-dot-product attention gives what PyTorch gives, fully masked rows included, in value and gradient.
+"""Scaled-dot-product attention gives what PyTorch gives, fully masked rows included, in value and
+gradient.
 
 Contents:
-    CALLS     boolean and float masks with rows that see nothing, causal with more queries than keys, grouped heads,
-              scale, bfloat16, other ranks; nn.MultiheadAttention and encoder layers with padded batches
+    CALLS     boolean and float masks with rows that see nothing, causal with more queries than
+              keys, grouped heads, scale, bfloat16, other ranks; nn.MultiheadAttention and encoder
+              layers with padded batches
 """
 
 from typing import Any
@@ -39,7 +41,9 @@ def _attend(**options: Any) -> Any:
 
 def _with_mask(make: Any, **options: Any) -> Any:
     """The mask is traced: it is computed from an argument."""
-    return lambda: lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=make(m), **options)
+    return lambda: (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=make(m), **options)
+    )
 
 
 def _left_padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Any:
@@ -68,7 +72,9 @@ class Weights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=6, add_bias_kv=True)
+        self.attention = nn.MultiheadAttention(
+            8, 2, batch_first=True, kdim=6, vdim=6, add_bias_kv=True
+        )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, padded: torch.Tensor) -> Any:
         return self.attention(x, y, y, key_padding_mask=padded, average_attn_weights=False)
@@ -82,7 +88,9 @@ CALLS = [
     Scenario("traced_bool_mask", _with_mask(lambda m: m > 0), ((Q, K, V, HIDDEN.float()),), NAN),
     Scenario("float_mask", _attend(attn_mask=_bias()), ARGS, NAN),
     Scenario("traced_float_mask", _with_mask(lambda m: m), ((Q, K, V, _bias()),), NAN),
-    Scenario("large_negative_mask", _with_mask(lambda m: m.clamp_min(-3e38)), ((Q, K, V, _bias()),)),
+    Scenario(
+        "large_negative_mask", _with_mask(lambda m: m.clamp_min(-3e38)), ((Q, K, V, _bias()),),
+    ),
     Scenario("left_padded", lambda: _left_padded, ((Q, K, V, torch.tensor([5, 2])),), NAN),
     Scenario("nothing_visible", _attend(attn_mask=torch.zeros(5, 5, dtype=torch.bool)), ARGS, NAN),
     Scenario("causal", _attend(is_causal=True), ARGS),
@@ -90,7 +98,10 @@ CALLS = [
     Scenario("causal_more_keys", _attend(is_causal=True), ((Q[:, :, :3], K, V),)),
     Scenario("causal_one_query", _attend(is_causal=True), ((Q[:, :, :1], K, V),)),
     Scenario("grouped", _attend(enable_gqa=True), ((Q, K[:, :2], V[:, :2]),)),
-    Scenario("grouped_causal_masked", _attend(enable_gqa=True, attn_mask=HIDDEN), ((Q, K[:, :1], V[:, :1]),), NAN),
+    Scenario(
+        "grouped_causal_masked", _attend(enable_gqa=True, attn_mask=HIDDEN),
+        ((Q, K[:, :1], V[:, :1]),), NAN,
+    ),
     Scenario("scale", _attend(scale=0.3), ARGS),
     Scenario("rank_3", _attend(), ((Q[0], K[0], V[0]),)),
     Scenario("rank_5", _attend(attn_mask=HIDDEN), ((Q[None], K[None], V[None]),), NAN),
@@ -99,10 +110,20 @@ CALLS = [
     Scenario("not_contiguous", lambda: lambda q, k, v: F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     ).transpose(1, 2), ARGS),
-    Scenario("bfloat16", _attend(attn_mask=HIDDEN), ((Q.bfloat16(), K.bfloat16(), V.bfloat16()),), NAN, rtol=4e-2),
+    Scenario(
+        "bfloat16", _attend(attn_mask=HIDDEN),
+        ((Q.bfloat16(), K.bfloat16(), V.bfloat16()),), NAN, rtol=4e-2,
+    ),
     Scenario("encoder", Encoder, ((normal(2, 5, 8), PADDED),), None, rtol=1e-4),
-    Scenario("attention_weights", Weights, ((normal(2, 3, 8), normal(2, 5, 6), PADDED),), None, rtol=1e-4),
-    Scenario("softmax_of_hidden_rows", lambda: lambda s: torch.softmax(s.masked_fill(s > -9, float("-inf")), -1), ((Q,),), grads=False),
+    Scenario(
+        "attention_weights", Weights, ((normal(2, 3, 8), normal(2, 5, 6), PADDED),), None,
+        rtol=1e-4,
+    ),
+    Scenario(
+        "softmax_of_hidden_rows",
+        lambda: lambda s: torch.softmax(s.masked_fill(s > -9, float("-inf")), -1),
+        ((Q,),), grads=False,
+    ),
 ]  # fmt: skip
 
 

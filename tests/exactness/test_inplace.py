@@ -1,4 +1,5 @@
-"""In-place writes reach exactly the tensors that they reach in eager PyTorch, in value and in gradient.
+"""In-place writes reach exactly the tensors that they reach in eager PyTorch, in value and in
+gradient.
 
 Contents:
     ALIASES            writes through every view op of torch, seen by the base
@@ -124,6 +125,7 @@ OTHER_REASON = {
 }
 MIXED = "a CPU tensor meets a traced one"
 OTHER_REASON |= dict.fromkeys(["copy_mask_of_host", "copy_index_select", "copy_gather"], MIXED)
+
 
 def _base_seen_by_views(x: torch.Tensor) -> Any:
     base = x * 2
@@ -289,14 +291,18 @@ COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 X = normal(4, 6)
 
 
-def _scenarios(table: dict[str, Any], wrap: Any, args: tuple[Any, ...], prefix: str = "") -> list[Scenario]:
+def _scenarios(
+    table: dict[str, Any], wrap: Any, args: tuple[Any, ...], prefix: str = ""
+) -> list[Scenario]:
     made = []
     for short, program in table.items():
         name = prefix + short
         right = name in TORCHAX_IS_RIGHT or (prefix == "copy_" and name not in OTHER_REASON)
         reason = None if right else OTHER_REASON.get(name, LOST)
         made.append(
-            Scenario(name, lambda p=program: wrap(p), (args,), reason, grads=name not in NO_GRADIENT)
+            Scenario(
+                name, lambda p=program: wrap(p), (args,), reason, grads=name not in NO_GRADIENT
+            )
         )
     return made
 
@@ -351,7 +357,10 @@ def test_refused_write_to_an_expanded_tensor_under_plain_torchax():
         (lambda x: x.clone().t().view(-1), "view size is not compatible"),
         (lambda x: x.argmax(0).add_(0.5), "result type Float can't be cast to|Promotion of int"),
         (lambda x: x.clone().add_(torch.ones(2, 4, 6)), "doesn't match the broadcast shape"),
-        (lambda x: x.clone().copy_(torch.ones(5)), "must match the size|must match the existing size"),
+        (
+            lambda x: x.clone().copy_(torch.ones(5)),
+            "must match the size|must match the existing size",
+        ),
         (lambda x: x.clone()[9].zero_(), "out of bounds"),
     ],
     ids=["view_of_transpose", "int_plus_float", "broadcast_target", "copy_shape", "select_range"],

@@ -1,36 +1,30 @@
 """State that `forward` writes comes back as eager leaves it, call after call.
 
 Contents:
-    NORMS              BatchNorm1d/2d/3d/Sync, LazyBatchNorm, InstanceNorm with running statistics, momentum=None, bf16
+    NORMS              BatchNorm1d/2d/3d/Sync, LazyBatchNorm, InstanceNorm with running statistics,
+                       momentum=None, bf16
     REWEIGHTED         spectral_norm and weight_norm, the old form and the parametrization
     COUNTERS           counters, moving averages, caches and queues held in buffers
     LAZY               state made by the first call (`if self.scale is None`), then frozen
-    test_python_*      Python state of the module: numbers, flags, lists
 """
 
-import copy
 from typing import Any
 
-import jax
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
-import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import (
     Scenario,
     against_torchax,
-    assert_same,
     by_tpuport,
     check_calls,
     check_gradients,
-    expect_torchax_wrong,
     normal,
 )
-from tpuport.errors import PortError
 
 FROZEN_STATISTICS = "running statistics are computed and dropped"
 
@@ -76,7 +70,15 @@ class HalfFrozen(nn.Module):
 NORMS = [
     _norm("batch_norm_1d", lambda: nn.BatchNorm1d(3), 5, 3),
     _norm("batch_norm_1d_sequence", lambda: nn.BatchNorm1d(3), 5, 3, 4),
-    _norm("batch_norm_2d", lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), 2, 2, 5, 5, rtol=1e-4),
+    _norm(
+        "batch_norm_2d",
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)),
+        2,
+        2,
+        5,
+        5,
+        rtol=1e-4,
+    ),
     _norm("batch_norm_3d", lambda: nn.BatchNorm3d(2), 2, 2, 3, 2, 2),
     _norm("momentum_none", lambda: nn.BatchNorm1d(3, momentum=None), 5, 3),
     _norm("momentum_one", lambda: nn.BatchNorm1d(3, momentum=1.0), 5, 3),
@@ -84,11 +86,23 @@ NORMS = [
     _norm("no_affine", lambda: nn.BatchNorm1d(3, affine=False), 5, 3),
     _norm("twice", Twice, 5, 3, rtol=1e-4),
     _norm("half_frozen", HalfFrozen, 5, 3, rtol=1e-4),
-    _norm("instance_norm", lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), 2, 3, 6),
+    _norm(
+        "instance_norm",
+        lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+        2,
+        3,
+        6,
+    ),
     _norm("instance_norm_2d", lambda: nn.InstanceNorm2d(3, track_running_stats=True), 2, 3, 4, 4),
     _norm("bfloat16", lambda: nn.BatchNorm1d(3).bfloat16(), 8, 3),
     _norm("float32_norm_in_bfloat16", lambda: nn.BatchNorm1d(3), 8, 3),
-    _norm("no_running_statistics", lambda: nn.BatchNorm1d(3, track_running_stats=False), 5, 3, torchax=None),
+    _norm(
+        "no_running_statistics",
+        lambda: nn.BatchNorm1d(3, track_running_stats=False),
+        5,
+        3,
+        torchax=None,
+    ),
 ]
 for _index, _scenario in enumerate(NORMS):
     if "bfloat16" in _scenario.name:
@@ -174,7 +188,9 @@ COUNTERS = [
     Scenario("averaged", Averaged, _batches(4, 3), "writes to a row of a buffer under .data fail"),
     Scenario("queue", Queue, _batches(4, 3), "a CPU tensor meets a traced one"),
     Scenario("codebook", Codebook, _batches(5, 3), None, eval_last=True, rtol=1e-4),
-    Scenario("shared_buffer", SharedBuffer, _batches(5, 3), "a shared buffer is refused", rtol=1e-4),
+    Scenario(
+        "shared_buffer", SharedBuffer, _batches(5, 3), "a shared buffer is refused", rtol=1e-4
+    ),
 ]
 
 
@@ -186,7 +202,14 @@ def _plain_weight_norm() -> nn.Module:
 POWER = "gradients flow through the power iteration, which runs under no_grad"
 SET = "parametrized modules cannot be called: aten::set_ has no lowering"
 REWEIGHTED = [
-    Scenario("spectral_norm_old", lambda: old_spectral_norm(nn.Linear(4, 3)), _batches(2, 4), POWER, eval_last=True, rtol=1e-4),
+    Scenario(
+        "spectral_norm_old",
+        lambda: old_spectral_norm(nn.Linear(4, 3)),
+        _batches(2, 4),
+        POWER,
+        eval_last=True,
+        rtol=1e-4,
+    ),
     Scenario(
         "spectral_norm_old_conv",
         lambda: old_spectral_norm(nn.ConvTranspose2d(2, 3, 3)),
@@ -204,9 +227,19 @@ REWEIGHTED = [
         rtol=1e-4,
     ),
     Scenario("weight_norm_old", _plain_weight_norm, _batches(2, 4), None, rtol=1e-4),
-    Scenario("weight_norm", lambda: parametrizations.weight_norm(nn.Linear(4, 3)), _batches(2, 4), SET, rtol=1e-4),
     Scenario(
-        "orthogonal", lambda: parametrizations.orthogonal(nn.Linear(3, 3), use_trivialization=False), _batches(2, 3), SET, rtol=1e-4
+        "weight_norm",
+        lambda: parametrizations.weight_norm(nn.Linear(4, 3)),
+        _batches(2, 4),
+        SET,
+        rtol=1e-4,
+    ),
+    Scenario(
+        "orthogonal",
+        lambda: parametrizations.orthogonal(nn.Linear(3, 3), use_trivialization=False),
+        _batches(2, 3),
+        SET,
+        rtol=1e-4,
     ),
 ]
 
@@ -306,11 +339,17 @@ LAZY = [
     Scenario("registered_in_forward", RegisteredInForward, _batches(4, 3), REDONE),
     Scenario("initialised_flag", InitialisedFlag, _batches(4, 3), REDONE),
     Scenario("initialised_buffer", InitialisedBuffer, _batches(4, 3), REDONE),
-    Scenario("dict_cache", DictCache, (*_batches(4, 3), *_batches(2, 3)), "a CPU tensor meets a traced one"),
+    Scenario(
+        "dict_cache",
+        DictCache,
+        (*_batches(4, 3), *_batches(2, 3)),
+        "a CPU tensor meets a traced one",
+    ),
 ]
 
 SCENARIOS = [*NORMS, *COUNTERS, *REWEIGHTED, *LAZY]
-# The first call changes what is a parameter or the shape of the state: only a sequence of calls shows it.
+# The first call changes what is a parameter or the shape of the state: only a sequence of calls
+# shows it.
 CALLS_ONLY = {"initialised_flag", "codebook"}
 
 
@@ -328,137 +367,3 @@ def test_gradients_and_buffers(scenario):
 def test_calls_and_buffers_under_plain_torchax(scenario):
     check_calls(scenario, PlainTorchax)
     check_gradients(scenario, PlainTorchax)
-
-
-# Python state.
-
-
-class Counted(nn.Module):
-    """A Python number that counts the calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        return x * self.weight / self.step
-
-
-class Alternating(nn.Module):
-    """A Python flag that every call turns over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flipped = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.flipped = not self.flipped
-        return x.flip(0) if self.flipped else x * 2
-
-
-class Recording(nn.Module):
-    """A list that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.history.append(x.mean())
-        return x * len(self.history)
-
-
-class Remembering(nn.Module):
-    """An activation kept on the module, replaced at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: torch.Tensor | None = None
-        self.info: dict[str, Any] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = x * 2 if self.last is None else x + self.last
-        self.last = x.detach() * 3
-        self.info["shape"] = tuple(x.shape)
-        self.info["top"] = x.amax(0)
-        return out
-
-
-def _check_many(build: Any, calls: int) -> Any:
-    eager, ported = build(), by_tpuport(build())
-    for seed in range(calls):
-        x = normal(4, 3, seed=seed)
-        assert_same(ported(x), eager(x), f"call {seed}")
-    return eager, ported
-
-
-def test_python_counter_counts_and_stops_compiling():
-    eager, ported = _check_many(Counted, 8)
-    assert int(ported.to_torch().step) == eager.step == 8
-    assert len(ported.report.retraces) <= 3
-
-
-@expect_torchax_wrong("a Python counter counts compilations, not calls")
-def test_python_counter_under_plain_torchax():
-    eager, ported = Counted(), PlainTorchax(Counted())
-    for seed in range(3):
-        x = normal(4, 3, seed=seed)
-        assert_same(ported(x), eager(x), f"call {seed}")
-
-
-def test_python_flag_that_alternates():
-    _check_many(Alternating, 6)
-
-
-def test_python_list_that_grows_is_refused():
-    ported = by_tpuport(Recording())
-    with pytest.raises(PortError, match=r"'history'.*changes at every call(.|\n)*What to do: register it as a buffer"):
-        for seed in range(8):
-            ported(normal(4, 3, seed=seed))
-
-
-def test_python_attribute_holds_a_value_and_no_tracer():
-    eager, ported = _check_many(Remembering, 4)
-    plain = ported.to_torch()
-    assert_same(plain.last, eager.last, "last")
-    assert plain.info["shape"] == (4, 3)
-    assert_same(plain.info["top"], eager.info["top"], "top")
-    assert len(ported.report.retraces) == 1
-
-
-@expect_torchax_wrong("a tracer stays on the module")
-def test_python_attribute_under_plain_torchax():
-    model = Remembering()
-    ported = PlainTorchax(model)
-    for seed in range(2):
-        ported(normal(4, 3, seed=seed))
-    assert not isinstance(model.last.jax(), jax.core.Tracer)
-
-
-def test_state_returns_to_torch():
-    torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), old_spectral_norm(nn.Linear(4, 2)))
-    ported = tpuport.convert(copy.deepcopy(eager))
-    for seed in range(3):
-        x = normal(5, 3, seed=seed)
-        eager(x), ported(x)
-    plain = ported.to_torch()
-    assert type(plain[1]) is nn.BatchNorm1d
-    for name, value in eager.state_dict().items():
-        assert_same(plain.state_dict()[name], value, name, 1e-4, 1e-6)
-        assert plain.state_dict()[name].dtype == value.dtype
-
-
-def test_state_of_apply_is_explicit():
-    """`apply` reads the buffers that it is given, gives the new ones back, and keeps nothing."""
-    ported = by_tpuport(nn.BatchNorm1d(3))
-    before = dict(ported.buffers)
-    x = normal(5, 3)
-    _, once = ported.apply(ported.params, before, None, x)
-    _, again = ported.apply(ported.params, before, None, x)
-    _, twice = jax.jit(ported.apply)(ported.params, once, None, x.numpy())
-    assert ported.buffers == before
-    assert_same(once["running_mean"], again["running_mean"], "the same from the same")
-    assert int(twice["num_batches_tracked"]) == 2

@@ -1,4 +1,6 @@
-"""Every sort of in-place write, and who sees it: the caller's tensors, host tensors, and all their aliases.
+"""Every sort of in-place write, and who sees it.
+
+The caller's tensors, host tensors, and all their aliases.
 
 Contents:
     KINDS              masked_fill_, index_put_, scatter_, copy_, slices, out=, activations
@@ -138,10 +140,10 @@ def _baddbmm(b: torch.Tensor, y: torch.Tensor) -> None:
 
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "masked_fill": _masked_fill, "masked_assign": _masked_assign, "masked_update": _masked_update,
-    "masked_scatter": _masked_scatter, "index_put": _index_put, "scatter": _scatter, "scatter_value": _scatter_value,
-    "index_ops": _index_ops, "copy": _copy, "slices": _slices, "out": _out, "arithmetic": _arithmetic,
-    "activations": _activations, "zero_fill": _zero_fill, "triangles": _triangles,
-    "traced_position": _traced_position, "baddbmm": _baddbmm,
+    "masked_scatter": _masked_scatter, "index_put": _index_put, "scatter": _scatter,
+    "scatter_value": _scatter_value, "index_ops": _index_ops, "copy": _copy, "slices": _slices,
+    "out": _out, "arithmetic": _arithmetic, "activations": _activations, "zero_fill": _zero_fill,
+    "triangles": _triangles, "traced_position": _traced_position, "baddbmm": _baddbmm,
 }  # fmt: skip
 
 
@@ -167,7 +169,13 @@ OTHER_REASON = {
 # torch records no gradient through these: they overwrite a result that it keeps.
 NO_GRADIENT = {"arithmetic", "activations"}
 SCENARIOS = [
-    Scenario(name, lambda w=write: _kind(w), ((X, Y),), OTHER_REASON.get(name, LOST), grads=name not in NO_GRADIENT)
+    Scenario(
+        name,
+        lambda w=write: _kind(w),
+        ((X, Y),),
+        OTHER_REASON.get(name, LOST),
+        grads=name not in NO_GRADIENT,
+    )
     for name, write in KINDS.items()
 ]
 

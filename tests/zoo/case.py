@@ -7,6 +7,7 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from torch import nn
 
 
@@ -40,7 +41,8 @@ class Case:
 def fill(model: nn.Module) -> nn.Module:
     """Draw every weight: many models start with gates and output layers of zero, which hide errors.
 
-    Matrices get the size that keeps activations near 1; vectors (biases, scales of norms) move a little.
+    Matrices get the size that keeps activations near 1; vectors (biases, scales of norms) move a
+    little.
     """
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -50,8 +52,12 @@ def fill(model: nn.Module) -> nn.Module:
     return model
 
 
-def keep(*lengths: int, size: int, left: bool = False, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    """A padding mask, one row per length: 1 at the first `length` places, or at the last with `left`.
+def keep(
+    *lengths: int, size: int, left: bool = False, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """A padding mask, one row per length.
+
+    1 at the first `length` places, or at the last with `left`.
 
     Returns:
         Tensor of shape (len(lengths), size).
@@ -69,7 +75,10 @@ def diffusers_case(
     note: str = "",
     **options: Any,
 ) -> Case:
-    """The case of a diffusers class with this configuration; `note` tells two of one class apart."""
+    """The case of a diffusers class with this configuration.
+
+    `note` tells two of one class apart.
+    """
     name = f"{cls}-{note}" if note else cls
     return Case(name, partial(_diffusers_model, cls, config, inputs), **options)
 
@@ -90,3 +99,17 @@ def rotary(length: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     angle = torch.outer(torch.arange(float(length)), 0.1 ** torch.arange(dim // 2))
     angle = angle.repeat_interleave(2, dim=1)
     return angle.cos(), angle.sin()
+
+
+def transformers_case(
+    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], **options: Any
+) -> Case:
+    """The case of a transformers class with this configuration."""
+    return Case(cls, partial(_transformers_model, cls, config, inputs), **options)
+
+
+def _transformers_model(
+    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]]
+) -> tuple[nn.Module, dict[str, Any]]:
+    made = getattr(transformers, cls)
+    return fill(made(made.config_class(**config))), inputs()

@@ -36,8 +36,9 @@ UNETS = [
         | {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "layers_per_block": 1}
         | {"up_block_types": ("AttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}
         | {"num_class_embeds": 5},
-        lambda: _picture()
-        | {"timestep": torch.tensor([7, 420]), "class_labels": torch.tensor([4, 1])},
+        lambda: (
+            _picture() | {"timestep": torch.tensor([7, 420]), "class_labels": torch.tensor([4, 1])}
+        ),
         grads=True,
     ),
     diffusers_case(
@@ -55,7 +56,11 @@ UNETS = [
         {"sample_size": 8, "block_out_channels": (4, 8), "norm_num_groups": 2}
         | {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "layers_per_block": 1}
         | {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 6}
-        | {"attention_head_dim": 2, "addition_embed_type": "text_time", "addition_time_embed_dim": 4}
+        | {
+            "attention_head_dim": 2,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 4,
+        }
         | {"projection_class_embeddings_input_dim": 13},
         lambda: {
             "sample": randn(2, 4, 8, 12),
@@ -68,9 +73,9 @@ UNETS = [
     ),
     diffusers_case(
         "UNet3DConditionModel",
-        {"sample_size": 8, "block_out_channels": (4, 8), "norm_num_groups": 2}
-        | {"down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "layers_per_block": 1}
-        | {"up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"), "cross_attention_dim": 6}
+        {"sample_size": 8, "block_out_channels": (4,), "norm_num_groups": 2}
+        | {"down_block_types": ("CrossAttnDownBlock3D",), "layers_per_block": 1}
+        | {"up_block_types": ("CrossAttnUpBlock3D",), "cross_attention_dim": 6}
         | {"attention_head_dim": 2},
         lambda: {
             "sample": randn(1, 4, 2, 4, 6),
@@ -80,9 +85,9 @@ UNETS = [
     ),
     diffusers_case(
         "UNetMotionModel",
-        {"sample_size": 8, "block_out_channels": (4, 8), "norm_num_groups": 2}
-        | {"down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion")}
-        | {"up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"), "layers_per_block": 1}
+        {"sample_size": 8, "block_out_channels": (4,), "norm_num_groups": 2}
+        | {"down_block_types": ("CrossAttnDownBlockMotion",), "layers_per_block": 1}
+        | {"up_block_types": ("CrossAttnUpBlockMotion",)}
         | {"cross_attention_dim": 6, "num_attention_heads": 2, "motion_num_attention_heads": 2},
         lambda: {
             "sample": randn(1, 4, 2, 4, 6),

@@ -128,13 +128,18 @@ IMAGES = [
     ),
     diffusers_case(
         "Flux2Transformer2DModel",
-        _FLUX | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16, "mlp_ratio": 2.0},
-        lambda: _flux_inputs()
-        | {
-            "img_ids": torch.cat([_grid_ids(2, 3), torch.zeros(6, 1)], 1).expand(2, -1, -1).long(),
-            "txt_ids": torch.arange(20).reshape(1, 5, 4).expand(2, -1, -1),
-            "guidance": times(3.5, 1.0),
-        },
+        _FLUX
+        | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16, "mlp_ratio": 2.0},
+        lambda: (
+            _flux_inputs()
+            | {
+                "img_ids": torch.cat([_grid_ids(2, 3), torch.zeros(6, 1)], 1)
+                .expand(2, -1, -1)
+                .long(),
+                "txt_ids": torch.arange(20).reshape(1, 5, 4).expand(2, -1, -1),
+                "guidance": times(3.5, 1.0),
+            }
+        ),
     ),
     diffusers_case(
         "GlmImageTransformer2DModel",
@@ -155,8 +160,19 @@ IMAGES = [
     diffusers_case(
         "HunyuanDiT2DModel",
         {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "sample_size": 6}
-        | {"patch_size": 2, "hidden_size": 16, "num_layers": 2, "mlp_ratio": 2.0, "cross_attention_dim": 6}
-        | {"cross_attention_dim_t5": 8, "pooled_projection_dim": 4, "text_len": 4, "text_len_t5": 5},
+        | {
+            "patch_size": 2,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "mlp_ratio": 2.0,
+            "cross_attention_dim": 6,
+        }
+        | {
+            "cross_attention_dim_t5": 8,
+            "pooled_projection_dim": 4,
+            "text_len": 4,
+            "text_len_t5": 5,
+        },
         lambda: {
             "hidden_states": randn(2, 4, 6, 6),
             "timestep": times(30.0, 800.0),
@@ -175,7 +191,11 @@ IMAGES = [
         | {"num_key_value_heads": 2, "intermediate_size": 16, "timestep_embed_dim": 8}
         | {"text_hidden_dim": 8, "num_text_layers": 2, "text_num_attention_heads": 2}
         | {"text_num_key_value_heads": 1, "text_intermediate_size": 12}
-        | {"num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1, "axes_dims_rope": (4, 2, 2)},
+        | {
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": (4, 2, 2),
+        },
         lambda: {
             "hidden_states": randn(2, 6, 4),
             "encoder_hidden_states": randn(2, 5, 2, 8),
@@ -230,7 +250,13 @@ IMAGES = [
     ),
     diffusers_case(
         "PRXTransformer2DModel",
-        {"in_channels": 4, "context_in_dim": 10, "hidden_size": 16, "mlp_ratio": 2.0, "num_heads": 2}
+        {
+            "in_channels": 4,
+            "context_in_dim": 10,
+            "hidden_size": 16,
+            "mlp_ratio": 2.0,
+            "num_heads": 2,
+        }
         | {"depth": 1, "axes_dim": [4, 4]},
         lambda: {
             "hidden_states": randn(2, 4, 6, 4),

@@ -1,4 +1,6 @@
-"""The diffusers models of the zoo: 50 small configurations of their own, seven that are refused or random.
+"""The diffusers models of the zoo.
+
+50 small configurations of their own, seven that are refused or random.
 
 Contents:
     DIFFUSERS   models that are exact
@@ -48,22 +50,22 @@ REFUSED: list[tuple[Case, str]] = [
 RANDOM = [
     diffusers_case(
         "ConsistencyDecoderVAE",
-        {"encoder_block_out_channels": (2, 4), "encoder_norm_num_groups": 2, "latent_channels": 3}
-        | {"encoder_down_block_types": ("DownEncoderBlock2D",) * 2, "encoder_out_channels": 3}
+        {"encoder_block_out_channels": (2, 4), "encoder_norm_num_groups": 2, "latent_channels": 4}
+        | {"encoder_down_block_types": ("DownEncoderBlock2D",) * 2, "encoder_out_channels": 4}
         | {"decoder_block_out_channels": (2, 4), "decoder_norm_num_groups": 2}
-        | {"decoder_down_block_types": ("ResnetDownsampleBlock2D",) * 2, "decoder_in_channels": 6}
+        | {"decoder_down_block_types": ("ResnetDownsampleBlock2D",) * 2, "decoder_in_channels": 7}
         | {"decoder_up_block_types": ("ResnetUpsampleBlock2D",) * 2, "decoder_layers_per_block": 1},
         lambda: {"sample": randn(2, 3, 8, 8)},
     ),
     diffusers_case(
         "AutoencoderKLLTXVideo",
-        {"latent_channels": 4, "block_out_channels": (4, 8), "decoder_block_out_channels": (4, 8)}
+        {"latent_channels": 4, "block_out_channels": (4, 8), "decoder_block_out_channels": (8, 8)}
         | {"down_block_types": ("LTXVideoDownBlock3D",) * 2, "layers_per_block": (1, 1, 1)}
         | {"decoder_layers_per_block": (1, 1, 1), "spatio_temporal_scaling": (True, False)}
         | {"decoder_spatio_temporal_scaling": (True, False), "patch_size": 2}
         | {"decoder_inject_noise": (True, True, False), "timestep_conditioning": True}
-        | {"downsample_type": ("conv", "conv"), "upsample_residual": (True, True)}
-        | {"upsample_factor": (2, 2)},
+        | {"downsample_type": ("conv", "conv"), "upsample_residual": (False, False)}
+        | {"upsample_factor": (1, 1)},
         lambda: {"sample": randn(1, 3, 3, 8, 8), "temb": torch.tensor([0.05])},
         note="noise",
     ),

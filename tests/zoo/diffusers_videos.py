@@ -129,12 +129,16 @@ VIDEOS = [
         "CosmosTransformer3DModel",
         {"in_channels": 5, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 12}
         | {"num_layers": 1, "mlp_ratio": 2, "text_embed_dim": 10, "adaln_lora_dim": 4}
-        | {"max_size": (4, 8, 8), "extra_pos_embed_type": "learnable", "concat_padding_mask": False},
+        | {
+            "max_size": (4, 8, 8),
+            "extra_pos_embed_type": "learnable",
+            "concat_padding_mask": False,
+        },
         lambda: {
             "hidden_states": randn(1, 4, 2, 4, 6),
             "timestep": torch.tensor([7]),
             "encoder_hidden_states": randn(1, 5, 10),
-            "attention_mask": keep(3, size=5),
+            "attention_mask": keep(3, size=5).bool(),
             "fps": 30,
             "condition_mask": keep(1, size=2).float()[:, None, :, None, None].repeat(1, 1, 1, 4, 6),
         },
@@ -148,7 +152,9 @@ VIDEOS = [
         lambda: {
             "input_ids": torch.tensor([3, 1, 16]),
             "text_indexes": torch.arange(3),
-            "position_ids": torch.stack([torch.arange(9), torch.arange(9) // 2, torch.arange(9) % 2]),
+            "position_ids": torch.stack(
+                [torch.arange(9), torch.arange(9) // 2, torch.arange(9) % 2]
+            ),
             "und_len": 3,
             "sequence_length": 9,
             "vision_tokens": [randn(1, 2, 2, 1, 3)],
@@ -162,8 +168,9 @@ VIDEOS = [
     diffusers_case(
         "HunyuanVideoTransformer3DModel",
         _HUNYUAN_1 | {"guidance_embeds": True},
-        lambda: _hunyuan_inputs()
-        | {"pooled_projections": randn(2, 6), "guidance": times(600.0, 100.0)},
+        lambda: (
+            _hunyuan_inputs() | {"pooled_projections": randn(2, 6), "guidance": times(600.0, 100.0)}
+        ),
         grads=True,
     ),
     diffusers_case(
@@ -190,7 +197,11 @@ VIDEOS = [
         {"num_attention_heads": 2, "attention_head_dim": 6, "in_channels": 4, "out_channels": 8}
         | {"num_layers": 1, "cross_attention_dim": 12, "caption_channels": 5, "sample_size": 6}
         | {"attention_bias": True, "patch_size": 2, "norm_type": "ada_norm_single"}
-        | {"activation_fn": "gelu-approximate", "norm_elementwise_affine": False, "video_length": 3},
+        | {
+            "activation_fn": "gelu-approximate",
+            "norm_elementwise_affine": False,
+            "video_length": 3,
+        },
         lambda: {
             "hidden_states": randn(2, 4, 3, 6, 6),
             "encoder_hidden_states": randn(2, 7, 5),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 
-from tpuport.demo.planner import BatchFeature, DiffusionPlanner
 from tpuport.demo.plain_torchax import Difference, run_plain
+from tpuport.demo.planner import BatchFeature, DiffusionPlanner
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def make_planner(seed: int = 0) -> Example:
     return Example(
         title=type(model).__name__,
         story=(
-            "A diffusion planner written the way research code is (tpuport/demo/planner.py): in-place"
-            " edits, boolean masks, .item(), a cache that grows, noise drawn in forward, buffers that"
-            " training updates."
+            "A diffusion planner written the way research code is (tpuport/demo/planner.py):"
+            " in-place edits, boolean masks, .item(), a cache that grows, noise drawn in forward,"
+            " buffers that training updates."
         ),
         model=model,
         inputs=inputs,

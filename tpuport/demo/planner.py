@@ -31,6 +31,9 @@ class BatchFeature(UserDict):
 class RotaryEmbedding(nn.Module):
     """Rotates pairs of channels in proportion to the position; its table grows on demand."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, dim: int, base: float = 10000.0) -> None:
         super().__init__()
         self.dim, self.base = dim, base
@@ -69,7 +72,7 @@ class Attention(nn.Module):
         context: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mix `x` [B, N, width] with itself, or with the context [B, L, width] that `mask` admits."""
+        """Mix `x` [B, N, width] with itself, or with `context` [B, L, width] where `mask` holds."""
         source = x if context is None else context
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         key, value = (
@@ -124,6 +127,13 @@ class DiffusionPlanner(nn.Module):
     `forward` takes `context` [B, L, context_width], `context_mask` bool [B, L] (False is padding),
     `status` [B, 8], `action` [B, H, 3] and `valid` bool [B, H]; `get_action` the first three.
     """
+
+    alphas: torch.Tensor
+    schedule: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    loss_ema: torch.Tensor
+    num_updates: torch.Tensor
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def _port(console: Console, example: Example) -> PortedModel:
 def _tell_parity(console: Console, report: PortReport) -> None:
     for kind in ("output", "gradient", "buffer"):
         found = [parity for parity in report.parity if parity.kind == kind]
-        # One that is zero but for rounding was held to an absolute limit: no relative error to tell.
+        # One that is zero but for rounding was held to an absolute limit: it has no relative error.
         sizable = [one.max_rel for one in found if one.max_rel <= one.tolerance or not one.ok]
         if sizable:
             what = f"{plural(len(found), kind)} as in eager PyTorch"

@@ -1,7 +1,8 @@
 """The one place that imports torchax, and the conversions between torch and jax values.
 
-Importing torchax sets an environment variable and turns off a torch fast path; both are put back here, so importing tpuport's
-model layer leaves the process as it was. (torchax 0.0.14.dev20261026; can go when torchax imports cleanly.)
+Importing torchax sets an environment variable and turns off a torch fast path; both are put back
+here, so importing tpuport's model layer leaves the process as it was. (torchax 0.0.14.dev20261026;
+can go when torchax imports cleanly.)
 """
 
 import os
@@ -29,7 +30,7 @@ _import_torchax()
 
 from torchax.ops import jaten, ops_registry  # noqa: E402
 from torchax.ops import mappings as _mappings  # noqa: E402
-from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402
+from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402, F401  (others take it from here)
 
 TORCHAX_OPS: dict[Any, Any] = ops_registry.all_aten_ops
 torchax_lowerings = jaten
@@ -52,12 +53,17 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
-    """The jax dtype that holds a torch dtype here: 64-bit types are held in 32 bits unless jax_enable_x64 is on."""
+    """The jax dtype that holds a torch dtype here.
+
+    64-bit types are held in 32 bits unless jax_enable_x64 is on.
+    """
     return jax.dtypes.canonicalize_dtype(_mappings.t2j_dtype(dtype))
 
 
 def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU torch tensor as a numpy array of the same (ml_dtypes where needed) dtype, without rounding."""
+    """A CPU torch tensor as a numpy array of the same (ml_dtypes where needed) dtype, without
+    rounding.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -68,7 +74,8 @@ def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """Copy a CPU torch tensor into a jax array (64-bit types narrowed to what jax is configured to hold).
+    """Copy a CPU torch tensor into a jax array (64-bit types narrowed to what jax is configured to
+    hold).
 
     Raises:
         OverflowError: an int64 value does not fit in the 32 bits that jax holds without x64.
@@ -79,8 +86,10 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         info = np.iinfo(target)
         if array.min() < info.min or array.max() > info.max:
             msg = (
-                f"an {tensor.dtype} value (between {array.min()} and {array.max()}) does not fit in {target}, which jax"
-                " holds it in; enable 64-bit values with jax.config.update('jax_enable_x64', True) before converting"
+                f"an {tensor.dtype} value (between {array.min()} and {array.max()}) does not"
+                f" fit in {target}, which jax"
+                " holds it in; enable 64-bit values with jax.config.update('jax_enable_x64',"
+                " True) before converting"
             )
             raise OverflowError(msg)
     # A copy: jax may alias a numpy buffer that torch later writes to.

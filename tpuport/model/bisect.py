@@ -19,9 +19,12 @@ def first_difference(
     key: jax.Array,
     before: dict[str, Any],
 ) -> Divergence | None:
-    """Run both sides recording every module's output in call order; the first leaf-most one beyond tolerance, or None.
+    """Run both sides recording every module's output in call order.
 
-    The port runs operation by operation on concrete values here, so a difference that only XLA's fusion makes is not found.
+    The first leaf-most one beyond tolerance, or None.
+
+    The port runs operation by operation on concrete values here, so a difference that only XLA's
+    fusion makes is not found.
     """
     ported = verifier.ported
     if ported._program.master is None:

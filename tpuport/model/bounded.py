@@ -1,8 +1,9 @@
 """Tensors with a size that depends on data, held in arrays of a static bound.
 
-`x[mask]`, `nonzero` and slices with traced ends give a tensor whose physical array has the largest size possible and whose first `count`
-elements along a dim are the real ones. An op is allowed here only if it keeps those exact: elementwise, rows independent of each other,
-reductions with the rest masked out, and gathers, scatters and concatenations that move them. Everything else is refused.
+`x[mask]`, `nonzero` and slices with traced ends give a tensor whose physical array has the largest
+size possible and whose first `count` elements along a dim are the real ones. An op is allowed here
+only if it keeps those exact: elementwise, rows independent of each other, reductions with the rest
+masked out, and gathers, scatters and concatenations that move them. Everything else is refused.
 """
 
 import math
@@ -36,7 +37,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
     return register
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 def extents_of(tensor: Any) -> Extents:
@@ -111,7 +112,9 @@ def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def filled(tensor: TracedTensor, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """The physical tensor with the elements past its sizes (along `dims`, default all) set to `value`."""
+    """The physical tensor with the elements past its sizes (along `dims`, default all) set to
+    `value`.
+    """
     plain = strip(tensor)
     for dim, node in extents_of(tensor).items():
         if dims is None or dim in dims:
@@ -125,11 +128,14 @@ def refuse(func: Any, why: str = "") -> Exception:
     return port_error(
         f"{getattr(func, '_opname', func)} on a tensor whose size depends on data{why}",
         code="TPU203",
-        remedy="keep the full size and select with torch.where, or reduce the selected elements with a mask",
+        remedy=(
+            "keep the full size and select with torch.where, or reduce the selected elements with"
+            " a mask"
+        ),
     )
 
 
-# -- entry -------------------------------------------------------------------------------------------------------
+# -- entry -----------------------------------------------------------------------------------------
 
 
 def involved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -146,7 +152,8 @@ def _involved(value: Any) -> bool:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on tensors of data-dependent size, or NotImplemented where the ordinary way is right.
+    """Run an op on tensors of data-dependent size, or NotImplemented where the ordinary way is
+    right.
 
     Raises:
         PortError: the op is not known to keep the real elements exact.
@@ -204,18 +211,22 @@ _POINTWISE |= {
     "contiguous",
 }
 _ROWWISE = {
-    "native_layer_norm", "_fused_rms_norm", "embedding", "cumsum", "cumprod", "_softmax", "_log_softmax", "mm", "bmm", "addmm",
-    "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "select", "unbind",
-    "split", "split_with_sizes", "glu", "topk", "sort", "argsort", "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
-    "upsample_nearest1d", "view_as_real", "view_as_complex", "_conj",
+    "native_layer_norm", "_fused_rms_norm", "embedding", "cumsum", "cumprod", "_softmax",
+    "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
+    "expand", "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
+    "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat", "upsample_nearest1d",
+    "view_as_real", "view_as_complex", "_conj",
 }  # fmt: skip
 
 
-# -- elementwise -------------------------------------------------------------------------------------------------
+# -- elementwise -----------------------------------------------------------------------------------
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elementwise ops: data-dependent sizes must agree; a static size that meets one must equal it at run time."""
+    """Elementwise ops: data-dependent sizes must agree.
+
+    A static size that meets one must equal it at run time.
+    """
     tensors = _tensors(args, kwargs)
     rank = max(t.dim() for t in tensors)
     found: Extents = {}
@@ -235,7 +246,10 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
         size = int(node.low) if statics else min(_bound(t, d) for t, d, _ in nodes)
         for t, d, other in nodes:
-            message = f"The size of tensor a must match the size of tensor b at non-singleton dimension {out_dim}"
+            message = (
+                "The size of tensor a must match the size of tensor b at non-singleton dimension"
+                f" {out_dim}"
+            )
             require_equal(other, node, message)
             replaced[id(t)] = _resized(replaced[id(t)], d, size)
         if not statics:
@@ -271,11 +285,14 @@ def _resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return tensor
 
 
-# -- ops whose rows do not see each other ------------------------------------------------------------------------
+# -- ops whose rows do not see each other ----------------------------------------------------------
 
 
 def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops that keep elements along the data-dependent dim apart; which dim it becomes is asked of torch itself."""
+    """Ops that keep elements along the data-dependent dim apart.
+
+    Which dim it becomes is asked of torch itself.
+    """
     args = tuple(_physical_sizes(a, args) for a in args)
     exprs = {node.expr: node for t in _tensors(args, kwargs) for node in extents_of(t).values()}
     _refuse_mixing(func, args, kwargs)
@@ -364,7 +381,10 @@ def _attach_grown(
 
 
 def _leads(small: int, large: int, factor: int) -> bool:
-    """Whether the grown dim is the slowest of those merged into one: then the real elements stay a prefix."""
+    """Whether the grown dim is the slowest of those merged into one.
+
+    Then the real elements stay a prefix.
+    """
     return factor > 0 and small % factor == 0 and large % factor == 0
 
 
@@ -418,7 +438,7 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @handles("view", "_unsafe_view", "_reshape_alias")
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reshapes: the data-dependent dim may merge only with dims after it (or of size 1 before it)."""
+    """Reshapes: the data-dependent dim may merge with dims after it (or of size 1 before it)."""
     base = args[0]
     if func._overloadname == "dtype":
         return rowwise(func, args, kwargs)
@@ -433,7 +453,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, int]:
-    """Where a dim goes in a reshape, and by how many elements of later dims each of its elements grew."""
+    """Where a dim goes in a reshape, and by how many elements of later dims each of its elements
+    grew.
+    """
     lead = math.prod(shape[:dim])
     running = 1
     candidates = []
@@ -479,7 +501,10 @@ def _keep(source: Any, physical: Any, without: int) -> Any:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` of at least two dims each; the summed dim may depend on data, the same way on both sides."""
+    """`a @ b` of at least two dims each.
+
+    The summed dim may depend on data, the same way on both sides.
+    """
     if a.dim() < 2 or b.dim() < 2:
         raise refuse(aten.mm.default, " (matrix with vector)")
     inner_a, inner_b = a.dim() - 1, b.dim() - 2
@@ -514,7 +539,7 @@ def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
 
 
 def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of attention with one physical size, checked to have the same number of rows."""
+    """Keys and values of attention with one physical size, checked to have as many rows."""
     at, to = key.dim() - 2, value.dim() - 2
     left, right = extents_of(key).get(at), extents_of(value).get(to)
     if left is None and right is None:
@@ -589,7 +614,7 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))
 
 
-# -- reductions --------------------------------------------------------------------------------------------------
+# -- reductions ------------------------------------------------------------------------------------
 
 
 def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -619,9 +644,10 @@ def _greatest(dtype: torch.dtype) -> Any:
 
 
 _IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
-    "sum": lambda _: 0, "prod": lambda _: 1, "any": lambda _: False, "all": lambda _: True, "count_nonzero": lambda _: 0,
-    "linalg_vector_norm": lambda _: 0, "nansum": lambda _: 0, "amax": _least, "max": _least, "argmax": _least, "amin": _greatest,
-    "min": _greatest, "argmin": _greatest, "logsumexp": _least,
+    "sum": lambda _: 0, "prod": lambda _: 1, "any": lambda _: False, "all": lambda _: True,
+    "count_nonzero": lambda _: 0, "linalg_vector_norm": lambda _: 0, "nansum": lambda _: 0,
+    "amax": _least, "max": _least, "argmax": _least, "amin": _greatest, "min": _greatest,
+    "argmin": _greatest, "logsumexp": _least,
 }  # fmt: skip
 
 
@@ -666,7 +692,7 @@ def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# -- moving rows -------------------------------------------------------------------------------------------------
+# -- moving rows -----------------------------------------------------------------------------------
 
 
 def compacted(keep: jax.Array, bound: int) -> jax.Array:
@@ -722,10 +748,14 @@ def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberN
         start = max(min(start, 2**31 - 1), -(2**31) + 1)
     node = node_of(start)
     if node.high == 0 and node.low < 0:
-        # `x[:-n]` with n = 0 is empty in Python, not all of x: no code means that, so it fails instead of going two ways.
+        # `x[:-n]` with n = 0 is empty in Python, not all of x: no code means that, so it fails
+        # instead of going two ways.
         from tpuport.model.branching import raise_if
 
-        message = "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or everything"
+        message = (
+            "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or"
+            " everything"
+        )
         raise_if(node.value == 0, IndexError(message))
         node = NumberNode(node.value, int, node.low, -1, node.expr)
     if node.high < 0:
@@ -888,7 +918,7 @@ def _jax_dtype(dtype: torch.dtype) -> Any:
     return backend.jax_dtype(dtype)
 
 
-# -- creation with traced sizes ----------------------------------------------------------------------------------
+# -- creation with traced sizes --------------------------------------------------------------------
 
 
 @handles(

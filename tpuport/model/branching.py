@@ -1,8 +1,9 @@
 """Python control flow on traced values.
 
-A branch that a rule can rewrite becomes `tpuport.ops.cond` on its own lines. Any other is explored at the innermost module (or at the
-whole function): the call is run once for each outcome and the two results meet in `lax.cond`. An outcome that raises is a check: it is
-lifted out of the program, and raises at the caller when the condition holds.
+A branch that a rule can rewrite becomes `tpuport.ops.cond` on its own lines. Any other is explored
+at the innermost module (or at the whole function): the call is run once for each outcome and the
+two results meet in `lax.cond`. An outcome that raises is a check: it is lifted out of the program,
+and raises at the caller when the condition holds.
 """
 
 import math
@@ -34,7 +35,9 @@ class Undecided(BaseException):
 
 
 class Restart(BaseException):
-    """Trace again from the start with more known: which code to rewrite, which module calls to explore.
+    """Trace again from the start with more known.
+
+    Which code to rewrite, which module calls to explore.
 
     `site` is the code object that ran and the place in it; None where rewriting cannot help.
     """
@@ -54,8 +57,10 @@ class Restart(BaseException):
 class Plan:
     """What earlier attempts at this trace learned.
 
-    `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the module calls to run once for each outcome,
-    `host_state` whether small state stays concrete, `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became state.
+    `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the
+    module calls to run once for each outcome, `host_state` whether small state stays concrete,
+    `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became
+    state.
     """
 
     tried: set[tuple[str, int]] = field(default_factory=set)
@@ -66,7 +71,10 @@ class Plan:
     widened: int = 0
 
     def widen(self, candidates: list[int]) -> bool:
-        """Read one more argument's value while tracing: each alone, smallest first, then all; False when all was tried."""
+        """Read one more argument's value while tracing: each alone, smallest first, then all.
+
+        False when all was tried.
+        """
         choices = [frozenset({i}) for i in candidates]
         if len(candidates) > 1:
             choices.append(frozenset(candidates))
@@ -137,7 +145,9 @@ class Explorer:
         return outcome
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
-        """Run a module call, exploring it if an earlier attempt found that it branches on traced values."""
+        """Run a module call, exploring it if an earlier attempt found that it branches on traced
+        values.
+        """
         if name not in self.plan.explore or any(unit.name == name for unit in self.units):
             self.calls.append(name)
             try:
@@ -200,7 +210,9 @@ class Explorer:
 
 
 class Snapshot:
-    """The mutable Python state below some roots (module attributes, containers), to be put back before another path."""
+    """The mutable Python state below some roots (module attributes, containers), to be put back
+    before another path.
+    """
 
     def __init__(self, roots: list[Any]) -> None:
         self.saved: list[tuple[Any, str, Any]] = []
@@ -312,7 +324,9 @@ def merge(
     site: str,
     snapshot: Snapshot | None = None,
 ) -> Any:
-    """Both sides of a branch as one `lax.cond`; `_Forced` if one side raises (the condition becomes a check).
+    """Both sides of a branch as one `lax.cond`.
+
+    `_Forced` if one side raises (the condition becomes a check).
 
     Raises:
         PortError: the sides differ in structure, shape, dtype or Python values.
@@ -348,7 +362,7 @@ def merge(
                 leaves, _ = structure.flatten(result, leaf=_branch_leaf)
                 values = [_leaf_value(v, t) for v, t in zip(leaves, sides[0].metas, strict=True)]
                 after = [s.value for s in written]
-            for storage, value, version in effects.before.values():
+            for storage, value, _ in effects.before.values():
                 storage.value, storage.version = value, storage.version + 1
             return values, after
 
@@ -361,7 +375,16 @@ def merge(
 
 
 def _branch_leaf(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, *numbers.SYMBOLIC))
+    return isinstance(value, (torch.Tensor, *numbers.SYMBOLIC)) or type(value) in (bool, int, float)
+
+
+_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def _kind(meta: Any, other: Any = bool) -> type:
+    """The Python type of a number that is one of two types of number on the two sides of a branch."""
+    kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
+    return float if float in kinds else int if int in kinds else bool
 
 
 def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
@@ -385,7 +408,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.error = error
         side.body = Body(trace, thunk)
         side.body.written = list(effects.before.values())
-        for storage, value, version in side.body.written:
+        for storage, value, _ in side.body.written:
             storage.value, storage.version = value, storage.version + 1
         return 0
 
@@ -430,29 +453,45 @@ def _leaf_meta(leaf: Any) -> Any:
 
 
 def _leaf_value(leaf: Any, meta: Any) -> jax.Array:
-    del meta
     if isinstance(leaf, torch.Tensor):
         from tpuport.model.dispatch import value_of
 
         return value_of(leaf)
-    return numbers.node_value(leaf)
+    value = numbers.node_value(leaf) if isinstance(leaf, numbers.SYMBOLIC) else jnp.asarray(leaf)
+    return value if meta is None else value.astype(_NUMBER_DTYPES[_kind(meta)])
+
+
+_NUMBER_DTYPES = {float: jnp.float32, int: jnp.int32, bool: jnp.bool_}
 
 
 def _check_sides(sides: list[_Side], site: str) -> None:
     a, b = sides
+    for leaf in (*a.leaves, *b.leaves):
+        if isinstance(leaf, TracedTensor) and leaf._extents is not None:
+            raise port_error(
+                f"a branch on a traced value (at {site}) gives a tensor whose size depends on data",
+                code="TPU203",
+                remedy="reduce it to a static size inside the branch",
+            )
     same = a.spec.key == b.spec.key and len(a.leaves) == len(b.leaves)
     if same:
-        for x, y in zip(a.metas, b.metas, strict=True):
+        for index, (x, y) in enumerate(zip(a.metas, b.metas, strict=True)):
             if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
                 same = same and x.shape == y.shape and x.dtype == y.dtype
+            elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+                same = False
             else:
-                same = same and x == y
+                a.metas[index] = b.metas[index] = _kind(x, y)
     if not same:
         raise port_error(
-            f"the two outcomes of the branch at {site} differ in structure, shape, dtype or Python values:"
+            f"the two outcomes of the branch at {site} differ in structure, shape, dtype or"
+            " Python values:"
             f" {_outline(a)} against {_outline(b)}",
             code="TPU101",
-            remedy="make both outcomes give tensors of one shape and dtype, or decide the branch by a Python value",
+            remedy=(
+                "make both outcomes give tensors of one shape and dtype, or decide the branch by"
+                " a Python value"
+            ),
         )
 
 
@@ -468,13 +507,16 @@ def _rebuild_merged(
     trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
 ) -> Any:
     a, b = sides
-    leaves = []
-    for value, meta, fa, fb in zip(values, a.metas, a.frozen, b.frozen, strict=True):
+    leaves: list[Any] = []
+    for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
+        one, other = a.leaves[index], b.leaves[index]
         if isinstance(meta, torch.Tensor):
-            leaves.append(wrap(value, meta.dtype, trace=trace, frozen=fa and fb))
+            frozen = a.frozen[index] and b.frozen[index]
+            leaves.append(wrap(value, meta.dtype, trace=trace, frozen=frozen))
+        elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
+            leaves.append(one)
         else:
-            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
-            leaves.append(numbers.number(value, kind))
+            leaves.append(numbers.number(value, meta))
     rebuilt = structure.rebuild(a.spec, leaves)
     if snapshot is None:
         return rebuilt
@@ -484,7 +526,7 @@ def _rebuild_merged(
     return result
 
 
-# -- what rewritten code and tensors call ------------------------------------------------------------------------
+# -- what rewritten code and tensors call ----------------------------------------------------------
 
 
 def decide(value: jax.Array) -> bool:
@@ -506,7 +548,10 @@ def decide(value: jax.Array) -> bool:
 
 
 def raise_if(failed: jax.Array, error: Exception) -> None:
-    """Fail as eager does where `failed`: as a lifted check, or as a branch where the user's code catches exceptions."""
+    """Fail as eager does where `failed`.
+
+    As a lifted check, or as a branch where the user's code catches exceptions.
+    """
     trace = current()
     assert trace is not None
     if inside_try():
@@ -533,14 +578,18 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     raise port_error(
         f"a Python {kind.__name__} was made of a value that depends on the program's inputs",
         code="TPU103",
-        remedy="pass it as a Python number (it is then static), or keep it a tensor and use torch operations on it",
+        remedy=(
+            "pass it as a Python number (it is then static), or keep it a tensor and use torch"
+            " operations on it"
+        ),
     )
 
 
 def traced_cond(
     test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
-    """`then(*operands)` if the traced `test` holds, else `orelse(*operands)`, decided on the device.
+    """`then(*operands)` if the traced `test` holds, else `orelse(*operands)`, decided on the
+    device.
 
     Args:
         test: a traced tensor with one element, or a traced number.
@@ -556,7 +605,11 @@ def traced_cond(
     if not isinstance(value, jax.core.Tracer) or trace is None:
         return then(*operands) if bool(value) else orelse(*operands)
     site = user_line()
-    merged = merge(trace, value, lambda: then(*operands), lambda: orelse(*operands), site=site)
+    # A side may change a list or dict among its operands in place.
+    snapshot = Snapshot([operands])
+    merged = merge(
+        trace, value, lambda: then(*operands), lambda: orelse(*operands), site=site, snapshot=snapshot
+    )
     if isinstance(merged, _Forced):
         if trace.explorer is not None:
             trace.explorer.branches[site] = "lifted check"
@@ -572,7 +625,10 @@ def truth(test: Any) -> jax.Array:
 
     if isinstance(test, torch.Tensor):
         if test.numel() != 1:
-            msg = f"Boolean value of Tensor with {'no' if not test.numel() else 'more than one'} value"
+            msg = (
+                f"Boolean value of Tensor with {'no' if not test.numel() else 'more than one'}"
+                " value"
+            )
             msg += "" if not test.numel() else "s"
             raise RuntimeError(msg + " is ambiguous")
         value = value_of(test).reshape(())
@@ -584,7 +640,10 @@ def truth(test: Any) -> jax.Array:
 
 
 def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> None:
-    """Lift `if test: raise make_error()` out of the program: the caller raises when the condition held."""
+    """Lift `if test: raise make_error()` out of the program.
+
+    The caller raises when the condition held.
+    """
     trace = current()
     value = truth(test)
     if not isinstance(value, jax.core.Tracer) or trace is None:
@@ -618,7 +677,8 @@ def traced_while(
     """`while test(*operands): operands = body(*operands)` on the device.
 
     Raises:
-        PortError: an operand changes its shape, dtype or Python value in the body, or the body writes to other tensors.
+        PortError: an operand changes its shape, dtype or Python value in the body, or the body
+            writes to other tensors.
     """
     trace = current()
     assert trace is not None
@@ -629,9 +689,7 @@ def traced_while(
         made = [
             wrap(v, m.dtype, trace=trace)
             if isinstance(m, torch.Tensor)
-            else numbers.number(
-                v, {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[m]
-            )
+            else numbers.number(v, _kind(m))
             for v, m in zip(values, metas, strict=True)
         ]
         return structure.rebuild(spec, made)
@@ -642,7 +700,8 @@ def traced_while(
             found, out_spec = structure.flatten(tuple(out), leaf=_branch_leaf)
         if effects.before or out_spec.key != spec.key:
             raise port_error(
-                "a while loop on a traced value writes to tensors or changes Python values that it does not carry",
+                "a while loop on a traced value writes to tensors or changes Python values"
+                " that it does not carry",
                 code="TPU104",
                 remedy="loop a fixed number of times and select with torch.where",
             )

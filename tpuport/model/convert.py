@@ -23,26 +23,35 @@ def convert(
     checks: bool = True,
     matmul_precision: str | None = "highest",
 ) -> PortedModel:
-    """Port a PyTorch module or function to one jitted JAX program, and check it against eager PyTorch.
+    """Port a PyTorch module or function to one jitted JAX program, and check it against eager
+    PyTorch.
 
     Args:
-        target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only) or a function of tensors.
-        args: example positional arguments; with them the port is traced, compiled and checked now instead of at the first call.
+        target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only) or a
+            function of tensors.
+        args: example positional arguments; with them the port is traced, compiled and checked now
+            instead of at the first call.
         kwargs: example keyword arguments, likewise.
-        methods: the methods to port; each is called as `ported.name(...)`, "forward" as `ported(...)`.
-        verify: compare the first call of each method with eager PyTorch on the CPU, and raise if they differ.
-        rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in float32, 2e-2 in bfloat16.
-        checks: raise the exceptions that the code raises on values (`if x.min() < 0: raise`), after the call. False drops them, which
-            saves a wait for the device at each call.
-        matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch; None leaves jax's setting).
+        methods: the methods to port; each is called as `ported.name(...)`, "forward" as
+            `ported(...)`.
+        verify: compare the first call of each method with eager PyTorch on the CPU, and raise if
+            they differ.
+        rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in
+            float32, 2e-2 in bfloat16.
+        checks: raise the exceptions that the code raises on values (`if x.min() < 0: raise`), after
+            the call. False drops them, which saves a wait for the device at each call.
+        matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch;
+            None leaves jax's setting).
 
     Returns:
         The ported model. The target itself, its class and all global state are as before.
 
     Raises:
-        UsageError: `target` is not a module or function, is on an accelerator or already on jax, or `methods` names none of its methods.
+        UsageError: `target` is not a module or function, is on an accelerator or already on jax, or
+            `methods` names none of its methods.
         PortError: the code cannot be ported exactly; the message names the line.
-        ParityError: the port's result differs from eager's; the report names the first module that differs.
+        ParityError: the port's result differs from eager's; the report names the first module that
+            differs.
     """
     _check_target(target, methods)
     report = notes.new_report(target)
@@ -65,10 +74,16 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
         msg = "convert() got a PortedModel: it is ported already; call it"
         raise UsageError(msg)
     if isinstance(methods, str):
-        msg = f"methods must be a tuple of names, got the string {methods!r}; write methods=({methods!r},)"
+        msg = (
+            f"methods must be a tuple of names, got the string {methods!r};"
+            f" write methods=({methods!r},)"
+        )
         raise UsageError(msg)
     if isinstance(target, type):
-        msg = f"convert() got the class {target.__name__}; pass an instance: tpuport.convert({target.__name__}(...))"
+        msg = (
+            f"convert() got the class {target.__name__}; pass an instance:"
+            f" tpuport.convert({target.__name__}(...))"
+        )
         raise UsageError(msg)
     if not isinstance(target, torch.nn.Module):
         if not callable(target):
@@ -84,12 +99,16 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
             tensor.data, backend.TorchaxTensor
         ):
             msg = (
-                f"the model is already on jax ({name} is a torchax tensor); convert the model as it is before .to('jax'):"
+                f"the model is already on jax ({name} is a torchax tensor);"
+                " convert the model as it is before .to('jax'):"
                 " convert() moves the weights itself"
             )
             raise UsageError(msg)
         if tensor.device.type not in ("cpu", "meta"):
-            msg = f"{name} is on {tensor.device}; move the model to the CPU first: convert(model.cpu())"
+            msg = (
+                f"{name} is on {tensor.device}; move the model to the CPU first:"
+                " convert(model.cpu())"
+            )
             raise UsageError(msg)
 
 
@@ -97,7 +116,10 @@ def _check_arguments(
     target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     if isinstance(args, (torch.Tensor, jax.Array)) or not isinstance(args, (tuple, list)):
-        msg = f"args must be a tuple of the positional arguments, got {type(args).__name__}; write args=(x,)"
+        msg = (
+            f"args must be a tuple of the positional arguments, got {type(args).__name__};"
+            " write args=(x,)"
+        )
         raise UsageError(msg)
     if not isinstance(kwargs, dict):
         msg = f"kwargs must be a dict of the keyword arguments, got {type(kwargs).__name__}"

@@ -1,8 +1,9 @@
 """Every ATen op on a traced tensor comes through here.
 
-An op is first run on meta tensors, which gives torch's own shapes, dtypes, strides, aliasing and errors; then its value comes from a
-lowering: ours (`lowerings/`), else torchax's, else torch's decomposition. Tensors that do not depend on the program's inputs stay
-plain CPU tensors, are computed by torch, and become constants when they meet a traced one.
+An op is first run on meta tensors, which gives torch's own shapes, dtypes, strides, aliasing and
+errors; then its value comes from a lowering: ours (`lowerings/`), else torchax's, else torch's
+decomposition. Tensors that do not depend on the program's inputs stay plain CPU tensors, are
+computed by torch, and become constants when they meet a traced one.
 """
 
 import contextlib
@@ -65,7 +66,8 @@ def _functional_of(func: Any) -> Any:
         target = getattr(packet, name)
     if target is None:
         return None
-    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor): the arguments do not.
+    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor): the arguments do
+    # not.
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for overload in target.overloads():
         candidate = getattr(target, overload)
@@ -76,7 +78,7 @@ def _functional_of(func: Any) -> Any:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def op_info(func: Any) -> OpInfo:
     """Facts about an op, worked out once."""
     from tpuport.model.lowerings import find
@@ -102,7 +104,8 @@ def op_info(func: Any) -> OpInfo:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen op of which at least one tensor is traced (or which draws random numbers in a trace).
+    """Run one ATen op of which at least one tensor is traced (or which draws random numbers in a
+    trace).
 
     Raises:
         PortError: no lowering, or a form of the op that cannot be kept exact.
@@ -110,7 +113,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     info = op_info(func)
     trace = current()
     if trace is not None and not info.writes and (trace.dynamic or func._opname in _SELECTIONS):
-        if func._opname in _SELECTIONS and _selects(func, args) or bounded.involved(args, kwargs):
+        if (func._opname in _SELECTIONS and _selects(func, args)) or bounded.involved(args, kwargs):
             result = bounded.dispatch(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -140,7 +143,7 @@ def _selects(func: Any, args: tuple[Any, ...]) -> bool:
     return any(traced_mask(m) for m in masks)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 def _map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -166,7 +169,8 @@ def value_of(tensor: Any) -> jax.Array:
         owner = tensor._storage.trace
         if owner is not None and owner is not trace and owner.closed:
             raise port_error(
-                "a tensor computed in an earlier trace is used here; something outside the model kept it (a global,"
+                "a tensor computed in an earlier trace is used here;"
+                " something outside the model kept it (a global,"
                 " a functools.cache, a closure)",
                 code="TPU402",
                 remedy="keep it in a buffer of the module, or compute it from host values only",
@@ -207,7 +211,7 @@ def grad_frozen(tensors: list[torch.Tensor]) -> bool:
     return all(not isinstance(t, TracedTensor) or t._frozen for t in tensors)
 
 
-# -- ops that only compute ---------------------------------------------------------------------------------------
+# -- ops that only compute -------------------------------------------------------------------------
 
 
 def _known_masks(indices: Any) -> list[Any]:
@@ -296,9 +300,13 @@ def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[s
         raise
     except Exception as error:
         raise port_error(
-            f"the lowering of {func} to JAX failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            f"the lowering of {func} to JAX failed: {type(error).__name__}:"
+            f" {str(error).splitlines()[0] if str(error) else ''}",
             code="TPU105",
-            remedy="this is a gap in tpuport or torchax: please report it with this line; until then use other operations",
+            remedy=(
+                "this is a gap in tpuport or torchax: please report it with this line;"
+                " until then use other operations"
+            ),
             cause=error,
         ) from error
 
@@ -384,7 +392,10 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise port_error(
             f"{func} has no lowering to JAX",
             code="TPU105",
-            remedy="register one with tpuport.model.lowerings.lowering, or rewrite this line with other torch operations",
+            remedy=(
+                "register one with tpuport.model.lowerings.lowering, or rewrite this line with"
+                " other torch operations"
+            ),
             cause=cause,
         )
     return result
@@ -397,7 +408,7 @@ def _within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return rule(*args, **kwargs)
 
 
-# -- views -------------------------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
 
 
 def _dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -479,7 +490,7 @@ def _inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return target
 
 
-# -- writes ------------------------------------------------------------------------------------------------------
+# -- writes ----------------------------------------------------------------------------------------
 
 
 def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
@@ -489,7 +500,10 @@ def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tens
         if isinstance(target, torch.Tensor) and trace is not None:
             trace.promote(target).write(_fit(value, target))
             return target
-        msg = "an in-place write of a computed JAX value into a plain CPU tensor; use .copy_(y.cpu()) instead"
+        msg = (
+            "an in-place write of a computed JAX value into a plain CPU tensor;"
+            " use .copy_(y.cpu()) instead"
+        )
         raise TypeError(msg)
     value = _fit(value, target)
     if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
@@ -558,7 +572,8 @@ def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
             remedy="call .clone() on it first",
         )
     msg = (
-        "unsupported operation: more than one element of the written-to tensor refers to a single memory"
+        "unsupported operation: more than one element of the written-to tensor refers to a"
+        " single memory"
         " location. Please clone() the tensor before performing the operation."
     )
     raise RuntimeError(msg)
@@ -596,7 +611,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-# -- modes -------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 
 
 class DispatchMode(TorchDispatchMode):
@@ -604,7 +619,8 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled by dynamo here, and guarding each op against it costs more than the op.
+        # Nothing is compiled by dynamo here, and guarding each op against it costs more than the
+        # op.
         return False
 
     def __init__(self, trace: Trace) -> None:
@@ -627,7 +643,10 @@ class DispatchMode(TorchDispatchMode):
 def needs_dispatch(
     trace: Trace, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether an op concerns the traced program: a traced operand, a promoted one, or fresh randomness."""
+    """Whether an op concerns the traced program.
+
+    A traced operand, a promoted one, or fresh randomness.
+    """
     if any(issubclass(t, TracedTensor) for t in types):
         return True
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -641,7 +660,10 @@ def needs_dispatch(
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees every call of the torch Python API while a trace runs; handles the few that must not reach C++ as they are."""
+    """Sees every call of the torch Python API while a trace runs.
+
+    Handles the few that must not reach C++ as they are.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()

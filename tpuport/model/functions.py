@@ -1,7 +1,7 @@
 """Calls of the torch Python API that must not reach C++ as they are while a trace runs.
 
-Two kinds: ones that would ask a traced value for a Python number, and ones that C++ would take apart into pieces that XLA compiles worse
-(linear, matmul, einsum, attention).
+Two kinds: ones that would ask a traced value for a Python number, and ones that C++ would take
+apart into pieces that XLA compiles worse (linear, matmul, einsum, attention).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tpuport.model import bounded, numbers
-from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
+from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
 from tpuport.model.tensor import TracedTensor
@@ -24,7 +24,10 @@ FUNCTIONS: dict[Any, Handler] = {}
 
 
 def function(*targets: Any) -> Callable[[Handler], Handler]:
-    """Register a handler for torch functions; it may return NotImplemented to let the call go its way."""
+    """Register a handler for torch functions.
+
+    It may return NotImplemented to let the call go its way.
+    """
 
     def register(handler: Handler) -> Handler:
         for target in targets:
@@ -41,7 +44,7 @@ def traced(trace: Trace, value: Any) -> TracedTensor | None:
     return trace.alias(value) if isinstance(value, torch.Tensor) else None
 
 
-# -- Python numbers ----------------------------------------------------------------------------------------------
+# -- Python numbers --------------------------------------------------------------------------------
 
 
 @function(torch.Tensor.item)
@@ -72,7 +75,10 @@ def _number(kind: type) -> Handler:
         if tensor is None:
             return NotImplemented
         if tensor.numel() != 1:
-            msg = f"only one element tensors can be converted to Python scalars, got {tuple(tensor.shape)}"
+            msg = (
+                "only one element tensors can be converted to Python scalars, got"
+                f" {tuple(tensor.shape)}"
+            )
             raise TypeError(msg)
         return branching.concrete_number(tensor._elem.reshape(()), kind)
 
@@ -137,7 +143,7 @@ def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.
     return wrap_as(func=None, value=numbers.node_value(number), meta=meta, trace=trace, frozen=True)
 
 
-# -- indexing by traced integers ---------------------------------------------------------------------------------
+# -- indexing by traced integers -------------------------------------------------------------------
 
 
 def _index_parts(index: Any) -> list[Any]:
@@ -145,7 +151,10 @@ def _index_parts(index: Any) -> list[Any]:
 
 
 def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
-    """An index with its 0-d traced integers (and slice ends) as traced Python numbers; None if it has none."""
+    """An index with its 0-d traced integers (and slice ends) as traced Python numbers.
+
+    None if it has none.
+    """
     parts = _index_parts(index)
     changed = False
     for position, part in enumerate(parts):
@@ -231,7 +240,7 @@ def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-# -- what XLA would rather have whole ----------------------------------------------------------------------------
+# -- what XLA would rather have whole --------------------------------------------------------------
 
 
 def _any_traced(trace: Trace, values: Any) -> bool:
@@ -311,7 +320,8 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) > 1:
         check_one_dtype(operands)
     dtypes = {o.dtype for o in operands}
-    # Of one dtype the result has it too, and its shape is what jax computes: torch need not be asked.
+    # Of one dtype the result has it too, and its shape is what jax computes: torch need not be
+    # asked.
     meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
     return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
 
@@ -358,12 +368,28 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return bounded.attach(result, extents) if extents else result
 
 
-# -- randomness, devices, autograd -------------------------------------------------------------------------------
+# -- randomness, devices, autograd -----------------------------------------------------------------
 
 
 @function(torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.share_memory_)
 def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented if traced(trace, args[0]) is None else args[0]
+
+
+@function(torch._assert)
+def _assert(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    from tpuport.model import branching
+
+    condition = args[0]
+    message = args[1] if len(args) > 1 else kwargs.get("message", "")
+    if not isinstance(condition, numbers.SYMBOLIC) and traced(trace, condition) is None:
+        return NotImplemented
+    held = branching.truth(condition)
+    failed = wrap_as(
+        None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace, True
+    )
+    branching.traced_check(failed, lambda: AssertionError(message))
+    return None
 
 
 @function(torch.Tensor.detach_)

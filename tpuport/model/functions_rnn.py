@@ -25,7 +25,10 @@ Cell = Callable[[jax.Array, State, "_Weights"], State]
 
 @dataclass(frozen=True)
 class _Weights:
-    """One layer and direction: input [G, I] and hidden [G, H] weights, their biases, and LSTM's projection [P, H]."""
+    """One layer and direction.
+
+    Input [G, I] and hidden [G, H] weights, their biases, and LSTM's projection [P, H].
+    """
 
     inputs: jax.Array
     hidden: jax.Array
@@ -55,7 +58,7 @@ class _Options:
     bidirectional: bool
 
 
-# -- cells -------------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 
 def _lstm_cell(gates: jax.Array, state: State, weights: _Weights) -> State:
@@ -93,13 +96,21 @@ CELLS: dict[str, Cell] = {
 }
 
 
-# -- layers ------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def _scan(
-    cell: Cell, x: jax.Array, state: State, weights: _Weights, running: jax.Array | None, reverse: bool
+    cell: Cell,
+    x: jax.Array,
+    state: State,
+    weights: _Weights,
+    running: jax.Array | None,
+    reverse: bool,
 ) -> tuple[jax.Array, State]:
-    """Run one direction of one layer over x [T, B, I]; `running` [T, B] says which rows a step moves."""
+    """Run one direction of one layer over x [T, B, I].
+
+    `running` [T, B] says which rows a step moves.
+    """
 
     def step(state: State, now: Any) -> tuple[State, jax.Array]:
         gates, moving = now
@@ -158,14 +169,19 @@ def _dropper(trace: Trace, probability: float) -> Callable[[jax.Array], jax.Arra
     return drop
 
 
-# -- the torch functions -----------------------------------------------------------------------------------------
+# -- the torch functions ---------------------------------------------------------------------------
 
 
 def _handler(cell: Cell) -> Handler:
     def handle(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = _flat(args, kwargs)
         concerned = any(traced(trace, t) is not None for t in tensors)
-        if kwargs or not concerned or torch.is_autocast_enabled("cpu") or bounded.involved(args, kwargs):
+        if (
+            kwargs
+            or not concerned
+            or torch.is_autocast_enabled("cpu")
+            or bounded.involved(args, kwargs)
+        ):
             return NotImplemented
         packed = isinstance(args[3], (list, tuple))
         if packed and traced(trace, args[1]) is not None:
@@ -249,5 +265,52 @@ def _packed(
     return _wrap(trace, tensors, rows, meta, ends)
 
 
+def _pack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """`pack_padded_sequence` after its checks: rows that count, step by step.
+
+    The batch sizes stay host numbers.
+    """
+    x, lengths, batch_first = args
+    if traced(trace, x) is None or traced(trace, lengths) is not None:
+        return NotImplemented
+    counts = backend.to_numpy_array(lengths)
+    if (counts <= 0).any() or (np.diff(counts) > 0).any():
+        # torch says which of the two it is.
+        torch._VF._pack_padded_sequence(torch.empty(x.shape), lengths, batch_first)
+    running = np.arange(counts.max())[:, None] < counts
+    value = value_of(x)
+    value = jnp.swapaxes(value, 0, 1) if batch_first else value
+    rows = value[: len(running)].reshape(-1, *value.shape[2:])[np.flatnonzero(running)]
+    meta = torch.empty(rows.shape, dtype=x.dtype, device="meta")
+    data = wrap_as(None, rows, meta, trace, grad_frozen([x]))
+    return data, torch.from_numpy(running.sum(1).astype(np.int64))
+
+
+def _unpack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """`pad_packed_sequence`: rows back in [T, B, ...], the rest filled.
+
+    The lengths are host numbers.
+    """
+    data, batch_sizes, batch_first, padding_value, total_length = args
+    if traced(trace, data) is None or traced(trace, batch_sizes) is not None:
+        return NotImplemented
+    sizes = backend.to_numpy_array(batch_sizes)
+    running = np.arange(sizes.max(initial=0)) < sizes[:, None]
+    place = np.maximum(np.cumsum(running.reshape(-1)).reshape(running.shape) - 1, 0)
+    value = value_of(data)
+    kept = running.reshape(running.shape + (1,) * (value.ndim - 1))
+    padded = jnp.where(kept, value[place], jnp.asarray(padding_value, value.dtype))
+    if total_length > len(running):
+        missing = [(0, total_length - len(running))] + [(0, 0)] * (padded.ndim - 1)
+        padded = jnp.pad(padded, missing, constant_values=padding_value)
+    meta = torch.empty(padded.shape, dtype=data.dtype, device="meta")
+    if batch_first:
+        padded, meta = jnp.swapaxes(padded, 0, 1), meta.transpose(0, 1)
+    lengths = torch.from_numpy(running.sum(0).astype(np.int64))
+    return wrap_as(None, padded, meta, trace, grad_frozen([data])), lengths
+
+
+FUNCTIONS[torch._VF._pack_padded_sequence] = _pack
+FUNCTIONS[torch._VF._pad_packed_sequence] = _unpack
 for _name, _cell in CELLS.items():
     FUNCTIONS[getattr(torch, _name)] = _handler(_cell)

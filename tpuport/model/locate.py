@@ -49,7 +49,9 @@ def user_site() -> tuple[str, int, CodeType] | None:
 
 
 def inside_try() -> bool:
-    """Whether an exception raised now would meet an `except` of the user's before it leaves the program."""
+    """Whether an exception raised now would meet an `except` of the user's before it leaves the
+    program.
+    """
     frame = user_frame()
     while frame is not None and frame.f_code.co_filename != _PROGRAM:
         if frame.f_lineno in _guarded_lines(frame.f_code):

@@ -1,7 +1,10 @@
-"""What torch would give for an op: the sizes, strides and dtypes of its result, without computing it.
+"""What torch would give for an op.
 
-torch's own meta functions are the reference. For the ops that models are made of they are Python decompositions that take longer than
-tracing the op in JAX (and import dynamo), so those have a rule here for the plain case; anything else asks torch, once per signature.
+The sizes, strides and dtypes of its result, without computing it.
+
+torch's own meta functions are the reference. For the ops that models are made of they are Python
+decompositions that take longer than tracing the op in JAX (and import dynamo), so those have a rule
+here for the plain case; anything else asks torch, once per signature.
 """
 
 from collections.abc import Callable, Iterable
@@ -86,7 +89,9 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise port_error(
                 f"the size of the result of {func._opname} depends on data",
                 code="TPU203",
-                remedy="pass what determines the size as Python numbers, or select with torch.where",
+                remedy=(
+                    "pass what determines the size as Python numbers, or select with torch.where"
+                ),
                 cause=error,
             ) from error
         raise
@@ -129,10 +134,20 @@ def _part(value: Any) -> Any:
         if not isinstance(value, TracedTensor) and value.dim() == 0:
             return None  # some meta functions read the value of a host scalar
         traced = isinstance(value, TracedTensor)
-        return (torch.Tensor.size(value), value.stride(), value.dtype, traced, torch.get_default_dtype())
+        return (
+            torch.Tensor.size(value),
+            value.stride(),
+            value.dtype,
+            traced,
+            torch.get_default_dtype(),
+        )
     if isinstance(value, (list, tuple)):
         parts = tuple(_part(v) for v in value)
-        return None if any(p is None and v is not None for p, v in zip(parts, value, strict=True)) else ("list", parts)
+        return (
+            None
+            if any(p is None and v is not None for p, v in zip(parts, value, strict=True))
+            else ("list", parts)
+        )
     if isinstance(value, numbers.SYMBOLIC):
         return type(value)
     if value is None:
@@ -140,7 +155,7 @@ def _part(value: Any) -> Any:
     return (type(value), value)
 
 
-# -- rules for the plain case ------------------------------------------------------------------------------------
+# -- rules for the plain case ----------------------------------------------------------------------
 
 
 def _made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -152,27 +167,39 @@ def _plain(tensor: Any) -> bool:
 
 
 _BOOLEAN = {
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite",
-    "isposinf", "isneginf",
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
+    "isnan", "isinf", "isfinite", "isposinf", "isneginf",
 }  # fmt: skip
 _SAME = {
-    "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "pow", "where", "masked_fill",
-    "fill", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "relu", "addcmul", "addcdiv", "lerp", "square", "round", "floor",
-    "ceil", "trunc", "sign", "fmod", "remainder",
+    "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum",
+    "minimum", "pow", "where", "masked_fill", "fill", "bitwise_not", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "relu", "addcmul", "addcdiv", "lerp", "square", "round", "floor", "ceil",
+    "trunc", "sign", "fmod", "remainder",
 }  # fmt: skip
 _FLOATING = {
-    "div", "exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sinh", "cosh", "sigmoid", "sqrt", "rsqrt",
-    "reciprocal", "erf", "erfc", "gelu", "silu", "elu", "softplus", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "mish",
-    "log_sigmoid_forward", "celu", "selu", "relu6", "atan2",
+    "div", "exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sinh",
+    "cosh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "erf", "erfc", "gelu", "silu", "elu",
+    "softplus", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "mish", "log_sigmoid_forward",
+    "celu", "selu", "relu6", "atan2",
 }  # fmt: skip
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operands of one dtype (and Python scalars that do not widen it), one of them of the full size, contiguous."""
+    """Operands of one dtype (and Python scalars that do not widen it), one of them of the full
+    size, contiguous.
+    """
     name = func._opname
-    if kwargs and any(k not in ("alpha", "rounding_mode", "approximate", "value") or isinstance(v, torch.Tensor) for k, v in kwargs.items()):
+    if kwargs and any(
+        k not in ("alpha", "rounding_mode", "approximate", "value") or isinstance(v, torch.Tensor)
+        for k, v in kwargs.items()
+    ):
         return None
-    if name == "log_sigmoid_forward" or name not in _BOOLEAN and name not in _SAME and name not in _FLOATING:
+    if (
+        name == "log_sigmoid_forward"
+        or (name not in _BOOLEAN
+        and name not in _SAME
+        and name not in _FLOATING)
+    ):
         return None
     operands = args
     if name in ("where", "masked_fill"):
@@ -182,6 +209,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = args[1:] if name == "where" else (args[0], *args[2:])
     dtype = _common(operands)
     if dtype is None or (name in _FLOATING and not dtype.is_floating_point):
+        return None
+    if name == "abs" and dtype.is_complex:
         return None
     shape = _full_shape([a for a in args if isinstance(a, torch.Tensor)])
     if shape is None or (name in ("masked_fill", "fill") and shape != torch.Tensor.size(args[0])):
@@ -194,7 +223,12 @@ def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
     dtype: torch.dtype | None = None
     for value in operands:
         if isinstance(value, torch.Tensor):
-            if value.dim() == 0 and len(operands) > 1 and dtype is not None and value.dtype == dtype:
+            if (
+                value.dim() == 0
+                and len(operands) > 1
+                and dtype is not None
+                and value.dtype == dtype
+            ):
                 continue
             if dtype is not None and value.dtype != dtype:
                 return None
@@ -214,7 +248,9 @@ def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
 
 
 def _full_shape(tensors: list[torch.Tensor]) -> torch.Size | None:
-    """The broadcast size, if one contiguous operand has it and every operand of several elements is contiguous."""
+    """The broadcast size, if one contiguous operand has it and every operand of several elements is
+    contiguous.
+    """
     largest = max(tensors, key=lambda t: (t.dim(), torch.Tensor.numel(t)))
     shape = torch.Tensor.size(largest)
     for tensor in tensors:
@@ -238,7 +274,17 @@ def rule(*names: str) -> Callable[[_Rule], _Rule]:
     return register
 
 
-@rule("_softmax", "_log_softmax", "clone", "copy", "zeros_like", "ones_like", "full_like", "relu", "native_dropout")
+@rule(
+    "_softmax",
+    "_log_softmax",
+    "clone",
+    "copy",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "relu",
+    "native_dropout",
+)
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not _plain(source) or any(kwargs.get(k) is not None for k in ("dtype", "layout")):
@@ -247,10 +293,16 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if func._opname.endswith("softmax") and (not source.dtype.is_floating_point or args[2]):
         return None
-    if func._opname == "copy" and (len(args) < 2 or torch.Tensor.size(args[1]) != torch.Tensor.size(source)):
+    if func._opname == "copy" and (
+        len(args) < 2 or torch.Tensor.size(args[1]) != torch.Tensor.size(source)
+    ):
         return None
     made = _made(torch.Tensor.size(source), source.dtype)
-    return (made, _made(torch.Tensor.size(source), torch.bool)) if func._opname == "native_dropout" else made
+    return (
+        (made, _made(torch.Tensor.size(source), torch.bool))
+        if func._opname == "native_dropout"
+        else made
+    )
 
 
 @rule("_to_copy")
@@ -266,7 +318,10 @@ def _layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     source, normalized, weight, bias = args[0], list(args[1]), args[2], args[3]
     shape = list(torch.Tensor.size(source))
     fits = shape[len(shape) - len(normalized) :] == normalized
-    same = all(t is None or (t.dtype == source.dtype and list(torch.Tensor.size(t)) == normalized) for t in (weight, bias))
+    same = all(
+        t is None or (t.dtype == source.dtype and list(torch.Tensor.size(t)) == normalized)
+        for t in (weight, bias)
+    )
     if not fits or not same or not source.dtype.is_floating_point:
         return None
     lead = shape[: len(shape) - len(normalized)] + [1] * len(normalized)
@@ -281,13 +336,21 @@ def _group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return None
     if source.dim() < 2 or torch.Tensor.size(source)[1] % groups or source.dtype.itemsize < 4:
         return None
-    return _made(torch.Tensor.size(source), source.dtype), *(_made((batch, groups), source.dtype) for _ in range(2))
+    return _made(torch.Tensor.size(source), source.dtype), *(
+        _made((batch, groups), source.dtype) for _ in range(2)
+    )
 
 
 @rule("mm", "bmm")
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = torch.Tensor.size(args[0]), torch.Tensor.size(args[1])
-    if args[0].dtype != args[1].dtype or a[-1] != b[-2] or len(a) != len(b) or a[:-2] != b[:-2] or kwargs:
+    if (
+        args[0].dtype != args[1].dtype
+        or a[-1] != b[-2]
+        or len(a) != len(b)
+        or a[:-2] != b[:-2]
+        or kwargs
+    ):
         return None
     return _made((*a[:-1], b[-1]), args[0].dtype)
 
@@ -298,7 +361,10 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not a.dtype == b.dtype == bias.dtype or torch.Tensor.size(a)[1] != torch.Tensor.size(b)[0]:
         return None
     out = (torch.Tensor.size(a)[0], torch.Tensor.size(b)[1])
-    if bias.dim() > 2 or any(x not in (1, y) for x, y in zip(reversed(torch.Tensor.size(bias)), reversed(out), strict=False)):
+    if bias.dim() > 2 or any(
+        x not in (1, y)
+        for x, y in zip(reversed(torch.Tensor.size(bias)), reversed(out), strict=False)
+    ):
         return None
     return _made(out, a.dtype)
 
@@ -306,14 +372,25 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("mean", "sum", "amax", "amin")
 def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
-    if not _plain(source) or not source.dtype.is_floating_point or kwargs.get("dtype") not in (None, source.dtype):
+    if (
+        not _plain(source)
+        or not source.dtype.is_floating_point
+        or kwargs.get("dtype") not in (None, source.dtype)
+    ):
         return None
-    if func._overloadname not in ("dim", "dim_IntList", "default") or any(k not in ("dim", "keepdim", "dtype") for k in kwargs):
+    if func._overloadname not in ("dim", "dim_IntList", "default") or any(
+        k not in ("dim", "keepdim", "dtype") for k in kwargs
+    ):
         return None
     shape = list(torch.Tensor.size(source))
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    if not isinstance(dims, (list, tuple)) or not dims or not shape or any(not -len(shape) <= d < len(shape) for d in dims):
+    if (
+        not isinstance(dims, (list, tuple))
+        or not dims
+        or not shape
+        or any(not -len(shape) <= d < len(shape) for d in dims)
+    ):
         return None
     picked = {d % len(shape) for d in dims}
     if len(picked) != len(dims) or (func._opname in ("amax", "amin") and 0 in shape):
@@ -327,13 +404,20 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     first = list(torch.Tensor.size(tensors[0]))
-    if not first or not -len(first) <= dim < len(first) or any(not _plain(t) or t.dtype != tensors[0].dtype for t in tensors):
+    if (
+        not first
+        or not -len(first) <= dim < len(first)
+        or any(not _plain(t) or t.dtype != tensors[0].dtype for t in tensors)
+    ):
         return None
     dim %= len(first)
     total = 0
     for tensor in tensors:
         size = list(torch.Tensor.size(tensor))
-        if len(size) != len(first) or size[:dim] + size[dim + 1 :] != first[:dim] + first[dim + 1 :]:
+        if (
+            len(size) != len(first)
+            or size[:dim] + size[dim + 1 :] != first[:dim] + first[dim + 1 :]
+        ):
             return None
         total += size[dim]
     return _made([*first[:dim], total, *first[dim + 1 :]], tensors[0].dtype)
@@ -344,12 +428,27 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     x, weight, bias, stride, padding, dilation, transposed, _, groups = args
     size, kernel = torch.Tensor.size(x), torch.Tensor.size(weight)
     dims = len(kernel) - 2
-    if transposed or kwargs or not _plain(x) or not _plain(weight) or len(size) != len(kernel) or x.dtype != weight.dtype:
+    if (
+        transposed
+        or kwargs
+        or not _plain(x)
+        or not _plain(weight)
+        or len(size) != len(kernel)
+        or x.dtype != weight.dtype
+    ):
         return None
-    if bias is not None and bias.dtype != x.dtype or size[1] != kernel[1] * groups or kernel[0] % groups:
+    if (
+        (bias is not None
+        and bias.dtype != x.dtype)
+        or size[1] != kernel[1] * groups
+        or kernel[0] % groups
+    ):
         return None
     steps = [v if len(v) == dims else [v[0]] * dims for v in (stride, padding, dilation)]
-    out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(size[2:], kernel[2:], *steps, strict=True)]
+    out = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(size[2:], kernel[2:], *steps, strict=True)
+    ]
     return None if any(o <= 0 for o in out) else _made((size[0], kernel[0], *out), x.dtype)
 
 
@@ -361,14 +460,18 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _made((*torch.Tensor.size(index), torch.Tensor.size(weight)[1]), weight.dtype)
 
 
-# -- functions that are lowered whole ----------------------------------------------------------------------------
+# -- functions that are lowered whole --------------------------------------------------------------
 
 
-def linear_meta(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+def linear_meta(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor | None:
     """The result of `F.linear` where the operands fit."""
     size, matrix = torch.Tensor.size(x), torch.Tensor.size(weight)
     fits = len(size) >= 1 and len(matrix) == 2 and size[-1] == matrix[1] and x.dtype == weight.dtype
-    if not fits or (bias is not None and (bias.dtype != x.dtype or torch.Tensor.size(bias) != matrix[:1])):
+    if not fits or (
+        bias is not None and (bias.dtype != x.dtype or torch.Tensor.size(bias) != matrix[:1])
+    ):
         return None
     return _made((*size[:-1], matrix[0]), x.dtype)
 
@@ -392,12 +495,19 @@ def attention_meta(
     sizes = [torch.Tensor.size(t) for t in (q, k, v)]
     if grouped or any(len(s) < 3 for s in sizes) or not q.dtype == k.dtype == v.dtype:
         return None
-    if any(s[:-2] != sizes[0][:-2] for s in sizes) or sizes[0][-1] != sizes[1][-1] or sizes[1][-2] != sizes[2][-2]:
+    if (
+        any(s[:-2] != sizes[0][:-2] for s in sizes)
+        or sizes[0][-1] != sizes[1][-1]
+        or sizes[1][-2] != sizes[2][-2]
+    ):
         return None
     if mask is not None:
         if mask.dtype not in (torch.bool, q.dtype):
             return None
         scores = (*sizes[0][:-1], sizes[1][-2])
-        if any(a not in (1, b) for a, b in zip(reversed(torch.Tensor.size(mask)), reversed(scores), strict=False)):
+        if any(
+            a not in (1, b)
+            for a, b in zip(reversed(torch.Tensor.size(mask)), reversed(scores), strict=False)
+        ):
             return None
     return _made((*sizes[0][:-1], sizes[2][-1]), q.dtype)

@@ -78,8 +78,8 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
         )
     if outcome.host_paths:
         report.notes.append(
-            "the values of these arguments are read while tracing, so each new value compiles again: "
-            + ", ".join(outcome.host_paths)
+            "the values of these arguments are read while tracing, so each new value compiles"
+            " again: " + ", ".join(outcome.host_paths)
         )
     if outcome.baked:
         report.notes.append(

@@ -1,8 +1,10 @@
-"""Python numbers whose value is traced: what `.item()`, `int(...)` and sizes of data-dependent tensors give.
+"""Python numbers whose value is traced.
 
-They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that holds a 0-d jax value, so torch's
-argument parser takes them wherever it takes a Python number. A comparison gives a `SymBool`, whose truth is a branch on a traced
-value.
+What `.item()`, `int(...)` and sizes of data-dependent tensors give.
+
+They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that
+holds a 0-d jax value, so torch's argument parser takes them wherever it takes a Python number. A
+comparison gives a `SymBool`, whose truth is a branch on a traced value.
 """
 
 import itertools
@@ -35,7 +37,10 @@ _ATOMS = itertools.count()
 
 @dataclass(frozen=True)
 class Linear:
-    """A whole-number combination of unknown counts: equal expressions are equal numbers in every run."""
+    """A whole-number combination of unknown counts.
+
+    Equal expressions are equal numbers in every run.
+    """
 
     const: int
     terms: tuple[tuple[int, int], ...] = ()
@@ -54,7 +59,9 @@ class Linear:
 
 
 class NumberNode:
-    """The node behind a traced number: a 0-d jax value, its Python type, and bounds where they are known.
+    """The node behind a traced number.
+
+    A 0-d jax value, its Python type, and bounds where they are known.
 
     `low` and `high` (inclusive) let comparisons that can only go one way be decided while tracing.
     """
@@ -81,7 +88,7 @@ class NumberNode:
 
     is_traced = True
 
-    # -- what torch asks of a node -------------------------------------------------------------------------------
+    # -- what torch asks of a node -----------------------------------------------------------------
 
     def is_int(self) -> bool:
         return self.kind is int
@@ -172,7 +179,7 @@ class NumberNode:
     guard_or_false = guard_or_true = guard_bool
     expect_size = guard_bool
 
-    # -- conversions ---------------------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------------
 
     def sym_float(self) -> "NumberNode":
         return NumberNode(self.value.astype(jnp.float32), float, self.low, self.high)
@@ -212,7 +219,10 @@ def _compare(name: str) -> Callable[..., NumberNode]:
 
 
 def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
-    """(low, high) of a comparison from the bounds of its sides: equal where it can only go one way."""
+    """(low, high) of a comparison from the bounds of its sides.
+
+    Equal where it can only go one way.
+    """
     if a.expr is not None and a.expr == b.expr:
         same = name in ("less_equal", "greater_equal", "equal")
         return (1, 1) if same else (0, 0)
@@ -341,12 +351,13 @@ for _name in (
     "acos",
     "atan",
 ):
+    _operation = getattr(
+        jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)
+    )
     setattr(
         NumberNode,
         f"sym_{_name}",
-        lambda self, _op=getattr(jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)): (
-            NumberNode(_op(self.value.astype(jnp.float32)), float)
-        ),
+        lambda self, _op=_operation: NumberNode(_op(self.value.astype(jnp.float32)), float),
     )
 
 

@@ -38,7 +38,10 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call is compiled for. `parts` names each argument with its type, for explaining a retrace."""
+    """What a call is compiled for.
+
+    `parts` names each argument with its type, for explaining a retrace.
+    """
 
     method: str
     key: Any
@@ -48,8 +51,9 @@ class Signature:
 class PortedModel:
     """A PyTorch module (or function) that runs as one jitted JAX program.
 
-    Made by `tpuport.convert`. Call it like the module; `params` and `buffers` are dicts of `jax.Array` keyed by the torch fqn (frozen
-    parameters are in `buffers`: an optimiser made over `params` never sees them).
+    Made by `tpuport.convert`. Call it like the module; `params` and `buffers` are dicts of
+    `jax.Array` keyed by the torch fqn (frozen parameters are in `buffers`: an optimiser made over
+    `params` never sees them).
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class PortedModel:
         self._same_changes: dict[Any, int] = {}
         self._verifier: Any = None
 
-    # -- state ---------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
@@ -98,7 +102,9 @@ class PortedModel:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The ported copy of the module: its structure and Python state (the weights live in `params`).
+        """The ported copy of the module.
+
+        Its structure and Python state (the weights live in `params`).
 
         Raises:
             UsageError: a function was ported, not a module.
@@ -133,14 +139,18 @@ class PortedModel:
         return {**self.buffers, **self.params}
 
     def to_torch_view(self) -> torch.nn.Module:
-        """`to_torch()` sharing the user's own parameter tensors where they have not been changed since."""
+        """`to_torch()` sharing the user's own parameter tensors where they have not been changed
+        since.
+        """
         return self.to_torch()
 
     def to_torch(self) -> torch.nn.Module:
-        """A plain PyTorch module with the current weights and buffers, of the user's own class (`save_pretrained` works).
+        """A plain PyTorch module with the current weights and buffers, of the user's own class
+        (`save_pretrained` works).
 
         Raises:
-            UsageError: a function was ported, or the model was on the meta device (there are no weights).
+            UsageError: a function was ported, or the model was on the meta device (there are no
+                weights).
         """
         values = self._values()
         tree = state_tree(self.module)
@@ -166,7 +176,7 @@ class PortedModel:
             owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
         return made
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward` (or the ported function): one jitted program per signature of arguments.
@@ -208,7 +218,8 @@ class PortedModel:
         compiled = self._cache.get(signature)
         if compiled is None or any(state[n] is not v for n, v in compiled.baked.items()):
             compiled = self._compile(signature, state, values, metas, spec)
-            # Tracing may have found that it needs the value of an argument: then that is part of the signature.
+            # Tracing may have found that it needs the value of an argument: then that is part of
+            # the signature.
             signature = self._signature(method, values, metas, paths, spec)
             self._cache[signature] = compiled
             timing = _compile_times(self.report)
@@ -249,7 +260,9 @@ class PortedModel:
     def verify(
         self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
     ) -> PortReport:
-        """Compare outputs, changed buffers and gradients with eager PyTorch on these arguments; adds to `report`.
+        """Compare outputs, changed buffers and gradients with eager PyTorch on these arguments.
+
+        Adds to `report`.
 
         Raises:
             ParityError: something differs beyond the tolerance.
@@ -273,7 +286,10 @@ class PortedModel:
         return self.report
 
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Trace, compile and check a method on example arguments; the state stays as it was before."""
+        """Trace, compile and check a method on example arguments.
+
+        The state stays as it was before.
+        """
         params, buffers = dict(self.params), dict(self.buffers)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in self._values().values()):
             self.eval_shape(*args, method=method, **kwargs)
@@ -300,13 +316,15 @@ class PortedModel:
         method: str = "forward",
         **kwargs: Any,
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """The pure function behind the call, for use under `jax.jit`, `jax.grad`, `jax.vmap` of your own.
+        """The pure function behind the call, for use under `jax.jit`, `jax.grad`, `jax.vmap` of
+        your own.
 
         Args:
             params: trainable parameters by fqn, as `self.params`.
             buffers: all other state by fqn, as `self.buffers`.
             rng: a key (`jax.random.key(0)`); None if the function draws no random numbers.
-            *args: the method's arguments: torch tensors, jax arrays, or any structure of them. Non-tensors are static.
+            *args: the method's arguments: torch tensors, jax arrays, or any structure of them.
+                Non-tensors are static.
             method: which method.
             **kwargs: the method's keyword arguments.
 
@@ -336,7 +354,8 @@ class PortedModel:
         missing = [name for name in self._values() if name not in values]
         if missing:
             msg = (
-                f"apply() got no value for {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
+                "apply() got no value for"
+                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
                 " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
             )
             raise UsageError(msg)
@@ -345,7 +364,7 @@ class PortedModel:
             for name, v in values.items()
         }
 
-    # -- compiling -----------------------------------------------------------------------------------------------
+    # -- compiling ---------------------------------------------------------------------------------
 
     def _signature(
         self,
@@ -443,13 +462,17 @@ class PortedModel:
         missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
         if missing:
             msg = (
-                f"the model was converted from the meta device: {missing[0]!r} has a shape but no value, so it cannot be"
+                "the model was converted from the meta device:"
+                f" {missing[0]!r} has a shape but no value, so it cannot be"
                 " called; use ported.eval_shape(...) or compile it for a described TPU"
             )
             raise UsageError(msg)
 
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
-        """Trace without computing: the output's structure with a `jax.ShapeDtypeStruct` at each leaf (meta models too)."""
+        """Trace without computing.
+
+        The output's structure with a `jax.ShapeDtypeStruct` at each leaf (meta models too).
+        """
         leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
         shapes, metas = [], []
         for leaf, path in zip(leaves, paths, strict=True):
@@ -482,7 +505,8 @@ class PortedModel:
             causes = [f"state of the module changed: {names}"]
         if not causes and last.key[0] != signature.key[0]:
             causes = [
-                f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
+                "a non-tensor argument changed:"
+                f" {_static_difference(last.key[0], signature.key[0])}"
             ]
         if not causes:
             causes = ["strides, grad mode or default dtype changed"]
@@ -495,7 +519,7 @@ class PortedModel:
         timing = self.report.timing
         self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
 
-    # -- after a call --------------------------------------------------------------------------------------------
+    # -- after a call ------------------------------------------------------------------------------
 
     def _raise_failed_check(self, compiled: Compiled, code: jax.Array) -> None:
         checks = compiled.outcome.trace.checks
@@ -529,14 +553,19 @@ class PortedModel:
         master = self.module
         for name in changes.names:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
-            # A table that grows with the arguments changes once for each shape: only a change at the same ones counts.
+            # A table that grows with the arguments changes once for each shape: only a change at
+            # the same ones counts.
             repeated = (name, compiled.signature.method, compiled.signature.key[:2])
             self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
             if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
                 raise PortError(
-                    f"the Python attribute {name!r} of the module changes at every call, so each call is another program",
+                    f"the Python attribute {name!r} of the module changes at every call, so"
+                    " each call is another program",
                     code="TPU405",
-                    remedy="register it as a buffer (self.register_buffer(name, torch.zeros(()))) and update that",
+                    remedy=(
+                        "register it as a buffer (self.register_buffer(name, torch.zeros(())))"
+                        " and update that"
+                    ),
                 )
             again = count >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
@@ -604,7 +633,10 @@ def _static_difference(was: Any, now: Any) -> str:
 
 
 def _fresh_key() -> jax.Array:
-    """A key from torch's default generator: `torch.manual_seed` makes the sequence of calls reproducible."""
+    """A key from torch's default generator.
+
+    `torch.manual_seed` makes the sequence of calls reproducible.
+    """
     seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
     return jax.random.key(seed)
 
@@ -612,7 +644,7 @@ def _fresh_key() -> jax.Array:
 _KEYS: list[jax.Array] = []
 
 
-def _NO_KEY() -> jax.Array:  # noqa: N802
+def _NO_KEY() -> jax.Array:
     if not _KEYS:
         _KEYS.append(jax.random.key(0))
     return _KEYS[0]
@@ -653,7 +685,10 @@ def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], li
         if isinstance(leaf, backend.TorchaxTensor):
             values.append(leaf.jax())
         elif leaf.device.type == "meta":
-            msg = f"argument {path} is on the meta device: it has no value; use ported.eval_shape(...)"
+            msg = (
+                f"argument {path} is on the meta device: it has no value;"
+                " use ported.eval_shape(...)"
+            )
             raise UsageError(msg)
         else:
             try:
@@ -668,7 +703,10 @@ def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], li
 def _refuse_shared_memory(
     leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
 ) -> None:
-    """A write to one of two arguments over the same memory: eager changes both, the program cannot."""
+    """A write to one of two arguments over the same memory.
+
+    Eager changes both, the program cannot.
+    """
     for index in map(int, mutated):
         for other, leaf in enumerate(leaves):
             if other != index and _overlap(leaves[index], leaf):
@@ -697,7 +735,10 @@ def _overlap(a: Any, b: Any) -> bool:
 def _executable(
     closed: Any, shape: Any, example: Any
 ) -> tuple[Callable[..., Any], list[jax.Array]]:
-    """A jitted callable of (state, key, values); large constants are arguments of it, not literals in it."""
+    """A jitted callable of (state, key, values).
+
+    Large constants are arguments of it, not literals in it.
+    """
     big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= _HOIST_BYTES]
     small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < _HOIST_BYTES}
     treedef = jax.tree.structure(shape)

@@ -24,7 +24,6 @@ from tpuport.model.state import PythonChanges, StateTree, clone_module, python_c
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
 from tpuport.shims._shim import installed
-
 from tpuport.source import live
 from tpuport.source.codegen import nested_codes
 
@@ -79,7 +78,10 @@ class Request:
 
     @property
     def candidates(self) -> list[int]:
-        """Arguments whose value may be read while tracing: small integer or boolean ones, the smallest first."""
+        """Arguments whose value may be read while tracing.
+
+        Small integer or boolean ones, the smallest first.
+        """
         found = [
             (meta.numel(), index)
             for index, meta in enumerate(self.metas)
@@ -137,11 +139,15 @@ class Program:
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if not self.dynamic or isinstance(error, UsageError):
                     raise
-                # The code is right in eager: a traced number or size got to where its value has to be known.
+                # The code is right in eager: a traced number or size got to where its value has to
+                # be known.
                 refused = refused or _needs_number(error)
                 if not self.plan.widen(request.candidates):
                     raise refused from error
-        msg = f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried: {sorted(self.plan.tried)}"
+        msg = (
+            f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
+            f" {sorted(self.plan.tried)}"
+        )
         raise PortError(msg, remedy="please report this with the code of the function")
 
     def plan_for(self, method: str, spec: structure.Spec) -> branching.Plan:
@@ -298,16 +304,22 @@ def _is_small_state(tensor: torch.Tensor) -> bool:
 
 
 def _needs_number(error: Exception) -> PortError:
-    """The refusal for a traced number that Python itself had to know (a dict key, a format, a C function)."""
+    """The refusal for a traced number that Python itself had to know (a dict key, a format, a C
+    function).
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
     last = frames[-1] if frames else None
     return PortError(
-        f"a number or size that depends on the program's inputs was used where its value is needed ({error})",
+        "a number or size that depends on the program's inputs was used where its value is"
+        f" needed ({error})",
         code="TPU103",
         file=last.filename if last else None,
         line=last.lineno if last else None,
         source_line=last.line if last else None,
-        remedy="pass it as a Python number (it is then static), or keep it a tensor and use torch operations on it",
+        remedy=(
+            "pass it as a Python number (it is then static), or keep it a tensor and use torch"
+            " operations on it"
+        ),
     )
 
 
@@ -362,7 +374,10 @@ def eager_compiled() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warning for each 64-bit type that is held in 32 bits: torch's dtypes are kept beside the values."""
+    """No warning for each 64-bit type that is held in 32 bits.
+
+    torch's dtypes are kept beside the values.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Explicitly requested dtype", category=UserWarning
@@ -372,7 +387,9 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_fused_kernels() -> Iterator[None]:
-    """Keep torch from choosing oneDNN's whole-layer ops (an LSTM is one), which nothing can take apart."""
+    """Keep torch from choosing oneDNN's whole-layer ops (an LSTM is one), which nothing can take
+    apart.
+    """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -383,14 +400,16 @@ def _no_fused_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    """Refuse a trace that drew from Python's, numpy's or torch's host generators: its numbers would be frozen.
+    """Refuse a trace that drew from Python's, numpy's or torch's host generators.
+
+    Its numbers would be frozen.
 
     Raises:
         PortError: it did.
     """
-    before = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())  # noqa: NPY002
+    before = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())
     yield
-    after = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())  # noqa: NPY002
+    after = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())
     names = ("Python's `random`", "numpy's global random state", "torch's CPU generator")
     same = (
         before[0] == after[0],
@@ -400,7 +419,11 @@ def _unchanged_randomness() -> Iterator[None]:
     for name, is_same in zip(names, same, strict=True):
         if not is_same:
             raise port_error(
-                f"the function drew random numbers from {name} while it was traced; they would be the same at every call",
+                f"the function drew random numbers from {name} while it was traced;"
+                " they would be the same at every call",
                 code="TPU404",
-                remedy="draw them with torch (torch.rand, torch.randint), which a ported model makes fresh at each call",
+                remedy=(
+                    "draw them with torch (torch.rand, torch.randint), which a ported model makes"
+                    " fresh at each call"
+                ),
             )

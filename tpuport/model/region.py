@@ -1,7 +1,9 @@
-"""Stretches of a trace that become the body of a jax primitive (checkpoint, cond) though they write state.
+"""Stretches of a trace that become the body of a jax primitive (checkpoint, cond) though they write
+state.
 
-Inside the body every storage it created or wrote holds inner tracers. Afterwards the ones still alive get the primitive's outputs as
-their values, so whatever Python objects refer to them are right without being looked at.
+Inside the body every storage it created or wrote holds inner tracers. Afterwards the ones still
+alive get the primitive's outputs as their values, so whatever Python objects refer to them are
+right without being looked at.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,10 @@ from tpuport.model.trace import Trace
 
 @dataclass
 class Body:
-    """A traced stretch: call `run` inside a jax primitive, then `settle` with that primitive's outputs."""
+    """A traced stretch.
+
+    Call `run` inside a jax primitive, then `settle` with that primitive's outputs.
+    """
 
     trace: Trace
     thunk: Callable[[], Any]
@@ -25,7 +30,10 @@ class Body:
     written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
 
     def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Run the stretch; gives the values of escaping storages and of written ones (restored before returning)."""
+        """Run the stretch.
+
+        Gives the values of escaping storages and of written ones (restored before returning).
+        """
         with self.trace.recording() as effects:
             self.result = self.thunk()
         created = (ref() for ref in effects.created.values())
@@ -33,7 +41,7 @@ class Body:
         self.written = list(effects.before.values())
         values = [s.value for s in self.alive]
         after = [s.value for s, _, _ in self.written]
-        for storage, value, version in self.written:
+        for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after
 
@@ -48,7 +56,10 @@ class Body:
 
 
 def checkpoint(trace: Trace, thunk: Callable[[], Any], policy: Any = None) -> Any:
-    """Run `thunk` under jax.checkpoint: its intermediate values are computed again in the backward pass."""
+    """Run `thunk` under jax.checkpoint.
+
+    Its intermediate values are computed again in the backward pass.
+    """
     body = Body(trace, thunk)
     values, after = jax.checkpoint(body.run, policy=policy)()
     return body.settle(values, after)

@@ -28,7 +28,10 @@ aten = torch.ops.aten
 
 
 def traced_mask(value: Any) -> bool:
-    """Whether `value` is a boolean tensor that is traced: its number of True elements is not known."""
+    """Whether `value` is a boolean tensor that is traced.
+
+    Its number of True elements is not known.
+    """
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bool, torch.uint8):
         return False
     trace = current()
@@ -36,7 +39,10 @@ def traced_mask(value: Any) -> bool:
 
 
 def true_count(mask: torch.Tensor) -> NumberNode:
-    """How many elements of a mask are True: one number per mask, and size minus it for the negated mask."""
+    """How many elements of a mask are True.
+
+    One number per mask, and size minus it for the negated mask.
+    """
     from tpuport.model.dispatch import value_of
 
     trace = current()
@@ -59,7 +65,9 @@ def true_count(mask: torch.Tensor) -> NumberNode:
 
 
 def _positions(mask: torch.Tensor) -> tuple[list[torch.Tensor], NumberNode]:
-    """Index tensors (one a dim of the mask, each int64[bound]) of the True elements, and their number."""
+    """Index tensors (one a dim of the mask, each int64[bound]) of the True elements, and their
+    number.
+    """
     from tpuport.model.dispatch import value_of
 
     node = true_count(mask)
@@ -94,7 +102,10 @@ def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _expanded(indices: list[Any]) -> tuple[list[Any], NumberNode | None, bool]:
-    """Index list with masks replaced by their positions; the data-dependent length of the index tensors, if any."""
+    """Index list with masks replaced by their positions.
+
+    The data-dependent length of the index tensors, if any.
+    """
     out: list[Any] = []
     node = None
     for item in indices:
@@ -135,7 +146,9 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         d in extents_of(source) and expanded[d] is not None and not dynamic
         for d in range(len(expanded))
     ):
-        pass  # static indices into a data-dependent dim: torch checks their range in eager, so do the real elements
+        # static indices into a data-dependent dim: torch checks their range in eager, so do the
+        # real elements
+        pass
     bound = max(
         (
             torch.Tensor.size(expanded[d])[0] if expanded[d].dim() else 1
@@ -180,7 +193,10 @@ def _cut(item: Any, bound: int) -> Any:
 
 @handles("index_put", "_unsafe_index_put")
 def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[indices] = values` with masks or index tensors of data-dependent length: rows past the count write nothing."""
+    """`x[indices] = values` with masks or index tensors of data-dependent length.
+
+    Rows past the count write nothing.
+    """
     target, indices, values = args[0], list(args[1]), args[2]
     accumulate = bool(args[3]) if len(args) > 3 else bool(kwargs.get("accumulate", False))
     masks = [i for i in indices if i is not None]
@@ -225,7 +241,10 @@ def _matched_values(
         return values
     given = extents_of(values).get(0)
     size = torch.Tensor.size(values)[0]
-    message = "shape mismatch: value tensor cannot be broadcast to indexing result: the mask selects another number of elements"
+    message = (
+        "shape mismatch: value tensor cannot be broadcast to indexing result:"
+        " the mask selects another number of elements"
+    )
     require_equal(node, given or NumberNode(size, int, size, size), message)
     plain = strip(values)
     if size < bound:
@@ -316,7 +335,10 @@ def _require_enough(count: NumberNode, available: Any) -> None:
 
 @handles("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_fill")
 def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Scatters along a dim by index rows of data-dependent number: rows past the count add nothing."""
+    """Scatters along a dim by index rows of data-dependent number.
+
+    Rows past the count add nothing.
+    """
     target, dim, positions = args[0], args[1] % max(args[0].dim(), 1), args[2]
     node = extents_of(positions).get(0 if positions.dim() == 1 else dim)
     if node is None or extents_of(target):
@@ -367,7 +389,11 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @handles("bincount")
 def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Counts of 0, 1, ... up to the largest value (or `minlength`); the largest must be bounded (an index of topk, argmax)."""
+    """Counts of 0, 1, ...
+
+    Up to the largest value (or `minlength`); the largest must be bounded (an index of topk,
+    argmax).
+    """
     source = args[0]
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
@@ -378,7 +404,8 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ):
         raise refuse(
             func,
-            ": its length has no known bound (clamp the values, or pass indices made by topk or argmax)",
+            ": its length has no known bound (clamp the values, or pass indices made by topk"
+            " or argmax)",
         )
     from tpuport.model.dispatch import value_of
 

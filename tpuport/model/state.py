@@ -1,4 +1,7 @@
-"""A module's state: copies to trace, every tensor that hangs on it by name, and what a call changed."""
+"""A module's state.
+
+Copies to trace, every tensor that hangs on it by name, and what a call changed.
+"""
 
 import copy
 import enum
@@ -112,7 +115,9 @@ class _Cloner:
 def clone_module(
     module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.nn.Module, dict[int, Any]]:
-    """A copy of a module and of the Python state below it; each tensor is replaced by `tensor_map(tensor)`.
+    """A copy of a module and of the Python state below it.
+
+    Each tensor is replaced by `tensor_map(tensor)`.
 
     Returns:
         The copy, and the copies by id of the original (tensors included).
@@ -125,8 +130,8 @@ def clone_module(
 class StateTree:
     """Everything on a module that a call may read or change, taken apart.
 
-    `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers, `fqn.attribute[...]` for others.
-    `statics` are the Python values by name.
+    `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
+    `fqn.attribute[...]` for others. `statics` are the Python values by name.
     """
 
     leaves: dict[str, Any]
@@ -214,7 +219,7 @@ def _state_leaf(value: Any) -> bool:
 
 @dataclass
 class PythonChanges:
-    """Attributes of modules that a call bound to something else, tensors in them as placeholders."""
+    """Attributes of modules that a call bound anew, tensors in them as placeholders."""
 
     names: list[str]
     before: dict[str, Any]
@@ -237,7 +242,9 @@ class PythonChanges:
         }
 
     def apply(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the changes in force on a module of the same structure; gives the module to use from here on.
+        """Put the changes in force on a module of the same structure.
+
+        Gives the module to use from here on.
 
         A call that exchanged submodules gives another module, of the structure that it left.
         """
@@ -310,7 +317,10 @@ _ABSENT = object()
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor as it is; a traced one as an empty tensor on the meta device with its sizes and dtype."""
+    """A host tensor as it is.
+
+    A traced one as an empty tensor on the meta device with its sizes and dtype.
+    """
     from tpuport.model.tensor import TracedTensor, meta_of
 
     if not isinstance(tensor, TracedTensor):

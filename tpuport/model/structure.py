@@ -1,7 +1,8 @@
 """Taking tensors out of any Python structure, and putting others back.
 
-Works for what research code passes around: lists, tuples, named tuples, dicts and their subclasses (transformers' ModelOutput),
-UserDict (BatchFeature), dataclasses, and plain objects that hold tensors (key-value caches). Shared references stay shared.
+Works for what research code passes around: lists, tuples, named tuples, dicts and their subclasses
+(transformers' ModelOutput), UserDict (BatchFeature), dataclasses, and plain objects that hold
+tensors (key-value caches). Shared references stay shared.
 """
 
 import types
@@ -31,7 +32,8 @@ def is_leaf(value: Any) -> bool:
 class Spec:
     """A structure with its leaves taken out: rebuild it around other leaves with `rebuild`.
 
-    `key` is a hashable description of everything that is not a leaf, equal for structures that trace to the same program.
+    `key` is a hashable description of everything that is not a leaf, equal for structures that
+    trace to the same program.
     """
 
     node: Any
@@ -53,9 +55,13 @@ class _Flattener:
     def visit(self, value: Any, path: str) -> tuple[Any, Any]:
         """(node, key) of a value."""
         if self.leaf(value):
-            known = self.seen.get(id(value))
+            # Numbers that are leaves are values, not objects: equal ones are not one leaf.
+            shared = is_leaf(value)
+            known = self.seen.get(id(value)) if shared else None
             if known is None:
-                known = self.seen[id(value)] = ("leaf", len(self.leaves))
+                known = ("leaf", len(self.leaves))
+                if shared:
+                    self.seen[id(value)] = known
                 self.leaves.append(value)
                 self.paths.append(path)
                 self.keep.append(value)
@@ -104,7 +110,7 @@ class _Flattener:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name)
         ]
         attributes.update({name: getattr(value, name) for name in slots})
-        prefix = path + "." if not isinstance(value, UserDict) else path + "."
+        prefix = path + "."
         parts = [
             (k, self.visit(v, f"{path}.{k}" if isinstance(k, str) else f"{path}[{k}]"))
             for k, v in items
@@ -181,7 +187,8 @@ def flatten(
     """Take the leaves out of any structure.
 
     Returns:
-        The leaves in order of first appearance (a tensor held twice is one leaf), and the `Spec` that puts them back.
+        The leaves in order of first appearance (a tensor held twice is one leaf), and the `Spec`
+        that puts them back.
     """
     leaves, spec, _ = flatten_with_paths(value, leaf=leaf, path=path)
     return leaves, spec
@@ -232,7 +239,8 @@ def _rebuild(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
     result = kind.__new__(kind)
     made[index] = result
     for name, part in items:
-        # The subclass's own __setitem__ may mirror, check or reject: the mirror is already in the attributes.
+        # The subclass's own __setitem__ may mirror, check or reject: the mirror is already in the
+        # attributes.
         setter = OrderedDict.__setitem__ if isinstance(result, OrderedDict) else dict.__setitem__
         setter(result, name, _rebuild(part, leaves, made))
     for name, part in attributes:
@@ -251,10 +259,12 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def to_torch(value: Any) -> Any:
-    """Copy every tensor or jax array of any structure to plain CPU torch tensors (bfloat16 and int64 kept).
+    """Copy every tensor or jax array of any structure to plain CPU torch tensors (bfloat16 and
+    int64 kept).
 
     Args:
-        value: an output of a ported call, `ported.params`, or any structure of tensors and jax arrays.
+        value: an output of a ported call, `ported.params`, or any structure of tensors and jax
+            arrays.
 
     Returns:
         The same structure holding plain `torch.Tensor`s on the CPU.
@@ -275,7 +285,9 @@ def to_torch(value: Any) -> Any:
 
 
 def to_numpy(value: Any) -> Any:
-    """Copy every tensor or jax array of any structure to numpy arrays (bfloat16 as ml_dtypes.bfloat16)."""
+    """Copy every tensor or jax array of any structure to numpy arrays (bfloat16 as
+    ml_dtypes.bfloat16).
+    """
     from tpuport.model import backend
 
     def one(leaf: Any) -> Any:

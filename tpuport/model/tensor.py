@@ -1,9 +1,10 @@
 """The tensor that user code holds while its program is traced, and afterwards as a result.
 
-A `TracedTensor` is a torch wrapper subclass around a `jax.Array` (a tracer during tracing). Its torch-side metadata
-(dtype, sizes, strides, storage offset) is what eager PyTorch would have, so code that asks `.dtype`, `.stride()` or
-`is_contiguous()` takes the path that it takes in eager; its value lives in a `Storage` shared by all of its views, so an
-in-place write through any of them is seen by all the others, as in PyTorch.
+A `TracedTensor` is a torch wrapper subclass around a `jax.Array` (a tracer during tracing). Its
+torch-side metadata (dtype, sizes, strides, storage offset) is what eager PyTorch would have, so
+code that asks `.dtype`, `.stride()` or `is_contiguous()` takes the path that it takes in eager; its
+value lives in a `Storage` shared by all of its views, so an in-place write through any of them is
+seen by all the others, as in PyTorch.
 """
 
 import itertools
@@ -21,7 +22,8 @@ from tpuport.model import backend
 class ViewStep:
     """One view operation: how to read it from its base, and how to write it back into the base.
 
-    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the view was set to `new`.
+    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the
+    view was set to `new`.
     """
 
     forward: Callable[[jax.Array], jax.Array]
@@ -60,7 +62,8 @@ class TracedTensor(backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
 
     is_traced = True
-    # Sizes that depend on data, by dim: the physical size is an upper bound, elements past the size are meaningless.
+    # Sizes that depend on data, by dim: the physical size is an upper bound, elements past the size
+    # are meaningless.
     _extents: dict[int, Any] | None = None
     # The smallest and largest value that an integer tensor can hold, where an op guarantees it.
     _bounds: tuple[int, int] | None = None
@@ -107,7 +110,7 @@ class TracedTensor(backend.TorchaxTensor):
         self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
 
-    # -- value ---------------------------------------------------------------------------------------------------
+    # -- value -------------------------------------------------------------------------------------
 
     def _region(self) -> int:
         """The nested stretch of the trace that is running now."""
@@ -159,7 +162,7 @@ class TracedTensor(backend.TorchaxTensor):
         """Whether the value is known now (not a tracer)."""
         return not isinstance(self._elem, jax.core.Tracer)
 
-    # -- torch surface -------------------------------------------------------------------------------------------
+    # -- torch surface -----------------------------------------------------------------------------
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -333,7 +336,10 @@ class TracedTensor(backend.TorchaxTensor):
 def wrap(
     value: jax.Array, dtype: torch.dtype | None = None, *, trace: Any = None, frozen: bool = False
 ) -> TracedTensor:
-    """A fresh contiguous tensor around `value`; `dtype` where torch's differs from jax's (int64 held as int32)."""
+    """A fresh contiguous tensor around `value`.
+
+    `dtype` where torch's differs from jax's (int64 held as int32).
+    """
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
     meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
     return TracedTensor(Storage(value, trace), (), meta, value, frozen)

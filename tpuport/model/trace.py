@@ -33,7 +33,10 @@ class KeyStream:
 
 @dataclass(eq=False)
 class Effects:
-    """What a stretch of a trace created and wrote; regions (checkpoint, cond) turn it into outputs."""
+    """What a stretch of a trace created and wrote.
+
+    Regions (checkpoint, cond) turn it into outputs.
+    """
 
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
@@ -57,7 +60,10 @@ class HostConstant:
 
 
 class Trace:
-    """State of one trace. `keys` is None for a program that was given no key: a random op is then an error."""
+    """State of one trace.
+
+    `keys` is None for a program that was given no key: a random op is then an error.
+    """
 
     def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
         self.keys = keys
@@ -66,7 +72,8 @@ class Trace:
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
         self.effects: list[Effects] = []
-        # The nested stretches that are running: a value cached in one may be a tracer that dies with it.
+        # The nested stretches that are running: a value cached in one may be a tracer that dies
+        # with it.
         self.regions: list[int] = [0]
         self.count_regions = 0
         self.counters = counters or Counters()
@@ -79,11 +86,12 @@ class Trace:
         self.dispatch_mode: Any = None
         self.function_mode: Any = None
         self.closed = False
-        # Whether a number or size that depends on data has come up; until then no op needs to look for one.
+        # Whether a number or size that depends on data has come up; until then no op needs to look
+        # for one.
         self.dynamic = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
 
-    # -- effects -------------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------
 
     def created(self, storage: Storage) -> None:
         """Note a storage that came into being."""
@@ -109,10 +117,12 @@ class Trace:
             self.effects.remove(effects)
             self.regions.pop()
 
-    # -- randomness ----------------------------------------------------------------------------------------------
+    # -- randomness --------------------------------------------------------------------------------
 
     def next_key(self, generator: torch.Generator | None) -> jax.Array:
-        """The key for the next random op, from `generator`'s stream if it was an argument of the program."""
+        """The key for the next random op, from `generator`'s stream if it was an argument of the
+        program.
+        """
         if generator is not None and generator._cdata in self.generators:
             return self.generators[generator._cdata].next()
         if self.keys is None:
@@ -132,7 +142,7 @@ class Trace:
             code = self.error_code.value
             self.error_code.set(jnp.where((code == 0) & failed, len(self.checks), code))
 
-    # -- host constants ------------------------------------------------------------------------------------------
+    # -- host constants ----------------------------------------------------------------------------
 
     def constant(self, tensor: torch.Tensor) -> jax.Array:
         """The jax value of a host tensor, made once per tensor however often it is used."""
@@ -147,7 +157,9 @@ class Trace:
         return value
 
     def promote(self, tensor: torch.Tensor) -> TracedTensor:
-        """Make the storage of a host tensor a traced one: it is about to be written with a traced value.
+        """Make the storage of a host tensor a traced one.
+
+        It is about to be written with a traced value.
 
         Every alias of it (PyTorch knows them by storage) reads the traced value from here on.
         """
@@ -162,7 +174,10 @@ class Trace:
         return self.alias(tensor)  # type: ignore[return-value]
 
     def alias(self, tensor: torch.Tensor) -> TracedTensor | None:
-        """The traced stand-in of a host tensor: a weight of the model, or one whose storage was promoted."""
+        """The traced stand-in of a host tensor.
+
+        A weight of the model, or one whose storage was promoted.
+        """
         known = self.substitutes.get(id(tensor))
         if known is not None or not self.promoted:
             return known

@@ -1,4 +1,6 @@
-"""Running eager PyTorch beside the port, on the same inputs and the same random numbers, and comparing everything."""
+"""Running eager PyTorch beside the port, on the same inputs and the same random numbers, and
+comparing everything.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -86,7 +88,10 @@ class SameNumbers(TorchDispatchMode):
 
 
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
-    """A copy of a module to run eagerly: parameters shared (or fresh leaves if `trainable`), buffers copied."""
+    """A copy of a module to run eagerly.
+
+    Parameters shared (or fresh leaves if `trainable`), buffers copied.
+    """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
@@ -99,7 +104,9 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
 
 
 class Verifier:
-    """Compares each method's first call with eager PyTorch, and names the first module that differs."""
+    """Compares each method's first call with eager PyTorch, and names the first module that
+    differs.
+    """
 
     def __init__(
         self, ported: Any, target: torch.nn.Module | Callable[..., Any], rtol: float | None
@@ -161,7 +168,8 @@ class Verifier:
             want_torch = structure.to_torch(want)
             have_torch = structure.to_torch(have)
             if isinstance(have, jax.Array):
-                # State is held as jax holds it (64-bit types in 32 bits); tensors carry torch's own dtype.
+                # State is held as jax holds it (64-bit types in 32 bits); tensors carry torch's own
+                # dtype.
                 have_torch = have_torch.to(want_torch.dtype)
             records.append(
                 Parity.compare(
@@ -185,8 +193,8 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
     if (
         tensor.dtype in (torch.bfloat16, torch.float16)
-        or tensor.dtype.itemsize == 1
-        and tensor.is_floating_point()
+        or (tensor.dtype.itemsize == 1
+        and tensor.is_floating_point())
     ):
         tensor = tensor.float()
     return tensor.numpy()
@@ -225,7 +233,9 @@ def _fork(generator: torch.Generator) -> torch.Generator:
 def gradient_parity(
     verifier: Verifier, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array
 ) -> list[Parity]:
-    """Compare the gradients of a fixed random projection of all floating outputs, for every trainable parameter."""
+    """Compare the gradients of a fixed random projection of all floating outputs, for every
+    trainable parameter.
+    """
     ported = verifier.ported
     out, module, _ = verifier.reference(method, args, kwargs, key, trainable=True)
     assert module is not None
@@ -260,7 +270,8 @@ def gradient_parity(
         want = expected.get(name)
         if want is None:
             want = torch.zeros(got.shape)
-        # Against the largest gradient: one that is zero but for rounding has no relative error of its own.
+        # Against the largest gradient: one that is zero but for rounding has no relative error of
+        # its own.
         records += verifier.compare(
             "gradient",
             f"grad.{name}",
@@ -304,7 +315,9 @@ def fail(
     key: jax.Array,
     before: dict[str, Any],
 ) -> None:
-    """Raise for a failed comparison, naming the worst value and the first module whose output differs."""
+    """Raise for a failed comparison, naming the worst value and the first module whose output
+    differs.
+    """
     from tpuport.model import bisect
 
     report = verifier.ported.report
@@ -313,9 +326,18 @@ def fail(
     where = ""
     if divergence is not None:
         report.add(divergence)
-        where = f"; the first module that differs is {divergence.module or 'the model itself'} ({divergence.cls})"
-    msg = f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance {worst.tolerance:.0e}){where}"
+        where = (
+            f"; the first module that differs is {divergence.module or 'the model itself'}"
+            f" ({divergence.cls})"
+        )
+    msg = (
+        f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
+        f" {worst.tolerance:.0e}){where}"
+    )
     raise ParityError(
         msg,
-        remedy="print(ported.report) shows every value; convert(..., rtol=...) accepts a larger error if it is rounding",
+        remedy=(
+            "print(ported.report) shows every value; convert(..., rtol=...) accepts a larger"
+            " error if it is rounding"
+        ),
     )

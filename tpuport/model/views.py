@@ -1,7 +1,8 @@
 """View operations: how each reads from its base and writes back to it.
 
-Every view op of ATen that returns an alias is here; the write-back of the ones without a simple inverse goes through the flat
-indices of the view in its base, computed by torch itself on an integer tensor.
+Every view op of ATen that returns an alias is here; the write-back of the ones without a simple
+inverse goes through the flat indices of the view in its base, computed by torch itself on an
+integer tensor.
 """
 
 import math
@@ -23,7 +24,10 @@ VIEWS: dict[Any, ViewBuilder] = {}
 
 
 def view(*ops: Any) -> Callable[[ViewBuilder], ViewBuilder]:
-    """Register the builder of one or more view ops: called as builder(base_meta, out_meta, *args, **kwargs)."""
+    """Register the builder of one or more view ops.
+
+    Called as builder(base_meta, out_meta, *args, **kwargs).
+    """
 
     def register(builder: ViewBuilder) -> ViewBuilder:
         for op in ops:
@@ -87,7 +91,10 @@ def _alias(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
 
 @jax.custom_jvp
 def replace_value(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` in value, `old` in gradient: what a write that autograd does not see does to a tensor."""
+    """`new` in value, `old` in gradient.
+
+    What a write that autograd does not see does to a tensor.
+    """
     del old
     return new
 
@@ -258,7 +265,8 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
 def strided_step(numel: int, size: Sequence[int], stride: Sequence[int], offset: int) -> ViewStep:
     """A strided window into a flat storage of `numel` elements.
 
-    Contiguous windows and permutations of them become slice, reshape and transpose; the rest a gather.
+    Contiguous windows and permutations of them become slice, reshape and transpose; the rest a
+    gather.
     """
     size, stride = tuple(size), tuple(stride)
     count = math.prod(size)

@@ -1,1 +1,4 @@
-"""Scoped replacements of calls inside other people's packages; one file a shim, the folder is walked."""
+"""Scoped replacements of calls inside other people's packages.
+
+One file a shim, the folder is walked.
+"""

@@ -13,7 +13,10 @@ import tpuport.shims
 
 @dataclass(frozen=True)
 class Replacement:
-    """One attribute to replace: `getattr(owner, name)` becomes `value` while the shim is in force."""
+    """One attribute to replace.
+
+    `getattr(owner, name)` becomes `value` while the shim is in force.
+    """
 
     owner: Any
     name: str
@@ -23,8 +26,8 @@ class Replacement:
 class Shim:
     """A replacement of something in another package while a trace runs.
 
-    `TARGET` names what is replaced, `REASON` says why. `module` is the package that must already be imported for the shim to apply
-    (nothing is imported for its sake).
+    `TARGET` names what is replaced, `REASON` says why. `module` is the package that must already be
+    imported for the shim to apply (nothing is imported for its sake).
     """
 
     TARGET: ClassVar[str]
@@ -95,14 +98,18 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def installed(shims: list[type[Shim]] | None = None) -> Iterator[None]:
-    """Put shims in force for the block; afterwards every attribute is the identical object as before."""
+    """Put shims in force for the block.
+
+    Afterwards every attribute is the identical object as before.
+    """
     undo: list[tuple[Any, str, Any]] = []
     try:
         for shim in find_shims() if shims is None else shims:
             if shim.MODULE not in sys.modules:
                 continue
             for item in shim().replacements():
-                # What the owner itself holds, not what it inherits: restoring must not copy an inherited attribute down.
+                # What the owner itself holds, not what it inherits: restoring must not copy an
+                # inherited attribute down.
                 undo.append((item.owner, item.name, vars(item.owner).get(item.name, _MISSING)))
                 setattr(item.owner, item.name, item.value)
         yield

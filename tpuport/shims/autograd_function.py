@@ -45,10 +45,15 @@ class _Context:
 
 
 class AutogradFunction(Shim):
-    """`torch.autograd.Function.apply` becomes a `jax.custom_vjp` around the user's forward and backward."""
+    """`torch.autograd.Function.apply` becomes a `jax.custom_vjp` around the user's forward and
+    backward.
+    """
 
     TARGET = "torch.autograd.Function.apply"
-    REASON = "the backward that the user wrote must be used, as eager does; torchax differentiates the forward instead"
+    REASON = (
+        "the backward that the user wrote must be used, as eager does;"
+        " torchax differentiates the forward instead"
+    )
 
     def replacements(self) -> list[Replacement]:
         original = torch.autograd.Function.__dict__["apply"]

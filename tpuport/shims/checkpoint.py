@@ -13,7 +13,10 @@ class Checkpoint(Shim):
     """`torch.utils.checkpoint.checkpoint` becomes `jax.checkpoint` around the same call."""
 
     TARGET = "torch.utils.checkpoint.checkpoint"
-    REASON = "torchax runs the function but keeps its intermediate values; jax.checkpoint computes them again"
+    REASON = (
+        "torchax runs the function but keeps its intermediate values;"
+        " jax.checkpoint computes them again"
+    )
 
     def replacements(self) -> list[Replacement]:
         eager = torch.utils.checkpoint.checkpoint

@@ -1,4 +1,7 @@
-"""FlexAttention: its kernels exist for CUDA; here its score and mask functions run on broadcast indices."""
+"""FlexAttention: its kernels exist for CUDA.
+
+Here its score and mask functions run on broadcast indices.
+"""
 
 from typing import Any
 
@@ -10,7 +13,9 @@ from tpuport.shims._shim import Replacement, Shim, copies
 
 
 class FlexAttention(Shim):
-    """`flex_attention` becomes a softmax over scores that the user's `score_mod` and `mask_mod` were applied to."""
+    """`flex_attention` becomes a softmax over scores that the user's `score_mod` and `mask_mod`
+    were applied to.
+    """
 
     TARGET = "torch.nn.attention.flex_attention.flex_attention"
     REASON = "a higher-order operator without a lowering; plain torchax cannot trace it"
@@ -63,7 +68,10 @@ def _attend(
     enable_gqa: bool,
     return_lse: bool,
 ) -> Any:
-    """Attention of [B, H, L, E] queries over [B, Hkv, S, E] keys; rows that attend to nothing give zeros, as the kernel does."""
+    """Attention of [B, H, L, E] queries over [B, Hkv, S, E] keys.
+
+    Rows that attend to nothing give zeros, as the kernel does.
+    """
     if enable_gqa and query.shape[1] != key.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

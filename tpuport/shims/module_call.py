@@ -1,4 +1,6 @@
-"""Module calls go through the explorer, which needs to know which module a branch on a traced value is in."""
+"""Module calls go through the explorer, which needs to know which module a branch on a traced value
+is in.
+"""
 
 from typing import Any
 

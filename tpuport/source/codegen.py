@@ -20,6 +20,8 @@ _FUTURE_FLAGS: int = sum(
     - {inspect.CO_NESTED}
 )
 _FACTORY = "tpuport_factory"
+# Set by where a function is defined and by `types.coroutine`, not by its own source.
+_FLAGS_OF_PLACE = inspect.CO_NESTED | inspect.CO_ITERABLE_COROUTINE
 _NO_COLUMN = -1
 _PLACED = (
     *(ast.stmt, ast.expr, ast.excepthandler, ast.arg, ast.keyword, ast.alias),
@@ -68,8 +70,8 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
         compiled = _constant(compiled, name)
     if compiled.co_freevars != code.co_freevars:
         raise MismatchError("the rewritten function would need other variables from around it")
-    nested = code.co_flags & inspect.CO_NESTED
-    compiled = compiled.replace(co_flags=compiled.co_flags & ~inspect.CO_NESTED | nested)
+    flags = (compiled.co_flags & ~_FLAGS_OF_PLACE) | (code.co_flags & _FLAGS_OF_PLACE)
+    compiled = compiled.replace(co_flags=flags)
     return _renamed(compiled, compiled.co_qualname, code.co_qualname)
 
 

@@ -274,7 +274,8 @@ class _Walker:
             isinstance(part, ast.Constant) and isinstance(part.value, str)
             for part in [node.left, *node.comparators]
         )
-        return UNKNOWN if is_text else combine(kinds)
+        kind = combine(kinds)
+        return UNKNOWN if is_text and kind is TRACED else kind
 
     def call(self, node: ast.Call) -> Kind:
         receiver = UNKNOWN

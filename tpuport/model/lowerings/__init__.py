@@ -1,7 +1,10 @@
-"""Op lowerings: one file a family, each function registered by decorator; the folder is walked at first use.
+"""Op lowerings: one file a family, each function registered by decorator.
 
-`lowering` registers a function on jax arrays (torch dtypes and Python scalars come as they are; a random op gets a `key`). Its result is
-held to the shape and dtype that torch gives. `special` registers a function on tensors, for ops that write state.
+The folder is walked at first use.
+
+`lowering` registers a function on jax arrays (torch dtypes and Python scalars come as they are; a
+random op gets a `key`). Its result is held to the shape and dtype that torch gives. `special`
+registers a function on tensors, for ops that write state.
 """
 
 import functools
@@ -18,7 +21,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Lowering:
-    """A registered lowering; `reason` says what torchax does instead, for the report and for upstream."""
+    """A registered lowering.
+
+    `reason` says what torchax does instead, for the report and for upstream.
+    """
 
     function: Callable[..., Any]
     reason: str
@@ -29,7 +35,9 @@ SPECIALS: dict[Any, Callable[..., Any]] = {}
 
 
 def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F], _F]:
-    """Register a function on jax arrays as the lowering of ATen overloads (or packets: all their overloads)."""
+    """Register a function on jax arrays as the lowering of ATen overloads (or packets: all their
+    overloads).
+    """
 
     def register(function: _F) -> _F:
         for op in ops:

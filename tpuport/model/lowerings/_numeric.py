@@ -1,4 +1,7 @@
-"""What several families of lowerings share: accumulation dtypes, dims, and values with a gradient of their own."""
+"""What several families of lowerings share.
+
+Accumulation dtypes, dims, and values with a gradient of their own.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +14,10 @@ Number = bool | int | float | complex
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """`x` in the dtype torch computes in: bfloat16 and float16 in float32, integers and bools too."""
+    """`x` in the dtype torch computes in.
+
+    Bfloat16 and float16 in float32, integers and bools too.
+    """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(jnp.float32)
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
@@ -48,7 +54,10 @@ def axes_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def at_least_1d(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function written for arrays with dims take one without: every result loses the dim again."""
+    """Let a function written for arrays with dims take one without.
+
+    Every result loses the dim again.
+    """
 
     def wrapped(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         if x.ndim:

@@ -35,8 +35,9 @@ def attention(
         dropout_key: needed if `dropout` > 0.
 
     Returns:
-        [..., heads, L, Ev] in the query's dtype. A row that attends to nothing gives zeros, as torch does (its `_safe_softmax`); the
-        plain softmax of such a row, which torchax computes, is NaN.
+        [..., heads, L, Ev] in the query's dtype. A row that attends to nothing gives zeros, as
+        torch does (its `_safe_softmax`); the plain softmax of such a row, which torchax computes,
+        is NaN.
     """
     dtype = query.dtype
     if enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -68,7 +69,10 @@ def attention(
 
 
 def _safe_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax whose rows of -inf are zeros; NaN scores stay NaN, gradients of masked rows are zero."""
+    """Softmax whose rows of -inf are zeros.
+
+    NaN scores stay NaN, gradients of masked rows are zero.
+    """
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     empty = peak == -jnp.inf
     shifted = jnp.exp(scores - jnp.where(empty, 0.0, peak))

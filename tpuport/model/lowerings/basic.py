@@ -1,4 +1,7 @@
-"""Creation, copies and casts: the ops whose torchax form is missing, or keeps a dtype or a value that torch does not."""
+"""Creation, copies and casts.
+
+The ops whose torchax form is missing, or keeps a dtype or a value that torch does not.
+"""
 
 from typing import Any
 
@@ -19,7 +22,10 @@ def copy(target: jax.Array, source: jax.Array, non_blocking: bool = False) -> ja
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """Convert as torch does: complex to real drops the imaginary part, anything to bool is `!= 0`."""
+    """Convert as torch does.
+
+    Complex to real drops the imaginary part, anything to bool is `!= 0`.
+    """
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -79,8 +85,8 @@ def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any
     return value if dtype is None else cast(value, backend.jax_dtype(dtype))
 
 
-# Contents of `empty` are undefined in torch; zeros keep a program reproducible. `x.new_zeros(...)` and the like depend on x's dtype and
-# shape only: they stay host constants.
+# Contents of `empty` are undefined in torch; zeros keep a program reproducible. `x.new_zeros(...)`
+# and the like depend on x's dtype and shape only: they stay host constants.
 def _creation(op: Any) -> Any:
     def create(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         from tpuport.model import numbers

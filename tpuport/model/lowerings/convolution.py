@@ -28,10 +28,11 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> jax.Array:
-    """Cross-correlate `x` [N, Cin, ...] with `weight` [Cout, Cin / groups, ...] ([Cin, Cout / groups, ...] if transposed).
+    """Cross-correlate `x` [N, Cin, ...] with `weight` [Cout, Cin / groups, ...] ([Cin, Cout /
+    groups, ...] if transposed).
 
-    With `transposed` this is the gradient of a convolution with respect to its input: the input is spread by the stride and
-    correlated with the flipped kernel.
+    With `transposed` this is the gradient of a convolution with respect to its input: the input is
+    spread by the stride and correlated with the flipped kernel.
     """
     rank = weight.ndim - 2
     stride, padding, dilation, output_padding = (

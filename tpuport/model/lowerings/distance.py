@@ -23,7 +23,9 @@ def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
     aten.cdist.default,
     reason="torchax's gradient between equal rows is nan; torch's is zero",
 )
-def _cdist(a: jax.Array, b: jax.Array, p: float = 2.0, compute_mode: int | None = None) -> jax.Array:
+def _cdist(
+    a: jax.Array, b: jax.Array, p: float = 2.0, compute_mode: int | None = None
+) -> jax.Array:
     """Distances [..., P, R] of rows of `a` [..., P, M] to rows of `b` [..., R, M]."""
     if a.shape[-1] == 0:
         lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -35,7 +37,10 @@ def _cdist(a: jax.Array, b: jax.Array, p: float = 2.0, compute_mode: int | None 
 
 @lowering(aten._euclidean_dist.default)
 def _euclidean(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Distances by a product of matrices, as torch does for many rows: large, and zero only up to rounding."""
+    """Distances by a product of matrices, as torch does for many rows.
+
+    Large, and zero only up to rounding.
+    """
     squares = jnp.sum(a * a, -1)[..., :, None] + jnp.sum(b * b, -1)[..., None, :]
     square = squares - 2 * jnp.matmul(a, jnp.swapaxes(b, -1, -2))
     positive = square > 0

@@ -1,7 +1,6 @@
 """Elementwise ops: integer arithmetic, gradients at ties, and one rounding per op in bfloat16."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 from jax import lax
 
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import is_complex, is_float, is_low, value_and_gradient, wide
+from tpuport.model.lowerings._numeric import is_complex, is_float, is_low, wide
 
 aten = torch.ops.aten
 _ROUNDS = "torchax rounds to bfloat16 after each step; torch computes in float32 and rounds once"
 
 
-# -- arithmetic with Python numbers ------------------------------------------------------------------------------
+# -- arithmetic with Python numbers ----------------------------------------------------------------
 
 
 def _with_numbers(op: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
@@ -60,7 +59,7 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> jax.Array:
     return _with_numbers(jnp.subtract)(y, _scaled(x, alpha))
 
 
-# -- division ----------------------------------------------------------------------------------------------------
+# -- division --------------------------------------------------------------------------------------
 
 
 def _promoted(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
@@ -120,7 +119,7 @@ def _remainder(x: Any, y: Any) -> jax.Array:
     return jnp.remainder(x, y)
 
 
-# -- powers ------------------------------------------------------------------------------------------------------
+# -- powers ----------------------------------------------------------------------------------------
 
 
 @lowering(
@@ -130,7 +129,9 @@ def _remainder(x: Any, y: Any) -> jax.Array:
     reason="torchax raises integers in float32, wrong above 2**24",
 )
 def _pow(x: Any, y: Any) -> jax.Array:
-    """x ** y; integers wrap around, and a negative integer power of an integer is 0 unless the base is 1 or -1."""
+    """x ** y; integers wrap around, and a negative integer power of an integer is 0 unless the base
+    is 1 or -1.
+    """
     integers = not any(is_float(v) or is_complex(v) for v in (x, y))
     if integers:
         return _integer_pow(*_promoted(x, y))
@@ -161,7 +162,7 @@ def _integer_pow(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(y < 0, inverse, result)
 
 
-# -- limits ------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 @lowering(
@@ -209,7 +210,7 @@ def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
     return jnp.where(wider > 0, wider, wider * negative_slope)
 
 
-# -- activations -------------------------------------------------------------------------------------------------
+# -- activations -----------------------------------------------------------------------------------
 
 
 @lowering(aten.gelu.default, reason=_ROUNDS)
@@ -259,7 +260,7 @@ def _log10(x: jax.Array) -> jax.Array:
     return jnp.log10(wide(x))
 
 
-# -- signs and parts ---------------------------------------------------------------------------------------------
+# -- signs and parts -------------------------------------------------------------------------------
 
 
 @lowering(aten.neg.default, reason="torchax multiplies by -1, which unsigned integers cannot hold")

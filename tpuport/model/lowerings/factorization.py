@@ -130,7 +130,10 @@ def _default_rtol(x: jax.Array) -> float:
 def _lstsq(
     a: jax.Array, b: jax.Array, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The solution of least norm; residuals for full-rank tall systems, as LAPACK's `gelsy` (the default) gives none."""
+    """The solution of least norm.
+
+    Residuals for full-rank tall systems, as LAPACK's `gelsy` (the default) gives none.
+    """
     rows, columns = a.shape[-2:]
     is_vector = b.ndim == a.ndim - 1
     right = b[..., None] if is_vector else b

@@ -26,14 +26,17 @@ def _grid_sampler(
     """`image` [N, C, (D,) H, W] at `grid` [N, ..., 2 or 3] of (x, y(, z)) in [-1, 1].
 
     Returns:
-        [N, C, ...]; outside the image zeros, the border or the mirrored image, by `padding` (0, 1, 2).
+        [N, C, ...]; outside the image zeros, the border or the mirrored image, by `padding` (0, 1,
+        2).
     """
     values, places = wide(image), wide(grid)
     sizes = image.shape[:1:-1]
     coordinates = [_unnormalized(places[..., d], n, align_corners) for d, n in enumerate(sizes)]
     if interpolation == _BICUBIC:
         return _bicubic(values, coordinates, sizes, padding, align_corners)
-    coordinates = [_padded(c, n, padding, align_corners) for c, n in zip(coordinates, sizes, strict=True)]
+    coordinates = [
+        _padded(c, n, padding, align_corners) for c, n in zip(coordinates, sizes, strict=True)
+    ]
     if interpolation == _NEAREST:
         return _read(values, [jnp.round(c) for c in coordinates], sizes)
     total = jnp.zeros((), values.dtype)
@@ -87,7 +90,11 @@ def _read(image: jax.Array, at: Sequence[jax.Array], sizes: Sequence[int]) -> ja
 
 
 def _bicubic(
-    image: jax.Array, coordinates: Sequence[jax.Array], sizes: Sequence[int], padding: int, align_corners: bool
+    image: jax.Array,
+    coordinates: Sequence[jax.Array],
+    sizes: Sequence[int],
+    padding: int,
+    align_corners: bool,
 ) -> jax.Array:
     (x, y), (width, height) = coordinates, sizes
     left, top = jnp.floor(x), jnp.floor(y)

@@ -1,4 +1,7 @@
-"""Grouped matrix products: each row block of a mixture-of-experts layer by its own expert's weights."""
+"""Grouped matrix products.
+
+Each row block of a mixture-of-experts layer by its own expert's weights.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,8 @@ from tpuport.model.trace import current
 aten = torch.ops.aten
 
 
-# torch's own meta function allows bfloat16 only, though its CPU kernel computes every dtype: so this op brings its own.
+# torch's own meta function allows bfloat16 only, though its CPU kernel computes every dtype: so
+# this op brings its own.
 @special(aten._grouped_mm.default)
 def grouped_mm(
     x: torch.Tensor,

@@ -23,7 +23,7 @@ def _wrapped(index: jax.Array, size: int) -> jax.Array:
     return jnp.where(index < 0, index + size, index)
 
 
-# -- reading -----------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @lowering(
@@ -86,7 +86,7 @@ def _embedding_renorm(
     return write(weight, (table * scale[:, None]).astype(table.dtype), frozen=grad_frozen([weight]))
 
 
-# -- writing -----------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @lowering(aten.index_add.default, reason="torchax drops alpha= and takes no 0-d tensor")
@@ -127,13 +127,15 @@ def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = F
     return (place.add(source) if accumulate else place.set(source)).reshape(x.shape)
 
 
-# -- bags --------------------------------------------------------------------------------------------------------
+# -- bags ------------------------------------------------------------------------------------------
 
 
 @lowering(
     aten._embedding_bag.default,
     aten._embedding_bag_forward_only.default,
-    reason="torchax needs the offsets as Python numbers and ignores per_sample_weights and padding_idx",
+    reason=(
+        "torchax needs the offsets as Python numbers and ignores per_sample_weights and padding_idx"
+    ),
 )
 def _embedding_bag(
     weight: jax.Array,
@@ -148,10 +150,12 @@ def _embedding_bag(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Sum (0), mean (1) or maximum (2) of the rows of `weight` [n, d] in each bag of `indices` [m].
 
-    Bag b holds `indices[offsets[b] : offsets[b + 1]]`; entries equal to `padding_idx` count for nothing. An empty bag gives zeros.
+    Bag b holds `indices[offsets[b] : offsets[b + 1]]`; entries equal to `padding_idx` count for
+    nothing. An empty bag gives zeros.
 
     Returns:
-        The bags [b, d], and the bag of each index, the size of each bag and the indices of the maxima, which only backward uses.
+        The bags [b, d], and the bag of each index, the size of each bag and the indices of the
+        maxima, which only backward uses.
     """
     bags = offsets.shape[0] - (1 if include_last_offset else 0)
     counted = indices != padding_idx

@@ -1,12 +1,14 @@
-"""Resizing images, one dim after another: each output is a weighted sum of a few inputs at places known while tracing.
+"""Resizing images, one dim after another.
 
-torch's own decompositions gather once for each corner of a cell; here a dim is one gather, and doubling by nearest neighbour is a
-broadcast. Antialiased filters follow `_upsample_bilinear2d_aa` (ATen's UpSampleKernel.cpp), which is Pillow's resize.
+Each output is a weighted sum of a few inputs at places known while tracing.
+
+torch's own decompositions gather once for each corner of a cell; here a dim is one gather, and
+doubling by nearest neighbour is a broadcast. Antialiased filters follow `_upsample_bilinear2d_aa`
+(ATen's UpSampleKernel.cpp), which is Pillow's resize.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +72,10 @@ def _cubic_taps(size: int, out: int, align_corners: bool, scale: float | None) -
 
 
 def _filter_taps(kernel: Callable[[np.ndarray], np.ndarray], width: int) -> Callable[..., _Taps]:
-    """Antialiased resizing: when shrinking, the kernel of `width` inputs is stretched over all inputs of an output."""
+    """Antialiased resizing.
+
+    When shrinking, the kernel of `width` inputs is stretched over all inputs of an output.
+    """
 
     def taps(size: int, out: int, align_corners: bool, scale: float | None) -> _Taps:
         ratio = _ratio(size, out, align_corners, scale)
@@ -133,7 +138,9 @@ def _resize(
     scales: Sequence[float | None],
     taps: Callable[..., _Taps],
 ) -> jax.Array:
-    """Resize the last dims of [N, C, ...] to `size`, the last one first, as ATen's separable kernels do."""
+    """Resize the last dims of [N, C, ...] to `size`, the last one first, as ATen's separable
+    kernels do.
+    """
     rank = len(size)
     is_bytes = x.dtype == jnp.uint8
     y = x if is_bytes else wide(x)
@@ -187,7 +194,7 @@ def _all_scales(scales: Sequence[float | None], size: Sequence[int]) -> Sequence
     return (*scales, *[None] * (len(size) - len(scales)))
 
 
-# -- nearest -----------------------------------------------------------------------------------------------------
+# -- nearest ---------------------------------------------------------------------------------------
 
 
 def _nearest(
@@ -203,7 +210,10 @@ def _nearest(
 
 
 def _taken(x: jax.Array, axis: int, index: np.ndarray) -> jax.Array:
-    """x at `index` along a dim; whole-number enlargement is a broadcast, whole-number shrinking a strided slice."""
+    """x at `index` along a dim.
+
+    Whole-number enlargement is a broadcast, whole-number shrinking a strided slice.
+    """
     size, out = x.shape[axis], len(index)
     if out % size == 0 and np.array_equal(index, np.arange(out) // (out // size)):
         return jnp.repeat(x, out // size, axis) if out != size else x

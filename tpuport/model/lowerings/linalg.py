@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.scipy import linalg as jsl
 
 from tpuport.model.lowerings import lowering
 from tpuport.model.lowerings._numeric import is_low, wide
@@ -30,11 +29,14 @@ def _matched(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(a, lead + a.shape[-2:]), jnp.broadcast_to(b, lead + b.shape[-2:])
 
 
-# -- products ----------------------------------------------------------------------------------------------------
+# -- products --------------------------------------------------------------------------------------
 
 
 def _blend(x: jax.Array, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
-    """beta * x + alpha * product; with beta 0 even nan in `x` is ignored. Integers take whole factors only."""
+    """beta * x + alpha * product; with beta 0 even nan in `x` is ignored.
+
+    Integers take whole factors only.
+    """
     if not jnp.issubdtype(dtype, jnp.inexact):
         alpha, beta = (int(v) if isinstance(v, float) else v for v in (alpha, beta))
     if isinstance(alpha, int | float | complex) and alpha == 1:
@@ -99,7 +101,7 @@ def _vdot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(jnp.conj(a), b)
 
 
-# -- Cholesky ----------------------------------------------------------------------------------------------------
+# -- Cholesky --------------------------------------------------------------------------------------
 
 
 def _cholesky_of(x: jax.Array, upper: bool) -> jax.Array:
@@ -142,7 +144,7 @@ def _cholesky_inverse(factor: jax.Array, upper: bool = False) -> jax.Array:
     return _cholesky_solve(eye, factor, upper)
 
 
-# -- triangular solves -------------------------------------------------------------------------------------------
+# -- triangular solves -----------------------------------------------------------------------------
 
 
 def _triangular(
@@ -184,7 +186,7 @@ def _triangular_solve(
     return _triangular(triangle, b, upper=upper, unit=unitriangular), a
 
 
-# -- LU ----------------------------------------------------------------------------------------------------------
+# -- LU --------------------------------------------------------------------------------------------
 
 
 def _lu(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -291,7 +293,7 @@ def _lu_solve(
     return jnp.take_along_axis(solved, jnp.argsort(order, -1)[..., None], -2)
 
 
-# -- general solves ----------------------------------------------------------------------------------------------
+# -- general solves --------------------------------------------------------------------------------
 
 
 @lowering(

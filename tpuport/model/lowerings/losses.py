@@ -1,4 +1,7 @@
-"""Losses whose form in torch reads targets one by one: negative log likelihood and connectionist temporal classification."""
+"""Losses whose form in torch reads targets one by one.
+
+Negative log likelihood and connectionist temporal classification.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,21 +11,30 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import wide
+from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
+from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings._numeric import value_and_gradient, wide
+from tpuport.model.trace import current
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
 
-@lowering(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, reason="torch's decomposition gathers twice")
+@lowering(
+    aten.nll_loss_forward.default,
+    aten.nll_loss2d_forward.default,
+    reason="torch's decomposition gathers twice",
+)
 def _nll_loss(
     logs: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """-logs at the target class of `logs` [N, C, ...] (or [C]); classes equal to `ignore_index` count for nothing.
+    """-logs at the target class of `logs` [N, C, ...] (or [C]).
+
+    Classes equal to `ignore_index` count for nothing.
 
     Returns:
-        The loss by `reduction` (0 none, 1 mean over the weights, 2 sum), and the total of the weights.
+        The loss by `reduction` (0 none, 1 mean over the weights, 2 sum), and the total of the
+        weights.
     """
     dtype = logs.dtype
     axis = 1 if logs.ndim > 1 else 0
@@ -41,7 +53,27 @@ def _nll_loss(
     return losses, jnp.zeros((), dtype)
 
 
-@lowering(aten._ctc_loss.default, aten._ctc_loss.Tensor)
+@special(aten._ctc_loss.Tensor)
+def _ctc_loss_of_tensors(
+    logs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths as tensors: torch's own shape rule would read them."""
+    tensors = (logs, targets, input_lengths, target_lengths)
+    results = _ctc_loss(*(value_of(t) for t in tensors), blank, zero_infinity)
+    metas = [torch.empty(r.shape, dtype=logs.dtype, device="meta") for r in results]
+    frozen = grad_frozen([logs])
+    loss, alphas = (
+        wrap_as(None, r, m, current(), frozen) for r, m in zip(results, metas, strict=True)
+    )
+    return loss, alphas
+
+
+@lowering(aten._ctc_loss.default)
 def _ctc_loss(
     logs: jax.Array,
     targets: jax.Array,
@@ -50,7 +82,8 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Negative log probability of each target under all its alignments (Graves et al. 2006, the forward recursion).
+    """Negative log probability of each target under all its alignments (Graves et al. 2006, the
+    forward recursion).
 
     Args:
         logs: [T, N, C] log probabilities.
@@ -61,16 +94,23 @@ def _ctc_loss(
         zero_infinity: make the loss of an impossible target, and its gradient, zero.
 
     Returns:
-        [N] losses, and the forward variables [N, T, 2 S + 1], which only torch's own backward reads.
+        [N] losses, and the forward variables [N, T, 2 S + 1], which only torch's own backward
+        reads.
     """
     steps, batch, _ = logs.shape
-    longest = max(target_lengths, default=0) if isinstance(target_lengths, Sequence) else targets.shape[-1]
+    longest = (
+        max(target_lengths, default=0)
+        if isinstance(target_lengths, Sequence)
+        else targets.shape[-1]
+    )
     input_lengths, target_lengths = jnp.asarray(input_lengths), jnp.asarray(target_lengths)
     labels = _padded(targets, target_lengths, longest, batch)
     extended = jnp.full((batch, 2 * longest + 1), blank, labels.dtype).at[:, 1::2].set(labels)
     before = jnp.pad(extended, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
     skips = (extended != blank) & (extended != before)
-    emitted = jnp.take_along_axis(logs, jnp.broadcast_to(extended, (steps, *extended.shape)), 2, mode="clip")
+    emitted = jnp.take_along_axis(
+        logs, jnp.broadcast_to(extended, (steps, *extended.shape)), 2, mode="clip"
+    )
     place = jnp.arange(extended.shape[1])
     start = jnp.where(place < jnp.minimum(2, extended.shape[1]), emitted[0], -jnp.inf)
 
@@ -83,10 +123,17 @@ def _ctc_loss(
         return alpha, alpha
 
     last, later = lax.scan(step, start, (emitted[1:], jnp.arange(1, steps)))
-    ends = jnp.where((place == 2 * target_lengths[:, None]) | (place == 2 * target_lengths[:, None] - 1), last, -jnp.inf)
+    ends = jnp.where(
+        (place == 2 * target_lengths[:, None]) | (place == 2 * target_lengths[:, None] - 1),
+        last,
+        -jnp.inf,
+    )
     # A target of no labels has the single place 0.
     loss = -_log_sum(*jnp.moveaxis(ends, 1, 0))
     loss = jnp.where(input_lengths == 0, jnp.where(target_lengths == 0, 0.0, jnp.inf), loss)
+    # torch's gradient presumes that a log_softmax came before, and contains exp(logs) because of it.
+    counted = (jnp.arange(steps)[:, None] < input_lengths)[..., None]
+    loss = value_and_gradient(loss, loss + jnp.sum(jnp.where(counted, jnp.exp(logs), 0), (0, 2)))
     if zero_infinity:
         loss = jnp.where(jnp.isinf(loss), 0.0, loss)
     alphas = jnp.moveaxis(jnp.concatenate([start[None], later]), 0, 1)
@@ -98,7 +145,9 @@ def _padded(targets: jax.Array, lengths: jax.Array, longest: int, batch: int) ->
     if targets.ndim == 2:
         return targets[:, :longest]
     starts = jnp.cumsum(lengths) - lengths
-    return jnp.take(targets, starts[:, None] + jnp.arange(longest), mode="clip").reshape(batch, longest)
+    return jnp.take(targets, starts[:, None] + jnp.arange(longest), mode="clip").reshape(
+        batch, longest
+    )
 
 
 def _log_sum(*terms: jax.Array) -> jax.Array:

@@ -24,7 +24,10 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normalise [B, C, ...] over all dims but 1; in training also move the running statistics (unbiased variance)."""
+    """Normalise [B, C, ...] over all dims but 1.
+
+    In training also move the running statistics (unbiased variance).
+    """
     value = value_of(x)
     axes = tuple(d for d in range(value.ndim) if d != 1)
     wide = value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
@@ -91,7 +94,8 @@ def _native_layer_norm(
     """Normalise over the last `len(shape)` dims in float32.
 
     Returns:
-        The output, and the mean and reciprocal standard deviation [..., 1, ..., 1] in float32 for bfloat16 input.
+        The output, and the mean and reciprocal standard deviation [..., 1, ..., 1] in float32 for
+        bfloat16 input.
     """
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wider = wide(x)

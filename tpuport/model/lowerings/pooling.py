@@ -1,4 +1,7 @@
-"""Pooling over 1 to 3 spatial dims: maxima with indices, averages, adaptive and fractional windows, unpooling."""
+"""Pooling over 1 to 3 spatial dims.
+
+Maxima with indices, averages, adaptive and fractional windows, unpooling.
+"""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +28,10 @@ def _spread(value: Any, count: int) -> tuple[int, ...]:
 def _output_size(
     size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
 ) -> int:
-    """Windows along a dim; with ceil_mode a last window that starts inside the input or its left padding counts."""
+    """Windows along a dim.
+
+    With ceil_mode a last window that starts inside the input or its left padding counts.
+    """
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (span + stride - 1 if ceil_mode else span) // stride + 1
     if ceil_mode and (count - 1) * stride >= size + padding:
@@ -34,7 +40,10 @@ def _output_size(
 
 
 class _Windows:
-    """Where the windows of a pooling lie; `padding` is (low, high) for each dim, as much as the last window needs."""
+    """Where the windows of a pooling lie.
+
+    `padding` is (low, high) for each dim, as much as the last window needs.
+    """
 
     def __init__(
         self, x: jax.Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
@@ -60,7 +69,10 @@ class _Windows:
         )
 
     def reduce(self, x: jax.Array, init: Any, operation: Any) -> jax.Array:
-        """lax.reduce_window over the last `rank` dims; jax knows its gradient only if `init` is a numpy value."""
+        """lax.reduce_window over the last `rank` dims.
+
+        jax knows its gradient only if `init` is a numpy value.
+        """
         lead = x.ndim - self.rank
         return lax.reduce_window(
             x,
@@ -73,13 +85,15 @@ class _Windows:
         )
 
 
-# -- maxima ------------------------------------------------------------------------------------------------------
+# -- maxima ----------------------------------------------------------------------------------------
 
 
 @lowering(
     aten.max_pool2d_with_indices.default,
     aten.max_pool3d_with_indices.default,
-    reason="torchax has no gradient for dilated windows, drops nan, and gives the last of equal maxima",
+    reason=(
+        "torchax has no gradient for dilated windows, drops nan, and gives the last of equal maxima"
+    ),
 )
 def _max_pool_with_indices(
     x: jax.Array,
@@ -89,7 +103,10 @@ def _max_pool_with_indices(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Maxima of windows and their flat positions in the input's spatial dims: the first maximum, or the last nan."""
+    """Maxima of windows and their flat positions in the input's spatial dims.
+
+    The first maximum, or the last nan.
+    """
     windows = _Windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     index = _first_maximum(lax.stop_gradient(x), windows)
     if all(d == 1 for d in windows.dilation) and is_float(x):
@@ -105,7 +122,7 @@ def _max_pool_with_indices(
 
 
 def _first_maximum(x: jax.Array, windows: _Windows) -> jax.Array:
-    """Flat spatial position of each window's maximum, by a reduction over (value, position) pairs."""
+    """Flat spatial position of each window's maximum: a reduction over (value, position)."""
     lead = x.ndim - windows.rank
     where = jnp.arange(math.prod(windows.sizes), dtype=jnp.int32).reshape(windows.sizes)
     where = jnp.broadcast_to(where, x.shape)
@@ -174,7 +191,7 @@ def _max_unpool(
     return out.reshape(*lead, *output_size)
 
 
-# -- averages ----------------------------------------------------------------------------------------------------
+# -- averages --------------------------------------------------------------------------------------
 
 
 @lowering(
@@ -230,10 +247,15 @@ def _adaptive_edges(size: int, out: int) -> tuple[np.ndarray, np.ndarray]:
 @lowering(
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool3d.default,
-    reason="torchax averages bfloat16 in bfloat16, and fails for windows of several lengths without a batch",
+    reason=(
+        "torchax averages bfloat16 in bfloat16, and fails for windows of several lengths without"
+        " a batch"
+    ),
 )
 def _adaptive_avg_pool(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
-    """Averages of windows [i * n // o, ceil((i + 1) * n / o)) along each of the last dims, one dim after another."""
+    """Averages of windows [i * n // o, ceil((i + 1) * n / o)) along each of the last dims, one dim
+    after another.
+    """
     y = wide(x)
     rank = len(output_size)
     for offset, out in enumerate(output_size):
@@ -260,7 +282,7 @@ def _adaptive_along(y: jax.Array, axis: int, out: int) -> jax.Array:
     )
 
 
-# -- maxima over windows of several sizes ------------------------------------------------------------------------
+# -- maxima over windows of several sizes ----------------------------------------------------------
 
 
 @lowering(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
@@ -271,7 +293,8 @@ def _adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Ar
 
 
 def _window_maxima(x: jax.Array, windows: list[tuple[Any, Any]]) -> tuple[jax.Array, jax.Array]:
-    """First maxima of windows given by (starts, lengths) along each of the last dims, and their flat positions.
+    """First maxima of windows given by (starts, lengths) along each of the last dims, and their
+    flat positions.
 
     `starts` is [out], or [N, C, out] where windows differ by channel (then all lengths are equal).
     """

@@ -1,4 +1,7 @@
-"""Random ops, each from a key of the program's stream: torchax's draw from a global that jit freezes."""
+"""Random ops, each from a key of the program's stream.
+
+torchax's draw from a global that jit freezes.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Reductions: accumulated in float32 or in the dtype asked for, with torch's gradients at ties and at zero."""
+"""Reductions.
+
+Accumulated in float32 or in the dtype asked for, with torch's gradients at ties and at zero.
+"""
 
 import math
 from typing import Any
@@ -10,12 +13,15 @@ from jax import lax
 
 from tpuport.model import backend
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import at_least_1d, axes_of, highest, is_float, lowest, wide
+from tpuport.model.lowerings._numeric import at_least_1d, axes_of, is_float, wide
 from tpuport.model.lowerings.basic import cast
 
 aten = torch.ops.aten
 _IGNORES_DTYPE = "torchax ignores dtype=, and so accumulates in the narrow type"
-_TIES = "torchax shares the gradient among equal elements; torch gives it to the one whose index it returns"
+_TIES = (
+    "torchax shares the gradient among equal elements;"
+    " torch gives it to the one whose index it returns"
+)
 
 
 def _held(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
@@ -23,14 +29,17 @@ def _held(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
 
 
 def _summed(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
-    """`x` as a sum or product takes it: in the dtype asked for, low precision widened, integers as int64."""
+    """`x` as a sum or product takes it.
+
+    In the dtype asked for, low precision widened, integers as int64.
+    """
     x = _held(x, dtype)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(jnp.int64) if jax.config.jax_enable_x64 else x.astype(jnp.int32)
     return wide(x)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 @lowering(aten.sum.default, aten.sum.dim_IntList, reason=_IGNORES_DTYPE)
@@ -73,13 +82,16 @@ def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     return lax.cumlogsumexp(wide(x), axis=dim % x.ndim)
 
 
-# -- moments -----------------------------------------------------------------------------------------------------
+# -- moments ---------------------------------------------------------------------------------------
 
 
 def _variance(
     x: jax.Array, dim: Any, correction: Any, keepdim: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Variance and mean; with no degree of freedom left the division by zero gives nan or inf, as torch gives."""
+    """Variance and mean.
+
+    With no degree of freedom left the division by zero gives nan or inf, as torch gives.
+    """
     x = wide(x)
     axes = axes_of(dim, x.ndim)
     count = math.prod(x.shape[a] for a in axes)
@@ -100,7 +112,7 @@ def _var(
 
 
 def _zero_safe_sqrt(x: jax.Array) -> jax.Array:
-    """sqrt whose gradient at zero is zero, which torch chooses for norms and standard deviations."""
+    """sqrt whose gradient at zero is zero, torch's choice for norms and standard deviations."""
     positive = x != 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), jnp.zeros_like(x))
 
@@ -129,12 +141,15 @@ def _std_mean(
     return _zero_safe_sqrt(variance), mean
 
 
-# -- norms -------------------------------------------------------------------------------------------------------
+# -- norms -----------------------------------------------------------------------------------------
 
 
 @lowering(
     aten.linalg_vector_norm.default,
-    reason="torchax's gradient of the norm of a zero vector is nan, torch's zero; torchax ignores dtype=",
+    reason=(
+        "torchax's gradient of the norm of a zero vector is nan, torch's zero;"
+        " torchax ignores dtype="
+    ),
 )
 def _vector_norm(
     x: jax.Array,
@@ -170,7 +185,7 @@ def _power_norm(size: jax.Array, ord: float, axes: tuple[int, ...], keepdim: boo
     return jnp.where(positive, jnp.where(positive, total, 1) ** (1.0 / ord), 0)
 
 
-# -- extremes ----------------------------------------------------------------------------------------------------
+# -- extremes --------------------------------------------------------------------------------------
 
 
 def _best(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> jax.Array:
@@ -243,7 +258,7 @@ def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     return at_least_1d(_running)(x, dim, False)
 
 
-# -- counts ------------------------------------------------------------------------------------------------------
+# -- counts ----------------------------------------------------------------------------------------
 
 
 @lowering(aten.histc.default, reason="torchax counts values outside the range and returns integers")

@@ -1,4 +1,6 @@
-"""Scatters along a dim and their reductions, with torch's gradients (shared among equal extremes, exact at zeros)."""
+"""Scatters along a dim and their reductions, with torch's gradients (shared among equal extremes,
+exact at zeros).
+"""
 
 from typing import Any
 
@@ -15,7 +17,10 @@ _ONE_FORM = "torchax ignores reduce= or include_self=, or starts integers from i
 
 
 def _grid(index: jax.Array, dim: int) -> tuple[jax.Array, ...]:
-    """The coordinates that `index` [i, j, ...] addresses: its values along `dim`, its own position elsewhere."""
+    """The coordinates that `index` [i, j, ...] addresses.
+
+    Its values along `dim`, its own position elsewhere.
+    """
     where = [
         jnp.arange(n).reshape((1,) * d + (n,) + (1,) * (index.ndim - d - 1))
         for d, n in enumerate(index.shape)
@@ -25,7 +30,10 @@ def _grid(index: jax.Array, dim: int) -> tuple[jax.Array, ...]:
 
 
 def _part(src: Any, index: jax.Array, dtype: Any) -> jax.Array:
-    """The part of `src` that is scattered: its leading block of the shape of `index`, or a number."""
+    """The part of `src` that is scattered.
+
+    Its leading block of the shape of `index`, or a number.
+    """
     if not isinstance(src, jax.Array) or not src.ndim:
         return jnp.broadcast_to(cast(jnp.asarray(src), dtype), index.shape)
     return cast(src, dtype)[tuple(slice(0, n) for n in index.shape)]
@@ -93,7 +101,9 @@ def _index_reduce(
     *,
     include_self: bool = True,
 ) -> jax.Array:
-    """As scatter_reduce, with whole slices of `source` along `dim` reduced into slice `index[i]` of `x`."""
+    """As scatter_reduce, with whole slices of `source` along `dim` reduced into slice `index[i]` of
+    `x`.
+    """
     shape = x.shape
     x, index, source = (
         x.reshape(shape or (1,)),
@@ -104,7 +114,7 @@ def _index_reduce(
     return _combine(x, where, source, reduce, include_self).reshape(shape)
 
 
-# -- reducing into places ----------------------------------------------------------------------------------------
+# -- reducing into places --------------------------------------------------------------------------
 
 
 def _start(reduce: str, dtype: Any) -> Any:
@@ -147,7 +157,8 @@ def _extreme(x: jax.Array, where: Any, src: jax.Array, largest: bool) -> jax.Arr
     value = place.max(stopped(src)) if largest else place.min(stopped(src))
     if not is_float(x):
         return value
-    # jax has no gradient of a scatter-max: torch shares it equally among all that equal the extreme.
+    # jax has no gradient of a scatter-max: torch shares it equally among all that equal the
+    # extreme.
     mine, theirs = x == value, src == value[where]
     count = mine.astype(jnp.float32).at[where].add(theirs.astype(jnp.float32))
     total = jnp.where(mine, x, 0).at[where].add(jnp.where(theirs, src, 0))

@@ -1,4 +1,7 @@
-"""Sorting and searching: stable as torch's CPU sort is, nan greatest, gradients to the element that was picked."""
+"""Sorting and searching.
+
+Stable as torch's CPU sort is, nan greatest, gradients to the element that was picked.
+"""
 
 import functools
 from typing import Any
@@ -85,7 +88,10 @@ def _kthvalue(
 
 @at_least_1d
 def _picked(x: jax.Array, dim: int, keepdim: bool, rank: Any) -> tuple[jax.Array, jax.Array]:
-    """The element of a rank along a dim, with its index: `rank(sorted)` is a number or an array of [..., 1, ...]."""
+    """The element of a rank along a dim, with its index.
+
+    `rank(sorted)` is a number or an array of [..., 1, ...].
+    """
     values, order = _sorted(x, dim, False)
     which = jnp.asarray(rank(values), jnp.int32)
     shape = tuple(1 if d == dim % x.ndim else n for d, n in enumerate(x.shape))
@@ -152,7 +158,7 @@ def _most_frequent(x: jax.Array, dim: int, keepdim: bool) -> tuple[jax.Array, ja
     return (value, index) if keepdim else (jnp.squeeze(value, dim), jnp.squeeze(index, dim))
 
 
-# -- searching ---------------------------------------------------------------------------------------------------
+# -- searching -------------------------------------------------------------------------------------
 
 
 @lowering(
@@ -169,7 +175,9 @@ def _searchsorted(
     side: str | None = None,
     sorter: jax.Array | None = None,
 ) -> jax.Array:
-    """Insertion points of `values` [..., m] into sorted rows `sequence` [..., n] (or one row for all)."""
+    """Insertion points of `values` [..., m] into sorted rows `sequence` [..., n] (or one row for
+    all).
+    """
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     values = jnp.asarray(values)
