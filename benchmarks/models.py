@@ -92,7 +92,7 @@ def _llama() -> Case:
 
 
 def _diffusers_dit() -> Case:
-    from diffusers import DiTTransformer2DModel
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 
     model = DiTTransformer2DModel(
         num_attention_heads=4,
@@ -109,7 +109,7 @@ def _diffusers_dit() -> Case:
 
 
 def _diffusers_unet() -> Case:
-    from diffusers import UNet2DConditionModel
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
     model = UNet2DConditionModel(
         sample_size=16,

@@ -60,7 +60,7 @@ def test_it_shows_where_plain_torchax_stops(told: Told):
     assert len(re.findall(r"✘ \w+: ConcretizationTypeError: Abstract tracer", told.text)) == 3
     for source in (
         "if is_t2v:",
-        "length = positions.max().item() + 1",
+        "length = int(positions.max().item()) + 1",
         "alpha = self.alphas[step].item()",
     ):
         assert source in told.text

@@ -112,7 +112,6 @@ def test_an_unknown_name_is_an_attribute_error():
     ("access", "feature"),
     [
         ("tpuport.convert", "tpuport.convert"),
-        ("tpuport.ops", "tpuport.ops"),
         ("from tpuport import to_torch", "tpuport.to_torch"),
     ],
 )

@@ -1,7 +1,7 @@
 """`torch.utils.checkpoint` rematerialises, and changes neither values nor randomness nor state.
 
-The batch statistics inside a checkpointed stretch move once for each call, as in eager's forward (eager moves them again
-when its backward computes the stretch a second time).
+The batch statistics inside a checkpointed stretch move once for each call, as in eager's forward
+(eager moves them again when its backward computes the stretch a second time).
 """
 
 from typing import Any

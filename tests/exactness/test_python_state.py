@@ -1,4 +1,7 @@
-"""Python state that `forward` changes: numbers, flags, lists, activations; and the way back to torch."""
+"""Python state that `forward` changes: numbers, flags, lists, activations.
+
+And the way back to torch.
+"""
 
 import copy
 from typing import Any

@@ -17,23 +17,27 @@ class Case:
 
     Attributes:
         name: Name in the test id: the class, and what is particular about the case.
-        build: Makes the model in evaluation mode and the keyword arguments of its forward.
+        build: Makes the model and the keyword arguments of its forward; takes changes of the
+            configuration.
         grads: Compare the gradients of all trainable parameters as well.
         rtol: Tolerance relative to the largest element of an output.
     """
 
     name: str
-    build: Callable[[], tuple[nn.Module, dict[str, Any]]]
+    build: Callable[..., tuple[nn.Module, dict[str, Any]]]
     grads: bool = False
     rtol: float = 1e-4
 
     def __str__(self) -> str:
         return self.name
 
-    def make(self) -> tuple[nn.Module, dict[str, Any]]:
-        """The model with weights that hide nothing, and its arguments; the same at each call."""
+    def make(self, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """The model in evaluation mode and its arguments, the same at each call.
+
+        `changes` to its configuration.
+        """
         torch.manual_seed(0)
-        model, kwargs = self.build()
+        model, kwargs = self.build(**changes)
         return model.eval(), kwargs
 
 
@@ -84,9 +88,9 @@ def diffusers_case(
 
 
 def _diffusers_model(
-    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]]
+    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    return fill(getattr(diffusers, cls)(**config)), inputs()
+    return fill(getattr(diffusers, cls)(**config | changes)), inputs()
 
 
 def times(*values: float) -> torch.Tensor:
@@ -109,7 +113,7 @@ def transformers_case(
 
 
 def _transformers_model(
-    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]]
+    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], **changes: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
     made = getattr(transformers, cls)
-    return fill(made(made.config_class(**config))), inputs()
+    return fill(made(made.config_class(**config | changes))), inputs()

@@ -39,7 +39,6 @@ UNETS = [
         lambda: (
             _picture() | {"timestep": torch.tensor([7, 420]), "class_labels": torch.tensor([4, 1])}
         ),
-        grads=True,
     ),
     diffusers_case(
         "UNet2DModel",

@@ -45,7 +45,6 @@ IMAGES = [
             "timestep": torch.tensor([7, 420]),
             "class_labels": torch.tensor([2, 9]),
         },
-        grads=True,
     ),
     diffusers_case(
         "PixArtTransformer2DModel",

@@ -123,7 +123,6 @@ VIDEOS = [
             "encoder_hidden_states": randn(2, 5, 6),
             "timestep": torch.tensor([7, 420]),
         },
-        grads=True,
     ),
     diffusers_case(
         "CosmosTransformer3DModel",
@@ -171,7 +170,6 @@ VIDEOS = [
         lambda: (
             _hunyuan_inputs() | {"pooled_projections": randn(2, 6), "guidance": times(600.0, 100.0)}
         ),
-        grads=True,
     ),
     diffusers_case(
         "HunyuanVideo15Transformer3DModel",
@@ -184,6 +182,7 @@ VIDEOS = [
         _HUNYUAN_15,
         lambda: _hunyuan_15_inputs(randn(2, 3, 7)),
         note="image",
+        grads=True,
     ),
     diffusers_case(
         "HunyuanVideoFramepackTransformer3DModel",
@@ -221,7 +220,6 @@ VIDEOS = [
             "height": 2,
             "width": 3,
         },
-        grads=True,
     ),
     diffusers_case(
         "MochiTransformer3DModel",

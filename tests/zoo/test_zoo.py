@@ -1,5 +1,4 @@
-"""Models of diffusers and transformers, as they are published, give eager PyTorch's numbers when
-ported.
+"""Models of diffusers and transformers, as published, give eager PyTorch's numbers when ported.
 
 Contents:
     outputs    every case against eager: structure, types, dtypes, numbers
@@ -19,8 +18,8 @@ import pytest
 import torch
 
 import tpuport
-from tests.zoo.case import Case
-from tests.zoo.diffusers_models import DIFFUSERS, REFUSED
+from tests.zoo.case import Case, keep
+from tests.zoo.diffusers_models import DIFFUSERS, RANDOM, REFUSED
 from tests.zoo.transformers_models import TRANSFORMERS
 from tpuport import PortError
 
@@ -54,9 +53,7 @@ def _release_compiled_programs() -> Iterator[None]:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
-    """What is directly inside a container or an object that holds tensors, with the path step to
-    it.
-    """
+    """What is directly inside a container or an object, each part with the path step to it."""
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", item) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
@@ -187,3 +184,75 @@ def test_a_model_that_cannot_be_ported_is_refused_at_its_line(case: Case, line: 
         tpuport.convert(model, verify=False)(**kwargs)
     assert refusal.value.source_line is not None
     assert line in refusal.value.source_line
+
+
+def in_training() -> list[Any]:
+    """Models with dropout, in training mode."""
+    makers = {
+        "BertModel": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2},
+        "T5Model": {"dropout_rate": 0.2},
+        "PixArtTransformer2DModel": {"dropout": 0.2},
+    }
+    return [pytest.param(case_of(name), more, id=name) for name, more in makers.items()]
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize(("case", "dropout"), in_training())
+def test_dropout_in_training_is_drawn_from_the_key(case: Case, dropout: dict[str, float]) -> None:
+    model, kwargs = case.make(**dropout)
+    ported = tpuport.convert(model.train(), verify=False)
+
+    def run(seed: int) -> list[torch.Tensor]:
+        out, _ = ported.apply(ported.params, ported.buffers, jax.random.key(seed), **kwargs)
+        return [torch.from_numpy(jax.device_get(leaf).copy()) for leaf in floating(out)]
+
+    first, again, other = run(1), run(1), run(2)
+    assert all(leaf.isfinite().all() for leaf in first)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.allclose(first[0], other[0], rtol=1e-3)
+    assert not torch.allclose(first[0], floating(eager(case))[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", RANDOM, ids=str)
+def test_random_numbers_of_a_forward_follow_the_seed(case: Case) -> None:
+    model, kwargs = case.make()
+    # The numbers are jax's own, so eager is run on the same ones: that is convert's verification.
+    ported = tpuport.convert(model, kwargs=kwargs, rtol=case.rtol)
+    torch.manual_seed(3)
+    first, second = (tpuport.to_torch(ported(**kwargs)).sample for _ in range(2))
+    torch.manual_seed(3)
+    again = tpuport.to_torch(ported(**kwargs)).sample
+    assert first.isfinite().all()
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, second, rtol=1e-3)
+
+
+# A sample that is padding from end to end, beside one that is padded on the left.
+NOTHING_TO_SEE = {"attention_mask": keep(0, 4, size=7, left=True)}
+HIDDEN_TEXT = {"encoder_attention_mask": keep(0, 5, size=7, left=True)}
+MASKED = {
+    "LlamaForCausalLM": NOTHING_TO_SEE,
+    "Qwen2Model": NOTHING_TO_SEE,
+    "GptOssModel": NOTHING_TO_SEE,
+    "BloomModel": NOTHING_TO_SEE,
+    "MambaModel": NOTHING_TO_SEE,
+    "BertModel": NOTHING_TO_SEE,
+    "DebertaV2Model": NOTHING_TO_SEE,
+    "PixArtTransformer2DModel": HIDDEN_TEXT,
+    "MochiTransformer3DModel": {
+        "encoder_attention_mask": HIDDEN_TEXT["encoder_attention_mask"].bool()
+    },
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_that_see_nothing_are_eagers(name: str) -> None:
+    case = case_of(name)
+    model, kwargs = case.make()
+    with torch.no_grad():
+        want = model(**kwargs | MASKED[name])
+    got = tpuport.to_torch(tpuport.convert(case.make()[0], verify=False)(**kwargs | MASKED[name]))
+    assert compare(got, want, case.rtol), "the output holds no tensor"

@@ -57,7 +57,11 @@ def _qwen_inputs() -> dict[str, Any]:
     prompts = _pictures_in_prompts(4)
     kinds = (prompts["input_ids"] == _IMAGE_TOKEN).int()
     grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
-    return prompts | {"pixel_values": randn(32, 24), "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    return prompts | {
+        "pixel_values": randn(32, 24),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": kinds,
+    }
 
 
 IMAGES = [
@@ -91,13 +95,17 @@ IMAGES = [
     transformers_case(
         "DetrForObjectDetection",
         {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
-        | {"backbone_config": {"model_type": "resnet", "embedding_size": 8, "depths": [1, 1]}
-           | {"hidden_sizes": [8, 12], "out_features": ["stage2"], "layer_type": "basic"}}
+        | {
+            "backbone_config": {"model_type": "resnet", "embedding_size": 8, "depths": [1, 1]}
+            | {"hidden_sizes": [8, 12], "out_features": ["stage2"], "layer_type": "basic"}
+        }
         | {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 20}
         | {"decoder_ffn_dim": 20, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
         | {"num_queries": 5},
-        lambda: _images(24, 32)
-        | {"pixel_mask": torch.stack([torch.ones(24, 32), torch.ones(24, 32).tril()]).long()},
+        lambda: (
+            _images(24, 32)
+            | {"pixel_mask": torch.stack([torch.ones(24, 32), torch.ones(24, 32).tril()]).long()}
+        ),
     ),
     transformers_case(
         "DPTForDepthEstimation",
@@ -114,16 +122,24 @@ IMAGES = [
     ),
     transformers_case(
         "SamModel",
-        {"vision_config": {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2}
-         | {"num_attention_heads": 2, "image_size": 24, "patch_size": 4, "window_size": 4}
-         | {"global_attn_indexes": [1], "mlp_dim": 20, "num_pos_feats": 4}}
-        | {"prompt_encoder_config": {"hidden_size": 8, "image_size": 24, "patch_size": 4}
-           | {"mask_input_channels": 4, "image_embedding_size": 6}}
-        | {"mask_decoder_config": {"hidden_size": 8, "mlp_dim": 12, "num_hidden_layers": 1}
-           | {"num_attention_heads": 2, "iou_head_hidden_dim": 8, "attention_downsample_rate": 1}},
-        lambda: _images(24, 24)
-        | {"input_points": 24 * torch.rand(2, 1, 3, 2)}
-        | {"input_labels": torch.tensor([[[1, 0, -10]], [[1, 1, 0]]])},
+        {
+            "vision_config": {"hidden_size": 16, "output_channels": 8, "num_hidden_layers": 2}
+            | {"num_attention_heads": 2, "image_size": 24, "patch_size": 4, "window_size": 4}
+            | {"global_attn_indexes": [1], "mlp_dim": 20, "num_pos_feats": 4}
+        }
+        | {
+            "prompt_encoder_config": {"hidden_size": 8, "image_size": 24, "patch_size": 4}
+            | {"mask_input_channels": 4, "image_embedding_size": 6}
+        }
+        | {
+            "mask_decoder_config": {"hidden_size": 8, "mlp_dim": 12, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "iou_head_hidden_dim": 8, "attention_downsample_rate": 1}
+        },
+        lambda: (
+            _images(24, 24)
+            | {"input_points": 24 * torch.rand(2, 1, 3, 2)}
+            | {"input_labels": torch.tensor([[[1, 0, -10]], [[1, 1, 0]]])}
+        ),
     ),
 ]
 
@@ -184,10 +200,20 @@ TOGETHER = [
     ),
     transformers_case(
         "Qwen2VLModel",
-        {"text_config": DECODER
-         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}}}
-        | {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
-           | {"mlp_ratio": 2, "patch_size": 2, "temporal_patch_size": 2}}
+        {
+            "text_config": DECODER
+            | {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "mrope_section": [1, 1, 0],
+                }
+            }
+        }
+        | {
+            "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
+            | {"mlp_ratio": 2, "patch_size": 2, "temporal_patch_size": 2}
+        }
         | {"image_token_id": _IMAGE_TOKEN, "video_token_id": 29, "vision_start_token_id": 28},
         _qwen_inputs,
     ),

@@ -20,7 +20,7 @@ EXPERTS = DECODER | {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
-    """Token ids without the special ones: the first four, and the last three, which stand for pictures."""
+    """Token ids without the special ones (the first four, and the last three, for pictures)."""
     return torch.randint(4, VOCABULARY - 3, (batch, length))
 
 
@@ -60,7 +60,8 @@ DECODERS = [
     transformers_case("LlamaForCausalLM", DECODER, labelled, grads=True),
     transformers_case(
         "Qwen2Model",
-        DECODER | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3}
+        DECODER
+        | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 3}
         | {"max_window_layers": 1},
         prompts,
     ),
@@ -79,7 +80,7 @@ DECODERS = [
         | {"linear_num_value_heads": 4},
         prompts,
     ),
-    transformers_case("MixtralModel", DECODER | {"num_local_experts": 4}, prompts, grads=True),
+    transformers_case("MixtralModel", DECODER | {"num_local_experts": 4}, prompts),
     transformers_case(
         "DeepseekV3Model",
         EXPERTS
@@ -109,12 +110,11 @@ DECODERS = [
         "GPT2LMHeadModel",
         SPECIAL | {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12},
         labelled,
-        grads=True,
     ),
+    transformers_case("OPTModel", ENCODER | {"ffn_dim": 20, "word_embed_proj_dim": 12}, prompts),
     transformers_case(
-        "OPTModel", ENCODER | {"ffn_dim": 20, "word_embed_proj_dim": 12}, prompts
+        "BloomModel", SPECIAL | {"hidden_size": 16, "n_head": 2, "n_layer": 1}, prompts
     ),
-    transformers_case("BloomModel", SPECIAL | {"hidden_size": 16, "n_head": 2, "n_layer": 1}, prompts),
     transformers_case(
         "FalconModel",
         ENCODER | {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
@@ -151,7 +151,9 @@ ENCODERS = [
         sentences,
         grads=True,
     ),
-    transformers_case("AlbertModel", ENCODER | {"embedding_size": 8, "num_hidden_layers": 2}, pairs),
+    transformers_case(
+        "AlbertModel", ENCODER | {"embedding_size": 8, "num_hidden_layers": 2}, pairs
+    ),
     transformers_case(
         "XLNetModel",
         SPECIAL | {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 20},

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_hunyuan_video15 import (
+    HunyuanVideo15Transformer3DModel,
+)
 
 from tpuport.demo.plain_torchax import Difference, run_plain
 from tpuport.demo.planner import BatchFeature, DiffusionPlanner
@@ -131,32 +133,31 @@ def _video_differences(example: Example) -> list[Difference]:
 
 
 def _planner_differences(example: Example) -> list[Difference]:
-    status, action = example.inputs["status"], example.inputs["action"]
+    model = copy.deepcopy(example.model)
+    assert isinstance(model, DiffusionPlanner)
+    status, action, mask = (example.inputs[name] for name in ("status", "action", "context_mask"))
+    queries = torch.zeros(*action.shape[:2], model.width)
+    context = torch.randn(*mask.shape, model.width)
 
-    def encode(model: Any, status: torch.Tensor) -> Any:
-        model.status_encoder(status)
-        return model.status_encoder[0].running_mean
+    def step(model: DiffusionPlanner, status: torch.Tensor) -> Any:
+        model.encode_status(status)
+        return model.status_norm.running_mean
 
-    def noise(model: Any, action: torch.Tensor) -> Any:
+    def noise(model: DiffusionPlanner, action: torch.Tensor) -> Any:
         return model.add_noise(action)[1]
 
-    def attend(model: Any, x: torch.Tensor, context: torch.Tensor, mask: torch.Tensor) -> Any:
+    def attend(model: Any, x: Any, context: Any, mask: Any) -> Any:
         return model.blocks[0].context(x, model.rope, context, mask)
 
-    attended = (
-        torch.zeros(*action.shape[:2], example.model.width),
-        torch.randn(*example.inputs["context"].shape[:2], example.model.width),
-        example.inputs["context_mask"],
-    )
-    model = copy.deepcopy(example.model)
-    mean = example.model.status_encoder[0].running_mean
+    (plain_mean,) = run_plain(model, step, status)
+    plain_noise = run_plain(model, noise, action, times=2)
+    (plain_attended,) = run_plain(model, attend, queries, context, mask)
+    assert model.status_norm.running_mean is not None
+    mean = model.status_norm.running_mean.clone()
     with torch.no_grad():
-        eager_mean = encode(model, status)
+        eager_mean = step(model, status)
         eager_noise = [noise(model, action) for _ in range(2)]
-        eager_attended = attend(model, *attended)
-    (plain_mean,) = run_plain(example.model, encode, status)
-    plain_noise = run_plain(example.model, noise, action, times=2)
-    (plain_attended,) = run_plain(example.model, attend, *attended)
+        eager_attended = attend(model, queries, context, mask)
     return [
         Difference(
             "BatchNorm's running mean after a training step",

@@ -48,7 +48,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate `x` of shape [B, heads, N, dim] by `positions` of shape [N]."""
-        length = positions.max().item() + 1
+        length = int(positions.max().item()) + 1
         if length > self.cached_length:
             self._grow(length, x.device)
         first, second = x.chunk(2, dim=-1)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         if context is None:
             positions = torch.arange(x.shape[1], device=x.device)
             query, key = rope(query, positions), rope(key, positions)
-        else:
+        elif mask is not None:
             mask = mask[:, None, None, :].expand(-1, 1, x.shape[1], -1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -148,9 +148,8 @@ class DiffusionPlanner(nn.Module):
         super().__init__()
         self.horizon, self.train_steps, self.width = horizon, train_steps, width
         self.eta, self.status_dropout, self.ema_decay = 1.0, 0.1, 0.99
-        self.status_encoder = nn.Sequential(
-            nn.BatchNorm1d(8), nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width)
-        )
+        self.status_norm = nn.BatchNorm1d(8)
+        self.status_encoder = nn.Sequential(nn.Linear(8, width), nn.SiLU(), nn.Linear(width, width))
         self.time_encoder = nn.Sequential(
             nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)
         )
@@ -191,7 +190,7 @@ class DiffusionPlanner(nn.Module):
 
     def encode_status(self, status: torch.Tensor) -> torch.Tensor:
         """The car's state [B, 8] to [B, width]; in training some samples go without."""
-        status = self.status_encoder(status)
+        status = self.status_encoder(self.status_norm(status))
         if self.training:
             dropped = torch.rand(status.shape[0], device=status.device) < self.status_dropout
             status[dropped] = 0.0

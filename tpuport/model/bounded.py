@@ -54,7 +54,7 @@ def strip(tensor: Any) -> Any:
     )
 
 
-def attach(tensor: TracedTensor, extents: Extents) -> TracedTensor:
+def attach(tensor: Any, extents: Extents) -> TracedTensor:
     """Give a physical tensor its data-dependent sizes; a size known after all trims the array."""
     kept: Extents = {}
     for dim, node in extents.items():
@@ -111,7 +111,7 @@ def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
     return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 
-def filled(tensor: TracedTensor, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
+def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
     """The physical tensor with the elements past its sizes (along `dims`, default all) set to
     `value`.
     """
@@ -308,7 +308,7 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _PERTURB = 7
 
 
-def _meta_run(func: Any, args: Any, kwargs: Any, expr: Linear, grow: int) -> list[torch.Tensor]:
+def _meta_run(func: Any, args: Any, kwargs: Any, expr: Linear | None, grow: int) -> list[Any]:
     from tpuport.model.dispatch import _map_tensors
 
     def meta(value: Any) -> Any:
@@ -337,7 +337,7 @@ def _meta_run(func: Any, args: Any, kwargs: Any, expr: Linear, grow: int) -> lis
 class _Sized(int):
     """A physical size in an op's arguments that stands for a traced one."""
 
-    expr: Linear
+    expr: Linear | None
     factor: int
 
 
@@ -350,7 +350,7 @@ def _physical_sizes(value: Any, args: tuple[Any, ...]) -> Any:
     for tensor in _tensors(args, {}):
         for dim, node in extents_of(tensor).items():
             for factor in (1, *{f for _, f in expr.terms}):
-                if node.expr.times(factor) == expr:
+                if node.expr is not None and node.expr.times(factor) == expr:
                     made = _Sized(_bound(tensor, dim) * factor)
                     made.expr, made.factor = node.expr, factor
                     return made

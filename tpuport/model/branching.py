@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import torch
 
@@ -334,20 +335,10 @@ def merge(
     test = jnp.reshape(test, ()).astype(bool)
     keys = trace.keys
     count = keys.count if keys is not None else 0
-    sides = []
-    for thunk in (then, orelse):
-        if snapshot is not None:
-            snapshot.restore()
-        if keys is not None:
-            keys.count = count
-        sides.append(_discover(trace, thunk, snapshot))
-    for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
-        if side.error is not None:
-            if other.error is not None:
-                raise side.error
-            failed = test if outcome is False else jnp.logical_not(test)
-            trace.check(failed, side.error, site)
-            return _Forced(outcome)
+    sides = _discover_sides(trace, (then, orelse), snapshot)
+    forced = _lift_error(trace, test, sides, site)
+    if forced is not None:
+        return forced
     written = _written_union(sides)
     _check_sides(sides, site)
 
@@ -374,6 +365,33 @@ def merge(
     return _rebuild_merged(trace, sides, values, snapshot)
 
 
+def _discover_sides(
+    trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
+) -> list[_Side]:
+    keys = trace.keys
+    count = keys.count if keys is not None else 0
+    sides = []
+    for thunk in thunks:
+        if snapshot is not None:
+            snapshot.restore()
+        if keys is not None:
+            keys.count = count
+        sides.append(_discover(trace, thunk, snapshot))
+    return sides
+
+
+def _lift_error(trace: Trace, test: jax.Array, sides: list[_Side], site: str) -> "_Forced | None":
+    """Make a check of the condition if one side raises: the other outcome is then the only one."""
+    for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
+        if side.error is not None:
+            if other.error is not None:
+                raise side.error
+            failed = test if outcome is False else jnp.logical_not(test)
+            trace.check(failed, side.error, site)
+            return _Forced(outcome)
+    return None
+
+
 def _branch_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, *numbers.SYMBOLIC)) or type(value) in (bool, int, float)
 
@@ -382,7 +400,7 @@ _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 def _kind(meta: Any, other: Any = bool) -> type:
-    """The Python type of a number that is one of two types of number on the two sides of a branch."""
+    """The Python type of a number that has one type or another by the side of a branch."""
     kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
     return float if float in kinds else int if int in kinds else bool
 
@@ -608,7 +626,12 @@ def traced_cond(
     # A side may change a list or dict among its operands in place.
     snapshot = Snapshot([operands])
     merged = merge(
-        trace, value, lambda: then(*operands), lambda: orelse(*operands), site=site, snapshot=snapshot
+        trace,
+        value,
+        lambda: then(*operands),
+        lambda: orelse(*operands),
+        site=site,
+        snapshot=snapshot,
     )
     if isinstance(merged, _Forced):
         if trace.explorer is not None:

@@ -90,6 +90,10 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
             msg = f"convert() expected an nn.Module or a function, got {type(target).__name__}"
             raise UsageError(msg)
         return
+    _check_module(target, methods)
+
+
+def _check_module(target: torch.nn.Module, methods: tuple[str, ...]) -> None:
     for name in methods:
         if not callable(getattr(target, name, None)):
             msg = f"methods names {name!r}, but {type(target).__name__} has no such method"

@@ -146,7 +146,7 @@ def _selects(func: Any, args: tuple[Any, ...]) -> bool:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, (list, tuple)):
@@ -275,7 +275,7 @@ def _mark(func: Any, args: tuple[Any, ...], result: Any) -> None:
             and torch.Tensor.numel(result)
         ):
             low, high = (0, 1) if source.dtype is torch.bool else source._bounds or (None, None)
-            if low is not None:
+            if low is not None and high is not None:
                 count = torch.Tensor.numel(source) // torch.Tensor.numel(result)
                 result._bounds = (min(low * count, 0), high * count)
     elif name in ("clone", "_to_copy"):
@@ -429,7 +429,8 @@ def _dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
 
 def _view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
     # Offsets of meta tensors start at zero for the base: add the base's own.
-    offset = base.storage_offset() * base.itemsize // meta.itemsize + meta.storage_offset()
+    start: Any = base.storage_offset()
+    offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
     result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
@@ -440,12 +441,12 @@ def _view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: boo
 
 def _as_strided(
     base: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
-) -> torch.Tensor:
+) -> TracedTensor:
     """A window into the storage of `base`, as torch defines it (not into `base` itself)."""
     if not isinstance(base, TracedTensor):
         base = current().alias(base)  # type: ignore[union-attr, assignment]
     assert isinstance(base, TracedTensor)
-    offset = base.storage_offset() if storage_offset is None else storage_offset
+    offset: Any = base.storage_offset() if storage_offset is None else storage_offset
     root = base._storage
     shape = root.value.shape
     whole = torch.empty(shape, dtype=base.dtype, device="meta")
@@ -461,7 +462,11 @@ def _as_strided(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
     )
-    chain = (window, VIEWS[aten.detach.default](whole, whole)) if detached else (window,)
+    chain: tuple[ViewStep, ...] = (window,)
+    if detached:
+        stop = VIEWS[aten.detach.default](whole, whole)
+        assert isinstance(stop, ViewStep)
+        chain = (window, stop)
     meta = whole.as_strided(size, stride, offset)
     return TracedTensor(root, chain, meta, None, base._frozen)
 
@@ -535,7 +540,7 @@ def _dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict
             code="TPU201",
             remedy="use an out-of-place operation",
         )
-    targets = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
+    targets: list[Any] = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
     is_out = any(a.is_out for a in func._schema.arguments)
     if is_out:
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}

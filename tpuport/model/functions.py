@@ -19,6 +19,9 @@ from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, mat
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
 
+# The C++ functions behind torch.nn.functional.
+_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+
 Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
 FUNCTIONS: dict[Any, Handler] = {}
 
@@ -267,7 +270,7 @@ def _metas(operands: list[Any]) -> list[Any]:
     return [to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
 
 
-@function(torch._C._nn.linear, torch.nn.functional.linear)
+@function(_NN.linear, torch.nn.functional.linear)
 def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")
     bound = dict(zip(names, args, strict=False)) | kwargs
@@ -279,7 +282,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     meta = linear_meta(x, weight, bias)
     if meta is None:
         check_one_dtype([x, weight, bias])
-        meta = torch._C._nn.linear(*_metas([x, weight, bias]))
+        meta = _NN.linear(*_metas([x, weight, bias]))
 
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
@@ -326,9 +329,7 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
 
 
-@function(
-    torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention
-)
+@function(torch.nn.functional.scaled_dot_product_attention, _NN.scaled_dot_product_attention)
 def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     from tpuport.model.lowerings.attention import attention
 
@@ -356,7 +357,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     meta = attention_meta(q, k, v, mask, options["enable_gqa"])
     if meta is None:
         check_one_dtype([q, k, v])
-        meta = torch._C._nn.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
+        meta = _NN.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
     key = trace.next_key(None) if dropout > 0.0 else None
     if isinstance(options["scale"], numbers.SYMBOLIC):
         options["scale"] = numbers.node_value(options["scale"])
@@ -397,7 +398,8 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
     if tensor is None:
         return NotImplemented
-    tensor._chain = tensor.detach()._chain
+    detached: Any = tensor.detach()
+    tensor._chain = detached._chain
     tensor._keep(jax.lax.stop_gradient(tensor._elem))
     tensor._frozen = True
     return args[0]

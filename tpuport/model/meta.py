@@ -194,11 +194,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for k, v in kwargs.items()
     ):
         return None
-    if (
-        name == "log_sigmoid_forward"
-        or (name not in _BOOLEAN
-        and name not in _SAME
-        and name not in _FLOATING)
+    if name == "log_sigmoid_forward" or (
+        name not in _BOOLEAN and name not in _SAME and name not in _FLOATING
     ):
         return None
     operands = args
@@ -233,18 +230,19 @@ def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
             if dtype is not None and value.dtype != dtype:
                 return None
             dtype = value.dtype
-    if dtype is None:
+    if dtype is None or not all(_keeps_dtype(value, dtype) for value in operands):
         return None
-    for value in operands:
-        if isinstance(value, (bool, str, type(None))) or isinstance(value, torch.Tensor):
-            continue
-        if isinstance(value, (float, torch.SymFloat)) and not dtype.is_floating_point:
-            return None
-        if isinstance(value, (int, torch.SymInt)) and dtype is torch.bool:
-            return None
-        if not isinstance(value, (int, float, *numbers.SYMBOLIC)):
-            return None
     return dtype
+
+
+def _keeps_dtype(value: Any, dtype: torch.dtype) -> bool:
+    if isinstance(value, (bool, str, type(None), torch.Tensor)):
+        return True
+    if isinstance(value, (float, torch.SymFloat)) and not dtype.is_floating_point:
+        return False
+    if isinstance(value, (int, torch.SymInt)) and dtype is torch.bool:
+        return False
+    return isinstance(value, (int, float, *numbers.SYMBOLIC))
 
 
 def _full_shape(tensors: list[torch.Tensor]) -> torch.Size | None:
@@ -438,8 +436,7 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     ):
         return None
     if (
-        (bias is not None
-        and bias.dtype != x.dtype)
+        (bias is not None and bias.dtype != x.dtype)
         or size[1] != kernel[1] * groups
         or kernel[0] % groups
     ):

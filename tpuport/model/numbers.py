@@ -7,6 +7,7 @@ holds a 0-d jax value, so torch's argument parser takes them wherever it takes a
 comparison gives a `SymBool`, whose truth is a branch on a traced value.
 """
 
+import builtins
 import itertools
 import math
 from collections.abc import Callable
@@ -139,7 +140,7 @@ class NumberNode:
 
     __str__ = __repr__ = str
 
-    def _graph_repr(self) -> str:
+    def _graph_repr(self) -> builtins.str:
         return self.str()
 
     def bool_(self) -> bool:
@@ -148,7 +149,7 @@ class NumberNode:
     def int_(self) -> int:
         return self.guard_int("", 0)
 
-    def guard_bool(self, file: str, line: int) -> bool:
+    def guard_bool(self, file: builtins.str, line: int) -> bool:
         del file, line
         if self.low == self.high:
             return bool(self.low)
@@ -156,7 +157,7 @@ class NumberNode:
 
         return branching.decide(self.value != 0)
 
-    def guard_int(self, file: str, line: int) -> int:
+    def guard_int(self, file: builtins.str, line: int) -> int:
         del file, line
         if self.low == self.high:
             return int(self.low)
@@ -164,13 +165,13 @@ class NumberNode:
 
         return branching.concrete_number(self.value, int)
 
-    def guard_float(self, file: str, line: int) -> float:
+    def guard_float(self, file: builtins.str, line: int) -> float:
         del file, line
         from tpuport.model import branching
 
         return branching.concrete_number(self.value, float)
 
-    def statically_known_true(self, file: str, line: int) -> bool:
+    def statically_known_true(self, file: builtins.str, line: int) -> bool:
         del file, line
         return self.low == self.high and bool(self.low)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -94,9 +95,10 @@ class PortedModel:
             trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
             target = self.params if trainable else self.buffers
             if leaf.device.type == "meta":
-                target[name] = jax.ShapeDtypeStruct(
+                stand_in: Any = jax.ShapeDtypeStruct(
                     tuple(leaf.shape), backend.jax_dtype(leaf.dtype)
-                )  # type: ignore[assignment]
+                )
+                target[name] = stand_in
             else:
                 target[name] = backend.to_jax(leaf)
 
@@ -605,11 +607,11 @@ def _compile_times(report: PortReport) -> Iterator[None]:
     """Add the seconds that jax spends lowering and compiling inside the block to the report."""
     active = True
 
-    def listen(event: str, seconds: float, **details: Any) -> None:
+    def listen(event: str, duration_secs: float, **details: Any) -> None:
         del details
         stage = _STAGES.get(event)
         if active and stage is not None:
-            spent = getattr(report.timing, stage) + seconds
+            spent = getattr(report.timing, stage) + duration_secs
             report.timing = dataclasses.replace(report.timing, **{stage: spent})
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -651,7 +653,7 @@ def _NO_KEY() -> jax.Array:
 
 
 def _as_key(rng: Any) -> jax.Array:
-    if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     return jax.random.wrap_key_data(rng)
 

@@ -332,7 +332,7 @@ def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Trace
         tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
     )
     made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
-    made.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
+    vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
     return made
@@ -345,7 +345,8 @@ def _arguments(
     for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
         if meta is None:
             generator = torch.Generator()
-            trace.generators[generator._cdata] = KeyStream(value)
+            ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+            trace.generators[ident] = KeyStream(value)
             made.append(generator)
         elif index in host:
             made.append(request.host_leaf(index))
@@ -398,6 +399,11 @@ def _no_fused_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def _host_randomness() -> tuple[Any, Any, torch.Tensor]:
+    numpy_state: Any = np.random.get_state()
+    return random.getstate(), numpy_state[1:3], torch.get_rng_state()
+
+
 @contextlib.contextmanager
 def _unchanged_randomness() -> Iterator[None]:
     """Refuse a trace that drew from Python's, numpy's or torch's host generators.
@@ -407,9 +413,9 @@ def _unchanged_randomness() -> Iterator[None]:
     Raises:
         PortError: it did.
     """
-    before = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())
+    before = _host_randomness()
     yield
-    after = (random.getstate(), np.random.get_state()[1:3], torch.get_rng_state())
+    after = _host_randomness()
     names = ("Python's `random`", "numpy's global random state", "torch's CPU generator")
     same = (
         before[0] == after[0],

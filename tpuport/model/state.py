@@ -67,6 +67,7 @@ class _Cloner:
         return self._object(value)
 
     def _object(self, value: Any) -> Any:
+        made: Any
         if not self._copies(value):
             self.memo[id(value)] = value
             return value

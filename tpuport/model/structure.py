@@ -28,6 +28,11 @@ def is_leaf(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, jax.Array, torch.Generator))
 
 
+def _slot_names(cls: type) -> tuple[str, ...]:
+    slots: Any = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
 @dataclass
 class Spec:
     """A structure with its leaves taken out: rebuild it around other leaves with `rebuild`.
@@ -102,11 +107,7 @@ class _Flattener:
         slots = [
             name
             for cls in kind.__mro__
-            for name in (
-                (cls.__dict__.get("__slots__"),)
-                if isinstance(cls.__dict__.get("__slots__"), str)
-                else cls.__dict__.get("__slots__", ())
-            )
+            for name in _slot_names(cls)
             if name not in ("__dict__", "__weakref__") and hasattr(value, name)
         ]
         attributes.update({name: getattr(value, name) for name in slots})

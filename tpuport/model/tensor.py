@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import torch
 
 from tpuport.model import backend
@@ -87,7 +88,7 @@ class TracedTensor(backend.TorchaxTensor):
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device="cpu",
+            device="cpu",  # pyright: ignore[reportArgumentType]  (torch takes a name)
             requires_grad=False,
         )
 
@@ -176,6 +177,7 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        """The sizes, those that depend on data as traced integers."""
         return torch.Tensor.size(self) if self._extents is None else self._logical()
 
     def _logical(self) -> torch.Size:
@@ -188,12 +190,14 @@ class TracedTensor(backend.TorchaxTensor):
         return torch.Size(sizes)
 
     def size(self, dim: int | None = None) -> Any:
+        """The sizes, or the size of one dim; a traced integer where it depends on data."""
         if self._extents is None:
             return torch.Tensor.size(self) if dim is None else torch.Tensor.size(self, dim)
         shape = self._logical()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> Any:
+        """The number of elements; a traced integer where a size depends on data."""
         if self._extents is None:
             return torch.Tensor.numel(self)
         total: Any = 1
@@ -215,27 +219,33 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
         return self.dim()
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype that eager PyTorch gives (jax may hold int64 as int32)."""
         return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value."""
         if self._storage.trace is not None:
             return torch.device("cpu")
         return torch.device("jax:0")
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow through this tensor."""
         return not self._frozen and self.dtype.is_floating_point
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> "TracedTensor":
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch has this name)
+        self, requires_grad: bool = True
+    ) -> "TracedTensor":
         """Stop gradients through this tensor from here on when `requires_grad` is False."""
         if not requires_grad and not self._frozen:
             self.write(jax.lax.stop_gradient(self._elem))
@@ -244,22 +254,28 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def grad(self) -> None:  # type: ignore[override]
+        """None: gradients are taken by jax, not collected on tensors."""
         return None
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
+        """None: there is no graph of torch's autograd."""
         return None
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
+        """True: there is no graph of torch's autograd."""
         return True
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor without its gradient; assigning replaces the value and keeps the gradient."""
         return self.detach()
 
     @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def data(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
+        self, value: torch.Tensor
+    ) -> None:
         from tpuport.model.views import replace_value
 
         old = self._elem
@@ -288,6 +304,7 @@ class TracedTensor(backend.TorchaxTensor):
         return array if dtype is None else array.astype(dtype)
 
     def tolist(self) -> Any:
+        """The value as nested lists of Python numbers (traced numbers while tracing)."""
         if self._storage.trace is not None:
             from tpuport.model import numbers
 
@@ -320,12 +337,14 @@ class TracedTensor(backend.TorchaxTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return to_cpu(self).__reduce_ex__(protocol)
 
-    type_as = torch.Tensor.type_as
-    flatten = torch.Tensor.flatten
-    detach = torch.Tensor.detach
-    __setitem__ = torch.Tensor.__setitem__
+    # torch's own again, not those of torchax's class.
+    type_as: Any = torch.Tensor.type_as
+    flatten: Any = torch.Tensor.flatten
+    detach: Any = torch.Tensor.detach
+    __setitem__: Any = torch.Tensor.__setitem__
 
     def dim(self) -> int:
+        """The number of dims."""
         return torch.Tensor.dim(self)
 
     def torch(self) -> torch.Tensor:

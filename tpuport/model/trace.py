@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
-from tpuport.model.tensor import Storage, TracedTensor, ViewStep
+from tpuport.model.tensor import Storage, TracedTensor
 
 _LOCAL = threading.local()
 
@@ -123,8 +123,10 @@ class Trace:
         """The key for the next random op, from `generator`'s stream if it was an argument of the
         program.
         """
-        if generator is not None and generator._cdata in self.generators:
-            return self.generators[generator._cdata].next()
+        if generator is not None:
+            ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+            if ident in self.generators:
+                return self.generators[ident].next()
         if self.keys is None:
             from tpuport.model.locate import port_error
 
@@ -165,9 +167,9 @@ class Trace:
         """
         key = tensor.untyped_storage()._cdata
         if key not in self.promoted:
-            flat = torch.empty(0, dtype=tensor.dtype).set_(
-                tensor.untyped_storage(), 0, (tensor.untyped_storage().nbytes() // tensor.itemsize,)
-            )
+            count = tensor.untyped_storage().nbytes() // tensor.itemsize
+            empty: Any = torch.empty(0, dtype=tensor.dtype)
+            flat = empty.set_(tensor.untyped_storage(), 0, (count,))
             storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
             storage.stride = flat.stride()
             self.promoted[key] = (tensor, storage)
@@ -186,9 +188,8 @@ class Trace:
             return None
         from tpuport.model.views import strided_step
 
-        step: ViewStep = strided_step(
-            found[1].value.size, tensor.size(), tensor.stride(), tensor.storage_offset()
-        )
+        offset: Any = tensor.storage_offset()
+        step = strided_step(found[1].value.size, tensor.size(), tensor.stride(), offset)
         return TracedTensor(found[1], (step,), tensor)
 
 

@@ -128,6 +128,8 @@ class Verifier:
             module = None
             function: Callable[..., Any]
             function = self.target  # type: ignore[assignment]
+            own_args, own_kwargs = args, kwargs
+            out: Any = None
             # Most models draw no random numbers: try without the mode that supplies them first.
             modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
@@ -191,10 +193,8 @@ def _comparable(value: Any) -> bool:
 
 def _widened(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
-    if (
-        tensor.dtype in (torch.bfloat16, torch.float16)
-        or (tensor.dtype.itemsize == 1
-        and tensor.is_floating_point())
+    if tensor.dtype in (torch.bfloat16, torch.float16) or (
+        tensor.dtype.itemsize == 1 and tensor.is_floating_point()
     ):
         tensor = tensor.float()
     return tensor.numpy()
@@ -210,7 +210,8 @@ def _host_arguments(value: Any, mode: SameNumbers) -> Any:
             # Compared with the stream that the port uses for the same argument.
             stand_in = torch.Generator()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
-            mode.generators[stand_in._cdata] = KeyStream(jax.random.key(int(seed)))
+            ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+            mode.generators[ident] = KeyStream(jax.random.key(int(seed)))
             made.append(stand_in)
         elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
             made.append(leaf.detach().clone())

@@ -7,7 +7,7 @@ integer tensor.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,16 @@ from tpuport.model.tensor import ViewStep
 aten = torch.ops.aten
 ViewBuilder = Callable[..., ViewStep | list[ViewStep]]
 VIEWS: dict[Any, ViewBuilder] = {}
+Builder = TypeVar("Builder", bound=ViewBuilder)
 
 
-def view(*ops: Any) -> Callable[[ViewBuilder], ViewBuilder]:
+def view(*ops: Any) -> Callable[[Builder], Builder]:
     """Register the builder of one or more view ops.
 
     Called as builder(base_meta, out_meta, *args, **kwargs).
     """
 
-    def register(builder: ViewBuilder) -> ViewBuilder:
+    def register(builder: Builder) -> Builder:
         for op in ops:
             VIEWS[op] = builder
         return builder
@@ -130,12 +131,17 @@ def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
     starts, limits, strides, dropped = [], [], [], []
     for dim, part in enumerate(index):
         if isinstance(part, int):
-            starts.append(part), limits.append(part + 1), strides.append(1), dropped.append(dim)
+            start, stop, step = part, part + 1, 1
+            dropped.append(dim)
         else:
             start, stop, step = part.indices(shape[dim])
-            starts.append(start), limits.append(max(start, stop)), strides.append(step)
+        starts.append(start)
+        limits.append(max(start, stop))
+        strides.append(step)
     for size in shape[len(index) :]:
-        starts.append(0), limits.append(size), strides.append(1)
+        starts.append(0)
+        limits.append(size)
+        strides.append(1)
     kept = tuple(
         -(-(stop - start) // step)
         for start, stop, step in zip(starts, limits, strides, strict=True)

@@ -59,6 +59,7 @@ def attention(
     masked = allowed is not None or mask is not None
     weights = _safe_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
     if dropout > 0.0:
+        assert dropout_key is not None
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
         weights = (
             jnp.where(kept, weights / (1.0 - dropout), 0.0)

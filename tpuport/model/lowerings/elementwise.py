@@ -64,7 +64,8 @@ def _rsub(x: Any, y: Any, alpha: Any = 1) -> jax.Array:
 
 def _promoted(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     dtype = jnp.result_type(x, y)
-    return jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+    left, right = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+    return left, right
 
 
 @lowering(

@@ -1,5 +1,6 @@
 """QR, eigenvalue and singular value decompositions, and what torch builds on them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,9 +9,16 @@ import torch
 from jax import lax
 from jax.scipy import linalg as jsl
 
-from tpuport.model.lowerings import lowering
+from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
+from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings._numeric import value_and_gradient, wide
+from tpuport.model.trace import current
 
 aten = torch.ops.aten
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
 @lowering(aten.linalg_qr.default, reason="torchax ignores a positional mode")
@@ -24,11 +32,6 @@ def _qr(x: jax.Array, mode: str = "reduced") -> tuple[jax.Array, jax.Array]:
         return eye, jnp.zeros((*x.shape[:-2], inner, columns), x.dtype)
     q, r = jnp.linalg.qr(x, mode=mode)
     return q, r
-
-
-@lowering(aten.geqrf.default)
-def _geqrf(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return lax.linalg.geqrf(x)
 
 
 @lowering(aten.linalg_householder_product.default, reason="torchax fails on empty matrices")
@@ -58,24 +61,41 @@ def _eigh(x: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     lower = UPLO.upper() == "L"
     triangle = jnp.tril(x) if lower else jnp.triu(x)
     strict = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
-    values, vectors = jnp.linalg.eigh(
-        triangle + jnp.conj(jnp.swapaxes(strict, -1, -2)), symmetrize_input=False
-    )
+    whole = value_and_gradient(triangle + _adjoint(strict), x)
+    values, vectors = jnp.linalg.eigh(whole, symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros(0, x.dtype)
 
 
-@lowering(aten.linalg_eig.default, reason="torchax fails on empty matrices")
-def _eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    if not x.size:
-        kind = jnp.result_type(x.dtype, jnp.complex64)
-        return jnp.zeros(x.shape[:-1], kind), x.astype(kind)
+@jax.custom_jvp
+def _eig_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     values, vectors = jnp.linalg.eig(x)
     return values, vectors
 
 
+@_eig_of.defjvp
+def _eig_jvp(primals: Any, tangents: Any) -> Any:
+    """jax has none for the vectors, whose length and phase are a choice: torch's choice is unit length, fixed phase."""
+    values, vectors = _eig_of(primals[0])
+    moved = jnp.linalg.solve(vectors, tangents[0].astype(vectors.dtype) @ vectors)
+    gaps = values[..., None, :] - values[..., :, None]
+    apart = jnp.where(gaps == 0, 1, gaps)
+    turned = vectors @ jnp.where(gaps == 0, 0, moved / apart)
+    length = jnp.sum(jnp.conj(vectors) * turned, -2, keepdims=True).real
+    slopes = jnp.diagonal(moved, axis1=-2, axis2=-1)
+    return (values, vectors), (slopes, turned - vectors * length)
+
+
+@lowering(aten.linalg_eig.default, reason="torchax fails on empty matrices; jax has no gradient of the vectors")
+def _eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if not x.size:
+        kind = jnp.result_type(x.dtype, jnp.complex64)
+        return jnp.zeros(x.shape[:-1], kind), x.astype(kind)
+    return _eig_of(x)
+
+
 @lowering(aten._linalg_eigvals.default, aten.linalg_eigvals.default)
 def _eigvals(x: jax.Array) -> jax.Array:
-    return _eig(x)[0] if not x.size else jnp.linalg.eigvals(x)
+    return _eig(x)[0]
 
 
 @lowering(aten._linalg_svd.default, reason="torchax takes no compute_uv=False and no driver=")
@@ -91,61 +111,90 @@ def _svd(
 
 @lowering(aten.linalg_matrix_exp.default, reason="torchax fails on empty matrices")
 def _matrix_exp(x: jax.Array) -> jax.Array:
-    return jsl.expm(x) if x.size else x
+    return jsl.expm(wide(x)) if x.size else x
 
 
-@lowering(aten.linalg_pinv.atol_rtol_tensor, reason="torchax ignores atol= and hermitian=")
-def _pinv(
-    x: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
-) -> jax.Array:
-    """Pseudo-inverse: singular values of at most max(atol, rtol * largest) count as zero."""
-    rows, columns = x.shape[-2:]
-    if not x.size:
-        return jnp.zeros((*x.shape[:-2], columns, rows), x.dtype)
-    u, s, vh = jnp.linalg.svd(x, full_matrices=False)
+# -- pseudo-inverse and least squares ----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _pseudo_inverse(x: jax.Array, tolerances: tuple[Any, Any], hermitian: bool) -> jax.Array:
+    atol, rtol = tolerances
+    if hermitian:
+        values, vectors = _eigh(x)
+        left, right, sizes = vectors, _adjoint(vectors), jnp.abs(values)
+    else:
+        left, values, right = jnp.linalg.svd(x, full_matrices=False)
+        sizes = values
+    limit = jnp.maximum(atol[..., None], rtol[..., None] * sizes.max(-1, keepdims=True))
+    kept = sizes > limit
+    inverse = jnp.where(kept, 1 / jnp.where(kept, values, 1), 0).astype(x.dtype)
+    return _adjoint(right) * inverse[..., None, :] @ _adjoint(left)
+
+
+@_pseudo_inverse.defjvp
+def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
+    """Golub and Pereyra's formula: unlike the gradient of the decomposition it is finite for singular matrices."""
+    x, tolerances = primals
+    moved = tangents[0]
+    p = _pseudo_inverse(x, tolerances, hermitian)
+    inner = moved - x @ (p @ moved)
+    outer = _adjoint(moved) - (_adjoint(moved) @ _adjoint(p)) @ _adjoint(x)
+    first = -p @ moved @ p
+    second = (p @ _adjoint(p)) @ _adjoint(inner)
+    third = outer @ (_adjoint(p) @ p)
+    return p, first + second + (third - p @ (x @ third))
+
+
+def _tolerances(x: jax.Array, atol: Any, rtol: Any) -> tuple[jax.Array, jax.Array]:
+    real = x.real.dtype
+    default = max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
     if rtol is None:
-        given = atol is not None
-        rtol = (
-            jnp.where(jnp.asarray(atol) > 0, 0.0, _default_rtol(x)) if given else _default_rtol(x)
-        )
-    limit = jnp.asarray(rtol)[..., None] * s.max(-1, keepdims=True)
-    limit = limit if atol is None else jnp.maximum(jnp.asarray(atol)[..., None], limit)
-    kept = s > limit
-    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0).astype(x.dtype)
-    return (
-        jnp.conj(jnp.swapaxes(vh, -1, -2))
-        * inverse[..., None, :]
-        @ jnp.conj(jnp.swapaxes(u, -1, -2))
-    )
+        rtol = default if atol is None else jnp.where(jnp.asarray(atol) > 0, 0.0, default)
+    return jnp.asarray(0 if atol is None else atol, real), jnp.asarray(rtol, real)
 
 
-def _default_rtol(x: jax.Array) -> float:
-    return max(x.shape[-2:]) * float(jnp.finfo(x.dtype).eps)
+def _as_value(x: Any) -> Any:
+    return value_of(x) if isinstance(x, torch.Tensor) else x
 
 
-@lowering(
-    aten.linalg_lstsq.default,
-    reason="torchax reads the rank as a Python number, which fails under jit",
-)
+@special(aten.linalg_pinv.atol_rtol_tensor)
+def _pinv(
+    x: torch.Tensor, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
+) -> torch.Tensor:
+    """Pseudo-inverse: singular values of at most max(atol, rtol * largest) count as zero."""
+    value = value_of(x)
+    if not value.size:
+        made = jnp.zeros((*value.shape[:-2], value.shape[-1], value.shape[-2]), value.dtype)
+    else:
+        made = _pseudo_inverse(value, _tolerances(value, _as_value(atol), _as_value(rtol)), hermitian)
+    meta = torch.empty(made.shape, dtype=x.dtype, device="meta")
+    return wrap_as(None, made, meta, current(), grad_frozen([x]))
+
+
+@special(aten.linalg_lstsq.default)
 def _lstsq(
-    a: jax.Array, b: jax.Array, rcond: float | None = None, *, driver: str | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The solution of least norm.
-
-    Residuals for full-rank tall systems, as LAPACK's `gelsy` (the default) gives none.
-    """
-    rows, columns = a.shape[-2:]
-    is_vector = b.ndim == a.ndim - 1
-    right = b[..., None] if is_vector else b
-    solution = _pinv(a, rtol=_default_rtol(a) if rcond is None else rcond) @ right
-    nothing = jnp.zeros(0, a.dtype)
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The solution of least norm; residuals and rank as torch's CPU drivers give them (`gelsy` is the default)."""
+    x, right = value_of(a), value_of(b)
+    rows, columns = x.shape[-2:]
+    is_vector = right.ndim == x.ndim - 1
+    right = right[..., None] if is_vector else right
+    solution = _pseudo_inverse(x, _tolerances(x, None, rcond), False) @ right
     driver = driver or "gelsy"
-    residuals = nothing
+    residuals = rank = singular = None
     if rows > columns and driver != "gelsy":
-        error = right - a @ solution
-        residuals = jnp.sum(jnp.square(jnp.abs(error)), -2)
-    singular = jnp.linalg.svd(a, compute_uv=False)
-    limit = _default_rtol(a) * singular.max(-1, keepdims=True, initial=0)
-    rank = jnp.sum(singular > limit, -1) if driver != "gels" else jnp.zeros(0, jnp.int32)
-    values = singular if driver in ("gelsd", "gelss") else nothing
-    return solution[..., 0] if is_vector else solution, residuals, rank, values
+        residuals = jnp.sum(jnp.square(jnp.abs(right - x @ solution)), -2)
+    if driver != "gels":
+        singular = jnp.linalg.svd(lax.stop_gradient(x), compute_uv=False)
+        rank = jnp.sum(singular > _tolerances(x, None, rcond)[1] * singular.max(-1, keepdims=True, initial=0), -1)
+    shape = solution[..., 0] if is_vector else solution
+    real = torch.empty(0, dtype=a.dtype).abs().dtype
+    results = ((shape, a.dtype), (residuals, real), (rank, torch.int64), (singular if driver in ("gelsd", "gelss") else None, real))
+    made = []
+    for value, dtype in results:
+        value = jnp.zeros(0, jnp.float32) if value is None else value
+        meta = torch.empty(value.shape, dtype=dtype, device="meta")
+        made.append(wrap_as(None, value, meta, current(), grad_frozen([a, b]) or dtype == torch.int64))
+    return tuple(made)

@@ -9,7 +9,7 @@ import torch
 from jax import lax
 
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import is_low, wide
+from tpuport.model.lowerings._numeric import is_low, value_and_gradient, wide
 
 aten = torch.ops.aten
 
@@ -105,9 +105,10 @@ def _vdot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cholesky_of(x: jax.Array, upper: bool) -> jax.Array:
-    """The factor from one triangle only, as LAPACK reads it."""
+    """The factor from one triangle only, as LAPACK reads it; the gradient is that of a symmetric input."""
     lower = jnp.tril(_adjoint(x) if upper else x)
     whole = lower + _adjoint(jnp.tril(lower, -1))
+    whole = value_and_gradient(whole, (x + _adjoint(x)) / 2)
     factor = lax.linalg.cholesky(whole, symmetrize_input=False)
     return _adjoint(factor) if upper else factor
 
@@ -184,6 +185,14 @@ def _triangular_solve(
             jnp.swapaxes(triangle, -1, -2), b, upper=not upper, unit=unitriangular
         ), a
     return _triangular(triangle, b, upper=upper, unit=unitriangular), a
+
+
+@lowering(
+    aten.linalg_ldl_factor_ex.default, reason="torchax factors by Cholesky: nan unless positive definite"
+)
+def _ldl_factor(x: jax.Array, **options: Any) -> Any:
+    msg = "jax has no symmetric indefinite factorisation; use torch.linalg.solve or cholesky"
+    raise NotImplementedError(msg)
 
 
 # -- LU --------------------------------------------------------------------------------------------
@@ -318,11 +327,14 @@ def _inverse(x: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, ja
 @lowering(aten._linalg_det.default)
 def _det(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     factors, pivots, _ = _lu(lax.stop_gradient(x))
-    return jnp.linalg.det(x), factors, pivots
+    return (jnp.linalg.det(x) if x.size else jnp.ones(x.shape[:-2], x.dtype)), factors, pivots
 
 
 @lowering(aten._linalg_slogdet.default, reason="torchax returns two of four results")
 def _slogdet(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     factors, pivots, _ = _lu(lax.stop_gradient(x))
+    if not x.size:
+        one = jnp.ones(x.shape[:-2], x.dtype)
+        return one, jnp.zeros(one.shape, one.real.dtype), factors, pivots
     sign, logarithm = jnp.linalg.slogdet(x)
     return sign, logarithm, factors, pivots

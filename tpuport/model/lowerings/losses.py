@@ -64,7 +64,8 @@ def _ctc_loss_of_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lengths as tensors: torch's own shape rule would read them."""
     tensors = (logs, targets, input_lengths, target_lengths)
-    results = _ctc_loss(*(value_of(t) for t in tensors), blank, zero_infinity)
+    logs_value, *others = (value_of(t) for t in tensors)
+    results = _ctc_loss(logs_value, others[0], others[1], others[2], blank, zero_infinity)
     metas = [torch.empty(r.shape, dtype=logs.dtype, device="meta") for r in results]
     frozen = grad_frozen([logs])
     loss, alphas = (
@@ -131,7 +132,7 @@ def _ctc_loss(
     # A target of no labels has the single place 0.
     loss = -_log_sum(*jnp.moveaxis(ends, 1, 0))
     loss = jnp.where(input_lengths == 0, jnp.where(target_lengths == 0, 0.0, jnp.inf), loss)
-    # torch's gradient presumes that a log_softmax came before, and contains exp(logs) because of it.
+    # torch's gradient presumes that a log_softmax came before: so it contains exp(logs).
     counted = (jnp.arange(steps)[:, None] < input_lengths)[..., None]
     loss = value_and_gradient(loss, loss + jnp.sum(jnp.where(counted, jnp.exp(logs), 0), (0, 2)))
     if zero_infinity:

@@ -39,7 +39,8 @@ def native_batch_norm(
             _move(running_mean, mean, momentum)
             _move(running_var, variance * (count / max(count - 1, 1)), momentum)
     else:
-        assert running_mean is not None and running_var is not None
+        assert running_mean is not None
+        assert running_var is not None
         mean, variance = (
             value_of(running_mean).astype(wide.dtype),
             value_of(running_var).astype(wide.dtype),

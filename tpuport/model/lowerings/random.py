@@ -63,7 +63,8 @@ def randn_like(x, *, dtype=None, key, **unused) -> jax.Array:
 def _integers(
     key: jax.Array, shape: tuple[int, ...], low: int, high: int, dtype: jnp.dtype
 ) -> jax.Array:
-    limit = jnp.iinfo(jnp.int64 if jax.config.jax_enable_x64 else jnp.int32)
+    wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (set by name)
+    limit = jnp.iinfo(jnp.int64 if wide else jnp.int32)
     high = min(int(high), int(limit.max))
     return jax.random.randint(key, shape, int(low), high).astype(dtype)
 
@@ -127,7 +128,7 @@ def normal_functional(x, mean=0.0, std=1.0, *, key) -> jax.Array:
 
 @lowering(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, reason=_FROZEN)
 def normal(mean, std=1.0, *, key) -> jax.Array:
-    shape = jnp.broadcast_shapes(mean.shape, jnp.shape(std))
+    shape: Any = jnp.broadcast_shapes(mean.shape, jnp.shape(std))
     return mean + std * normal_draw(key, shape, mean.dtype)
 
 

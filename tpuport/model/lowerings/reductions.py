@@ -35,7 +35,8 @@ def _summed(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
     """
     x = _held(x, dtype)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.astype(jnp.int64) if jax.config.jax_enable_x64 else x.astype(jnp.int32)
+        is_64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (by name)
+        return x.astype(jnp.int64 if is_64 else jnp.int32)
     return wide(x)
 
 
@@ -168,7 +169,7 @@ def _vector_norm(
     size = jnp.abs(x)
     if math.isinf(ord):
         # The maximum of nothing is the norm of nothing, 0; its minimum is an error in torch.
-        empty = {"initial": 0.0} if ord > 0 else {}
+        empty: dict[str, Any] = {"initial": 0.0} if ord > 0 else {}
         return (jnp.max if ord > 0 else jnp.min)(size, axes, keepdims=keepdim, **empty)
     if ord == 0:
         return jnp.sum(size != 0, axes, keepdims=keepdim).astype(size.dtype)

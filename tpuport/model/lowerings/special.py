@@ -1,0 +1,74 @@
+"""Special functions where torchax overflows, or XLA's series fails for negative arguments."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.scipy import special as jss
+
+from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings._numeric import wide
+
+aten = torch.ops.aten
+# Terms summed one by one before XLA's Hurwitz zeta, whose remainder is inexact near the poles.
+_TERMS = 12
+
+
+@lowering(aten.polygamma.default, reason="torchax refuses bool and bfloat16, and loses all digits below -8")
+def _polygamma(n: int, x: jax.Array) -> jax.Array:
+    """The n-th derivative of digamma."""
+    if n == 0:
+        return _digamma_of(wide(x))
+    return _polygamma_of(n, wide(x))
+
+
+def _polygamma_of(n: int, x: jax.Array) -> jax.Array:
+    if n == 1:
+        return _trigamma(x)
+    shifted = jnp.where(x < 0, x + _TERMS, x)
+    total = jss.zeta(jnp.asarray(n + 1, x.dtype), shifted)
+    for k in range(_TERMS):
+        total = total + jnp.where(x < 0, jnp.power(x + k, -(n + 1)), 0)
+    return (-1) ** (n + 1) * math.gamma(n + 1) * total
+
+
+def _trigamma(x: jax.Array) -> jax.Array:
+    """Reflection below one half, then the asymptotic series, as torch has it."""
+    reflected = x < 0.5
+    y = jnp.where(reflected, 1 - x, x)
+    total = jnp.zeros_like(x)
+    for _ in range(6):
+        total = total + 1 / (y * y)
+        y = y + 1
+    inverse = 1 / (y * y)
+    tail = 1 + 1 / (2 * y) + inverse * (1 / 6 - inverse * (1 / 30 - inverse / 42))
+    total = total + tail / y
+    sine = jnp.sin(math.pi * x)
+    return jnp.where(reflected, (math.pi / sine) ** 2 - total, total)
+
+
+@jax.custom_jvp
+def _digamma_of(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jss.digamma(x))
+
+
+@_digamma_of.defjvp
+def _digamma_jvp(primals: Any, tangents: Any) -> Any:
+    return _digamma_of(primals[0]), tangents[0] * _trigamma(primals[0])
+
+
+@lowering(aten.digamma.default, reason="torchax's gradient loses all digits below -8")
+def _digamma(x: jax.Array) -> jax.Array:
+    return _digamma_of(wide(x))
+
+
+@lowering(aten.special_erfcx.default, reason="torchax multiplies infinity by zero for large arguments")
+def _erfcx(x: jax.Array) -> jax.Array:
+    return jss.erfcx(wide(x))
+
+
+@lowering(aten.special_log_ndtr.default, reason="the decomposition's gradient is nan")
+def _log_ndtr(x: jax.Array) -> jax.Array:
+    return jss.log_ndtr(wide(x))
