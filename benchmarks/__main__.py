@@ -32,8 +32,10 @@ def main() -> None:
         "--quick", action="store_true", help="tiny models, few rounds: a smoke test"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="folder for results.json and .svg")
+    parser.add_argument("--cores", type=int, default=1, help="how many cores to use (default: 1)")
     options = parser.parse_args()
-    # One thread pool of the same size for everyone: XLA takes every core it may use.
+    # Before XLA starts, which makes a thread for each core that it may use.
+    machine.use_cores(options.cores)
     torch.set_num_threads(machine.num_cores())
     results = run(quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)

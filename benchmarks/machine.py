@@ -6,12 +6,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("tpuport", "torch", "torchax", "jax", "jaxlib", "transformers", "diffusers", "numpy")
+import tpuport
+
+_PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers", "diffusers", "numpy")
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that matter here."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "tpuport": tpuport.__version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
@@ -28,6 +30,16 @@ def describe() -> dict[str, Any]:
         "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
     }
+
+
+def use_cores(count: int) -> None:
+    """Keep this process to its first `count` cores, where the system can do that.
+
+    With one core nobody waits for another thread: on a machine that is also used for other things,
+    a pool of threads is as slow as the one that comes last.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def num_cores() -> int:

@@ -45,9 +45,10 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 def _setting(results: dict[str, Any]) -> str:
     machine = results["machine"]
+    cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
-        f"Taken on {machine['system']}, {machine['processor']}, {machine['cores']} cores,"
+        f"Taken on {machine['system']}, {machine['processor']}, {cores},"
         f" {machine['memory_gib']} GiB; {versions}.",
     ]
     lines += [

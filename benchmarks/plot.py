@@ -90,20 +90,3 @@ def _draw_depth(axes: Any, rows: list[dict[str, Any]], stage: str) -> None:
     if stage == "trace":
         axes.set_ylabel(f"time ({PLAIN}, fewest layers = 1)")
         axes.legend(fontsize=8)
-
-
-def to_table(results: dict[str, Any]) -> str:
-    """The step and staging ratios as a Markdown table."""
-    lines = ["| model | | against | step | trace and lower |", "|---|---|---|---|---|"]
-    staging = {
-        (row["model"], row["what"], row["against"]): row["median"]
-        for row in results["staging"]
-        if row["stage"] == "trace and lower"
-    }
-    for row in results["step"]:
-        staged = staging.get((row["model"], row["what"], row["against"]))
-        shown = "" if staged is None else f"{staged:.2f}"
-        lines.append(
-            f"| {row['model']} | {row['what']} | {row['against']} | {row['median']:.2f} | {shown} |"
-        )
-    return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Timing on a machine that does other things as well: everything in turn, ratios round by round.
 
 Two clocks: the wall's, and the CPU's (seconds of all threads of this process), which hardly notices
-what else the machine does, but does not see how well the threads work side by side.
+what else the machine does, but does not see whether threads work side by side.
 """
 
 import gc

@@ -189,6 +189,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _POINTWISE = {
+    "floor_divide",
+    "remainder",
+    "fmod",
     "where",
     "clone",
     "_to_copy",

@@ -64,7 +64,7 @@ class Plan:
     state.
     """
 
-    tried: set[tuple[str, int]] = field(default_factory=set)
+    tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     host_state: bool = False
     numbers: set[str] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Plan:
         if frame is None:
             return
         site = site_of(frame)
-        if (frame.f_code.co_filename, site.line) not in self.tried:
+        if (frame.f_code.co_filename, site.line, site.column) not in self.tried:
             raise Restart(site=(frame.f_code, site))
 
 

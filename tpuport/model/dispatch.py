@@ -41,6 +41,7 @@ class OpInfo:
     lower: Callable[..., Any] | None
     returns_self: bool
     inplace_view: bool
+    aliases: bool
 
 
 _RENAMED = {
@@ -100,6 +101,7 @@ def op_info(func: Any) -> OpInfo:
         lower=lower,
         returns_self=bool(writes),
         inplace_view=torch.Tag.inplace_view in func.tags,
+        aliases=any(r.alias_info is not None for r in func._schema.returns),
     )
 
 
@@ -642,7 +644,17 @@ class DispatchMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if needs_dispatch(self.trace, func, types, args, kwargs):
             return dispatch(func, args, kwargs)
-        return func(*args, **kwargs)
+        info = op_info(func)
+        if any(
+            self.trace.is_foreign(args[i] if i < len(args) else kwargs.get(name))
+            for i, name in info.writes
+        ):
+            # State outside the trace: the write happens in the program, not now.
+            return dispatch(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not info.aliases or func is aten.lift_fresh.default:
+            self.trace.note_made(result)
+        return result
 
 
 def needs_dispatch(

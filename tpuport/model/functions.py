@@ -127,7 +127,8 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
     if isinstance(item, torch.Tensor):
         return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()
-    return torch.tensor(item, **rest)
+    made = _tensor(trace, torch.tensor, (item,), rest)
+    return torch.tensor(item, **rest) if made is NotImplemented else made
 
 
 def _holds_traced(trace: Trace, data: Any) -> bool:

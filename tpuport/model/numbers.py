@@ -320,6 +320,8 @@ for _name, _operation, _result in (
     ("sym_min", jnp.minimum, None),
     ("sym_max", jnp.maximum, None),
     ("and_", jnp.logical_and, bool),
+    ("sym_and", jnp.logical_and, bool),
+    ("sym_or", jnp.logical_or, bool),
     ("or_", jnp.logical_or, bool),
     ("bitwise_and", jnp.bitwise_and, None),
     ("bitwise_or", jnp.bitwise_or, None),

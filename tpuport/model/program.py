@@ -111,7 +111,7 @@ class Program:
     master: torch.nn.Module | None
     plan: branching.Plan = field(default_factory=branching.Plan)
     plans: dict[Any, branching.Plan] = field(default_factory=dict)
-    tried: set[tuple[str, int]] = field(default_factory=set)
+    tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Program:
                     raise refused from error
         msg = (
             f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
-            f" {sorted(self.plan.tried)}"
+            f" {sorted(map(str, self.plan.tried))}"
         )
         raise PortError(msg, remedy="please report this with the code of the function")
 
@@ -160,7 +160,7 @@ class Program:
         if restart.site is None:
             return
         frame_code, site = restart.site
-        key = (frame_code.co_filename, site.line)
+        key = (frame_code.co_filename, site.line, site.column)
         started = time.perf_counter()
         for function in self._functions_with(frame_code):
             sites = self.sites.setdefault(function, set())
@@ -205,6 +205,7 @@ class Program:
         if self.on_module is not None:
             self.on_module(module)
         args, kwargs, made = _arguments(trace, request, self.plan.host_args)
+        trace.note_made([*baked.values(), *made])
         before = [_version(m) for m in made]
         name = type(module).__qualname__ if module is not None else "<function>"
         result = trace.explorer.run_module(
@@ -212,6 +213,7 @@ class Program:
         )
         if trace.refusal is not None:
             raise trace.refusal
+        _refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
         for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
             if _version(tensor) != version or (
@@ -355,6 +357,30 @@ def _arguments(
             made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
     args, kwargs = structure.rebuild(request.spec, made)
     return args, kwargs, made
+
+
+def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
+    """A write may reach arguments and the module's own tensors, nothing else: it would be lost.
+
+    Raises:
+        PortError: it reached another tensor (a global, one in a closure).
+    """
+    owned = set(trace.made)
+    if module is not None:
+        leaves = state_tree(module).leaves.values()
+        owned |= {
+            t.untyped_storage()._cdata
+            for t in leaves
+            if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
+        }
+    for key, (tensor, _) in trace.promoted.items():
+        if key not in owned:
+            raise port_error(
+                f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
+                " the ported module is written in place (a global, or one in a closure)",
+                code="TPU406",
+                remedy="make it a buffer of the module, or convert the module that owns it",
+            )
 
 
 def _version(value: Any) -> int:

@@ -387,6 +387,27 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return attach(result, extents) if extents else result
 
 
+@handles("nll_loss_forward")
+def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Negative log likelihood of rows: the ones past the count get the ignored target."""
+    scores, target, weight, reduction, ignored = args
+    node = extents_of(target).get(0) or extents_of(scores).get(0)
+    if (
+        node is None
+        or scores.dim() != 2
+        or set(extents_of(scores)) | set(extents_of(target)) != {0}
+    ):
+        raise refuse(func)
+    for operand in (scores, target):
+        if 0 not in extents_of(operand):
+            raise refuse(func, " against one of static size")
+        require_equal(node, extents_of(operand)[0], "input and target have different batch sizes")
+    bound = min(torch.Tensor.size(scores)[0], torch.Tensor.size(target)[0])
+    plain = filled(target, ignored).narrow(0, 0, bound)
+    result = run(func, (strip(scores).narrow(0, 0, bound), plain, weight, reduction, ignored), {})
+    return (attach(result[0], {0: node}), result[1]) if reduction == 0 else result
+
+
 @handles("bincount")
 def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Counts of 0, 1, ...

@@ -86,6 +86,8 @@ class Trace:
         self.dispatch_mode: Any = None
         self.function_mode: Any = None
         self.closed = False
+        # Storages of host tensors made in this trace, kept alive so that none is taken for another.
+        self.made: dict[int, Any] = {}
         # Whether a number or size that depends on data has come up; until then no op needs to look
         # for one.
         self.dynamic = False
@@ -157,6 +159,28 @@ class Trace:
                 value = backend.to_jax(tensor)
         self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
         return value
+
+    def note_made(self, value: Any) -> None:
+        """Note host tensors that this trace made.
+
+        A write to one of them is nobody else's business.
+        """
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, TracedTensor):
+                storage = value.untyped_storage()
+                self.made.setdefault(storage._cdata, storage)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.note_made(item)
+
+    def is_foreign(self, tensor: Any) -> bool:
+        """Whether a host tensor was there before the trace.
+
+        State, which a write must not change now.
+        """
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
+            return False
+        return tensor.untyped_storage()._cdata not in self.made
 
     def promote(self, tensor: torch.Tensor) -> TracedTensor:
         """Make the storage of a host tensor a traced one.

@@ -74,7 +74,10 @@ def _eig_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @_eig_of.defjvp
 def _eig_jvp(primals: Any, tangents: Any) -> Any:
-    """jax has none for the vectors, whose length and phase are a choice: torch's choice is unit length, fixed phase."""
+    """jax has none for the vectors, whose length and phase are a choice.
+
+    torch's choice is unit length, fixed phase.
+    """
     values, vectors = _eig_of(primals[0])
     moved = jnp.linalg.solve(vectors, tangents[0].astype(vectors.dtype) @ vectors)
     gaps = values[..., None, :] - values[..., :, None]
@@ -85,7 +88,10 @@ def _eig_jvp(primals: Any, tangents: Any) -> Any:
     return (values, vectors), (slopes, turned - vectors * length)
 
 
-@lowering(aten.linalg_eig.default, reason="torchax fails on empty matrices; jax has no gradient of the vectors")
+@lowering(
+    aten.linalg_eig.default,
+    reason="torchax fails on empty matrices; jax has no gradient of the vectors",
+)
 def _eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not x.size:
         kind = jnp.result_type(x.dtype, jnp.complex64)
@@ -114,7 +120,7 @@ def _matrix_exp(x: jax.Array) -> jax.Array:
     return jsl.expm(wide(x)) if x.size else x
 
 
-# -- pseudo-inverse and least squares ----------------------------------------------------------------------------
+# -- pseudo-inverse and least squares --------------------------------------------------------------
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -134,15 +140,17 @@ def _pseudo_inverse(x: jax.Array, tolerances: tuple[Any, Any], hermitian: bool) 
 
 @_pseudo_inverse.defjvp
 def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
-    """Golub and Pereyra's formula: unlike the gradient of the decomposition it is finite for singular matrices."""
+    """Golub and Pereyra's formula.
+
+    Unlike the gradient of the decomposition it is finite for singular matrices.
+    """
     x, tolerances = primals
     moved = tangents[0]
     p = _pseudo_inverse(x, tolerances, hermitian)
     inner = moved - x @ (p @ moved)
-    outer = _adjoint(moved) - (_adjoint(moved) @ _adjoint(p)) @ _adjoint(x)
     first = -p @ moved @ p
     second = (p @ _adjoint(p)) @ _adjoint(inner)
-    third = outer @ (_adjoint(p) @ p)
+    third = _adjoint(moved) @ (_adjoint(p) @ p)
     return p, first + second + (third - p @ (x @ third))
 
 
@@ -167,7 +175,9 @@ def _pinv(
     if not value.size:
         made = jnp.zeros((*value.shape[:-2], value.shape[-1], value.shape[-2]), value.dtype)
     else:
-        made = _pseudo_inverse(value, _tolerances(value, _as_value(atol), _as_value(rtol)), hermitian)
+        made = _pseudo_inverse(
+            value, _tolerances(value, _as_value(atol), _as_value(rtol)), hermitian
+        )
     meta = torch.empty(made.shape, dtype=x.dtype, device="meta")
     return wrap_as(None, made, meta, current(), grad_frozen([x]))
 
@@ -176,7 +186,10 @@ def _pinv(
 def _lstsq(
     a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The solution of least norm; residuals and rank as torch's CPU drivers give them (`gelsy` is the default)."""
+    """The solution of least norm.
+
+    Residuals and rank as torch's CPU drivers give them (`gelsy` is the default).
+    """
     x, right = value_of(a), value_of(b)
     rows, columns = x.shape[-2:]
     is_vector = right.ndim == x.ndim - 1
@@ -188,13 +201,23 @@ def _lstsq(
         residuals = jnp.sum(jnp.square(jnp.abs(right - x @ solution)), -2)
     if driver != "gels":
         singular = jnp.linalg.svd(lax.stop_gradient(x), compute_uv=False)
-        rank = jnp.sum(singular > _tolerances(x, None, rcond)[1] * singular.max(-1, keepdims=True, initial=0), -1)
+        rank = jnp.sum(
+            singular > _tolerances(x, None, rcond)[1] * singular.max(-1, keepdims=True, initial=0),
+            -1,
+        )
     shape = solution[..., 0] if is_vector else solution
     real = torch.empty(0, dtype=a.dtype).abs().dtype
-    results = ((shape, a.dtype), (residuals, real), (rank, torch.int64), (singular if driver in ("gelsd", "gelss") else None, real))
+    results = (
+        (shape, a.dtype),
+        (residuals, real),
+        (rank, torch.int64),
+        (singular if driver in ("gelsd", "gelss") else None, real),
+    )
     made = []
     for value, dtype in results:
         value = jnp.zeros(0, jnp.float32) if value is None else value
         meta = torch.empty(value.shape, dtype=dtype, device="meta")
-        made.append(wrap_as(None, value, meta, current(), grad_frozen([a, b]) or dtype == torch.int64))
+        made.append(
+            wrap_as(None, value, meta, current(), grad_frozen([a, b]) or dtype == torch.int64)
+        )
     return tuple(made)

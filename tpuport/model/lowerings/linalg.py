@@ -105,7 +105,10 @@ def _vdot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cholesky_of(x: jax.Array, upper: bool) -> jax.Array:
-    """The factor from one triangle only, as LAPACK reads it; the gradient is that of a symmetric input."""
+    """The factor from one triangle only, as LAPACK reads it.
+
+    The gradient is that of a symmetric input.
+    """
     lower = jnp.tril(_adjoint(x) if upper else x)
     whole = lower + _adjoint(jnp.tril(lower, -1))
     whole = value_and_gradient(whole, (x + _adjoint(x)) / 2)
@@ -188,7 +191,8 @@ def _triangular_solve(
 
 
 @lowering(
-    aten.linalg_ldl_factor_ex.default, reason="torchax factors by Cholesky: nan unless positive definite"
+    aten.linalg_ldl_factor_ex.default,
+    reason="torchax factors by Cholesky: nan unless positive definite",
 )
 def _ldl_factor(x: jax.Array, **options: Any) -> Any:
     msg = "jax has no symmetric indefinite factorisation; use torch.linalg.solve or cholesky"

@@ -1,11 +1,13 @@
 """Special functions where torchax overflows, or XLA's series fails for negative arguments."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax import lax
 from jax.scipy import special as jss
 
 from tpuport.model.lowerings import lowering
@@ -16,7 +18,10 @@ aten = torch.ops.aten
 _TERMS = 12
 
 
-@lowering(aten.polygamma.default, reason="torchax refuses bool and bfloat16, and loses all digits below -8")
+@lowering(
+    aten.polygamma.default,
+    reason="torchax refuses bool and bfloat16, and loses all digits below -8",
+)
 def _polygamma(n: int, x: jax.Array) -> jax.Array:
     """The n-th derivative of digamma."""
     if n == 0:
@@ -64,7 +69,9 @@ def _digamma(x: jax.Array) -> jax.Array:
     return _digamma_of(wide(x))
 
 
-@lowering(aten.special_erfcx.default, reason="torchax multiplies infinity by zero for large arguments")
+@lowering(
+    aten.special_erfcx.default, reason="torchax multiplies infinity by zero for large arguments"
+)
 def _erfcx(x: jax.Array) -> jax.Array:
     return jss.erfcx(wide(x))
 
@@ -72,3 +79,18 @@ def _erfcx(x: jax.Array) -> jax.Array:
 @lowering(aten.special_log_ndtr.default, reason="the decomposition's gradient is nan")
 def _log_ndtr(x: jax.Array) -> jax.Array:
     return jss.log_ndtr(wide(x))
+
+
+def _floating(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def run(x: jax.Array) -> jax.Array:
+        return function(wide(x))
+
+    return run
+
+
+for _op, _function in (
+    (aten.erf.default, lax.erf),
+    (aten.erfc.default, lax.erfc),
+    (aten.special_ndtri.default, jss.ndtri),
+):
+    lowering(_op, reason="torchax refuses bool")(_floating(_function))
