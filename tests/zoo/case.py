@@ -106,10 +106,15 @@ def rotary(length: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def transformers_case(
-    cls: str, config: dict[str, Any], inputs: Callable[[], dict[str, Any]], **options: Any
+    cls: str,
+    config: dict[str, Any],
+    inputs: Callable[[], dict[str, Any]],
+    note: str = "",
+    **options: Any,
 ) -> Case:
-    """The case of a transformers class with this configuration."""
-    return Case(cls, partial(_transformers_model, cls, config, inputs), **options)
+    """The case of a transformers class with this configuration; `note` as above."""
+    name = f"{cls}-{note}" if note else cls
+    return Case(name, partial(_transformers_model, cls, config, inputs), **options)
 
 
 def _transformers_model(

@@ -1,6 +1,4 @@
-"""The diffusers models of the zoo.
-
-50 small configurations of their own, seven that are refused or random.
+"""The diffusers models of the zoo, in small configurations of their own.
 
 Contents:
     DIFFUSERS   models that are exact

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import randn
 
 from tests.zoo.case import diffusers_case, keep, rotary, times
@@ -259,6 +260,22 @@ VIDEOS = [
         },
     ),
     diffusers_case("WanTransformer3DModel", _WAN, _wan_inputs, grads=True),
+    diffusers_case(
+        "WanAnimate2Transformer3DModel",
+        {"text_len": 6, "in_dim": 6, "dim": 16, "ffn_dim": 20, "freq_dim": 8, "text_dim": 10}
+        | {"out_dim": 2, "num_heads": 2, "num_layers": 1},
+        lambda: {
+            "hidden_states": [randn(2, 2, 4, 6)],
+            "timestep": times(420.0),
+            "encoder_hidden_states": [randn(5, 10)],
+            "condition_latents": [randn(4, 2, 4, 6)],
+            "encoder_hidden_states_image": randn(1, 3, 1280),
+            "kv_cache": WanAnimate2KVCache(1),
+            "kv_cache_mode": "extract",
+            "seq_len": 12,
+            "offset_grid_sizes": torch.tensor([[2, 2, 3]]),
+        },
+    ),
     diffusers_case(
         "WanVACETransformer3DModel",
         _WAN | {"vace_layers": [0], "vace_in_channels": 6},

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from tests.zoo.case import keep, transformers_case
 
@@ -17,6 +18,18 @@ ENCODER = SPECIAL | {
 }
 DECODER = ENCODER | {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = DECODER | {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+# Its other attention, by hashing, sorts by numbers beyond int32, which jax holds integers in.
+_REFORMER = SPECIAL | {
+    "attn_layers": ["local"],
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "attention_head_size": 8,
+    "feed_forward_size": 20,
+    "local_attn_chunk_length": 4,
+    "axial_pos_shape": [4, 4],
+    "axial_pos_embds_dim": [6, 10],
+}
 
 
 def tokens(batch: int = 2, length: int = 7) -> torch.Tensor:
@@ -48,6 +61,14 @@ def labelled() -> dict[str, Any]:
     return batch | {"labels": batch["input_ids"].masked_fill(hidden, -100)}
 
 
+def continued() -> dict[str, Any]:
+    """Two more tokens after five cached ones; the first prompt was padded on the left."""
+    cache = DynamicCache()
+    cache.update(torch.randn(2, 2, 5, 4), torch.randn(2, 2, 5, 4), layer_idx=0)
+    mask = keep(5, 7, size=7, left=True)
+    return {"input_ids": tokens(2, 2), "attention_mask": mask, "past_key_values": cache}
+
+
 def translations() -> dict[str, Any]:
     """Sentences with a decoder's prompt, the latter padded on the right."""
     return sentences() | {
@@ -58,6 +79,7 @@ def translations() -> dict[str, Any]:
 
 DECODERS = [
     transformers_case("LlamaForCausalLM", DECODER, labelled, grads=True),
+    transformers_case("LlamaModel", DECODER, continued, note="cached"),
     transformers_case(
         "Qwen2Model",
         DECODER
@@ -169,13 +191,12 @@ ENCODERS = [
         ENCODER | {"attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1},
         lambda: sentences(19),
     ),
+    transformers_case("ReformerModel", _REFORMER, lambda: sentences(13)),
     transformers_case(
         "ReformerModel",
-        SPECIAL
-        | {"attn_layers": ["local"], "hidden_size": 16, "num_attention_heads": 2}
-        | {"attention_head_size": 8, "feed_forward_size": 20, "local_attn_chunk_length": 4}
-        | {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [6, 10], "lsh_attn_chunk_length": 4},
-        lambda: sentences(13),
+        _REFORMER,
+        lambda: sentences(13) | {"use_cache": False},
+        note="no_cache",
     ),
     transformers_case(
         "T5Model",

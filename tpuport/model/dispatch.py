@@ -642,9 +642,12 @@ class DispatchMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if needs_dispatch(self.trace, func, types, args, kwargs):
-            return dispatch(func, args, kwargs)
         info = op_info(func)
+        if needs_dispatch(self.trace, func, types, args, kwargs):
+            result = dispatch(func, args, kwargs)
+            if not info.writes and not info.aliases:
+                self.trace.note_made(result)
+            return result
         if any(
             self.trace.is_foreign(args[i] if i < len(args) else kwargs.get(name))
             for i, name in info.writes

@@ -426,4 +426,4 @@ def _from_numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0] if isinstance(args[0], torch.Tensor) else NotImplemented
 
 
-from tpuport.model import functions_rnn as functions_rnn  # noqa: E402  (it registers itself here)
+from tpuport.model import functions_numeric, functions_rnn  # noqa: E402, F401  (they register themselves)

@@ -57,7 +57,7 @@ def attention(
     if allowed is not None:
         scores = jnp.where(allowed, scores, -jnp.inf)
     masked = allowed is not None or mask is not None
-    weights = _safe_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
+    weights = masked_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
     if dropout > 0.0:
         assert dropout_key is not None
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
@@ -69,7 +69,7 @@ def attention(
     return jnp.matmul(weights.astype(dtype), value).astype(dtype)
 
 
-def _safe_softmax(scores: jax.Array) -> jax.Array:
+def masked_softmax(scores: jax.Array) -> jax.Array:
     """Softmax whose rows of -inf are zeros.
 
     NaN scores stay NaN, gradients of masked rows are zero.

@@ -35,6 +35,9 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
         return x != 0 if dtype == jnp.bool_ else x.real.astype(dtype)
     if dtype == jnp.bool_:
         return x != 0
+    if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
+        # torch goes through a 32-bit integer and wraps around; XLA would stop at the limits.
+        x = x.astype(jnp.int32)
     return x.astype(dtype)
 
 
@@ -46,6 +49,11 @@ def to_copy(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) ->
 @lowering(aten.clone.default, aten.contiguous.default, reason="torchax keeps no memory format")
 def clone(x: jax.Array, *, memory_format: Any = None) -> jax.Array:
     return x
+
+
+@lowering(torch.ops.prims.convert_element_type.default)
+def convert_element_type(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+    return cast(x, backend.jax_dtype(dtype))
 
 
 @lowering(aten.fill.Scalar, aten.fill.Tensor, reason="torchax fills in the value's dtype")
@@ -148,12 +156,42 @@ def scalar_of(x: torch.Tensor) -> Any:
     return branching.concrete_number(value_of(x).reshape(()), kind)
 
 
+def _decided(test: jax.Array) -> bool:
+    from tpuport.model import branching
+
+    return branching.decide(test)
+
+
+@special(aten.is_nonzero.default)
+def is_nonzero(x: torch.Tensor) -> bool:
+    """The truth of a tensor of one element that C++ asks for: a branch on its value."""
+    from tpuport.model import branching
+
+    return branching.decide(branching.truth(x))
+
+
 @special(aten.equal.default)
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """`torch.equal`: False for other shapes, else a branch on the values."""
+    from tpuport.model.dispatch import value_of
+
     if a.shape != b.shape:
         return False
-    return bool((a == b).all())
+    return _decided(jnp.all(value_of(a) == value_of(b)))
+
+
+@special(aten.allclose.default)
+def allclose(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    equal_nan: bool = False,
+) -> bool:
+    """`torch.allclose`: a branch on the values."""
+    from tpuport.model.dispatch import value_of
+
+    return _decided(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
 
 
 @special(aten.is_same_size.default)

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from tpuport.model import backend
 from tpuport.model.lowerings import lowering
 from tpuport.model.lowerings._numeric import is_complex, is_float, is_low, wide
+from tpuport.model.lowerings.attention import masked_softmax
 
 aten = torch.ops.aten
 _ROUNDS = "torchax rounds to bfloat16 after each step; torch computes in float32 and rounds once"
@@ -261,7 +263,25 @@ def _log10(x: jax.Array) -> jax.Array:
     return jnp.log10(wide(x))
 
 
+@lowering(aten._safe_softmax.default, reason="torchax's gradient of a row of -inf is nan")
+def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> jax.Array:
+    wider = wide(x if dtype is None else x.astype(backend.jax_dtype(dtype)))
+    if not x.ndim:
+        return masked_softmax(wider[None])[0]
+    return jnp.moveaxis(masked_softmax(jnp.moveaxis(wider, dim, -1)), -1, dim)
+
+
+@lowering(aten.rsqrt.default, reason="torchax refuses bool")
+def _rsqrt(x: jax.Array) -> jax.Array:
+    return lax.rsqrt(wide(x))
+
+
 # -- signs and parts -------------------------------------------------------------------------------
+
+
+@lowering(aten.sign.default, aten.sgn.default, reason="torchax refuses bool")
+def _sign(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.bool_ else jnp.sign(x)
 
 
 @lowering(aten.neg.default, reason="torchax multiplies by -1, which unsigned integers cannot hold")
