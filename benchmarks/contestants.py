@@ -79,7 +79,7 @@ def make_eager(case: Case, what: str) -> Callable[[], object]:
 
 
 class NoCompilerError(Exception):
-    """torch.compile cannot run here; the message says why."""
+    """torch.compile cannot run this here; the message says why."""
 
 
 def make_compiled(case: Case, what: str) -> Callable[[], object]:
@@ -89,14 +89,21 @@ def make_compiled(case: Case, what: str) -> Callable[[], object]:
     devices", torch 2.13 with torchax 0.0.14), so this has to come first in a process.
 
     Raises:
-        NoCompilerError: There is no C++ compiler.
+        NoCompilerError: There is no C++ compiler, or torch.compile cannot compile the model.
     """
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     if not any(name and shutil.which(name) for name in names):
         raise NoCompilerError("there is no C++ compiler (g++ or clang++) on this machine")
-    call = _torch_call(torch.compile(case.module), case, what)
-    for _ in range(3):
-        call()
+    # Whole, so that it cannot fall back to eager unseen; each model for its own sizes, though some
+    # share a class, whose sizes torch.compile would otherwise make symbols.
+    compiled = torch.compile(case.module, fullgraph=True, dynamic=False)
+    call = _torch_call(compiled, case, what)
+    try:
+        for _ in range(3):
+            call()
+    except RuntimeError as error:  # of which those of dynamo and inductor are
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise NoCompilerError(reason) from error
     return call
 
 

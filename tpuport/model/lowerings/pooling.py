@@ -338,7 +338,7 @@ def _fractional_max_pool(
     windows = []
     for dim in range(rank):
         # The samples are stored last dim first for 2-d windows and first dim first for 3-d ones.
-        sample = samples[..., rank - 1 - dim if rank == 2 else dim]
+        sample = samples[: batched.shape[0], :, rank - 1 - dim if rank == 2 else dim]
         size, kernel, out = batched.shape[2 + dim], kernel_size[dim], output_size[dim]
         windows.append((_fractional_starts(sample, size, kernel, out), np.full(out, kernel)))
     value, index = _window_maxima(batched, windows)
