@@ -28,11 +28,7 @@ CASES = [*DIFFUSERS, *TRANSFORMERS]
 
 # What does not work in every setting yet, and why (the last two do alone, not after others).
 OPEN = {
-    "LlamaModel-cached": "new tensors in a cache passed as an argument do not reach the caller's",
-    "WanAnimate2Transformer3DModel": "a cache passed as an argument keeps tensors of the trace",
     "ReformerModel": "a custom autograd function around layers keeps tensors of its own trace",
-    "Lumina2Transformer2DModel": "caption lengths as Python numbers in slices of unequal rows",
-    "AnyFlowFARTransformer3DModel": "the eager reference runs flex attention through dynamo",
 }
 
 
@@ -41,7 +37,7 @@ def listed(cases: list[Case]) -> list[Any]:
 
     def marks(case: Case) -> Any:
         reason = OPEN.get(str(case))
-        return pytest.mark.xfail(strict=False, reason=reason) if reason else ()
+        return pytest.mark.xfail(reason=reason) if reason else ()
 
     return [pytest.param(case, marks=marks(case)) for case in cases]
 

@@ -106,3 +106,11 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
     else:
         result = torch.from_numpy(np.array(array, copy=True))
     return result if dtype is None else result.to(dtype)
+
+
+def key_of(seed: int) -> jax.Array:
+    """A key made of all of a 64-bit seed.
+
+    `jax.random.key` alone keeps 32 bits of it where 64-bit types are off.
+    """
+    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)

@@ -7,8 +7,10 @@ import jax
 import torch
 
 from tpuport.errors import TpuportError
-from tpuport.model import structure
+from tpuport.model import arguments, structure
+from tpuport.model.program import Request
 from tpuport.model.report import Divergence, Parity
+from tpuport.model.verify import SameNumbers, eager_copy, host_arguments
 
 
 def first_difference(
@@ -29,48 +31,26 @@ def first_difference(
     ported = verifier.ported
     if ported._program.master is None:
         return None
-    from tpuport.model.ported import _argument_arrays
-    from tpuport.model.program import Request
-
-    module = verifier_copy(verifier)
+    module = eager_copy(verifier.target)
     expected: list[tuple[str, str, Any]] = []
     _record(module, expected)
-    mode = _mode(key)
-    host_args, host_kwargs = _host((args, kwargs), mode)
+    mode = SameNumbers(key)
+    host_args, host_kwargs = host_arguments((args, kwargs), mode)
     with torch.no_grad(), mode:
         (module if method == "forward" else getattr(module, method))(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
-    leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
-    values, metas = _argument_arrays(leaves, paths)
+    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    values, metas = arguments.argument_arrays(leaves, paths)
     ported._program.on_module = lambda m: _record(m, got)
     try:
         request = Request(method, before, key, values, metas, spec, checks=False, known=before)
-        request.known_leaves = values
+        request.known_leaves = dict(enumerate(values))
         ported._program.trace(request)
     except TpuportError:
         return None
     finally:
         ported._program.on_module = None
     return _compare(verifier, expected, got)
-
-
-def verifier_copy(verifier: Any) -> torch.nn.Module:
-    """The eager module to run beside the port."""
-    from tpuport.model.verify import eager_copy
-
-    return eager_copy(verifier.target)
-
-
-def _mode(key: jax.Array) -> Any:
-    from tpuport.model.verify import SameNumbers
-
-    return SameNumbers(key)
-
-
-def _host(value: Any, mode: Any) -> Any:
-    from tpuport.model.verify import _host_arguments
-
-    return _host_arguments(value, mode)
 
 
 def _record(module: torch.nn.Module, into: list[tuple[str, str, Any]]) -> None:

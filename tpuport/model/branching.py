@@ -7,7 +7,7 @@ and raises at the caller when the condition holds.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -210,6 +210,28 @@ class Explorer:
             return merged
 
 
+class _Slots(MutableMapping[str, Any]):
+    """The attributes that an object keeps in `__slots__`, as a dict over them."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return structure.slots_of(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(structure.slots_of(self.owner))
+
+    def __len__(self) -> int:
+        return len(structure.slots_of(self.owner))
+
+
 class Snapshot:
     """The mutable Python state below some roots (module attributes, containers), to be put back
     before another path.
@@ -224,7 +246,7 @@ class Snapshot:
     def _save(self, value: Any, seen: set[int], depth: int) -> None:
         if id(value) in seen or depth > 12 or isinstance(value, (torch.Tensor, type)):
             return
-        if isinstance(value, structure._ATOMS):
+        if isinstance(value, structure.ATOMS):
             return
         seen.add(id(value))
         if isinstance(value, dict):
@@ -244,6 +266,10 @@ class Snapshot:
         if isinstance(attributes, dict) and not isinstance(value, type):
             self.saved.append((attributes, "dict", dict(attributes)))
             children += list(attributes.values())
+        slots = structure.slots_of(value)
+        if slots:
+            self.saved.append((_Slots(value), "dict", slots))
+            children += list(slots.values())
         for child in children:
             self._save(child, seen, depth + 1)
 

@@ -75,6 +75,7 @@ def _cov(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     dtype = rows.dtype if rows.is_floating_point() or rows.is_complex() else torch.float32
     rows = rows.to(dtype)
     share = counts if weights is None else weights if counts is None else counts * weights
+    assert share is not None  # one of the two is traced
     total = share.sum()
     mean = (rows * share).sum(1, keepdim=True) / total
     correction = bound.get("correction", 1)

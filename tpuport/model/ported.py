@@ -15,11 +15,10 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.errors import PortError, UsageError
-from tpuport.model import backend, structure
+from tpuport.model import arguments, backend, structure
 from tpuport.model.program import Outcome, Program, Request
 from tpuport.model.report import PortReport, Retrace
 from tpuport.model.state import clone_module, state_tree
-from tpuport.model.tensor import TracedTensor, meta_of, wrap
 
 _HOIST_BYTES = 16 * 1024
 _SAME_STATE_LIMIT = 4
@@ -213,8 +212,8 @@ class PortedModel:
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
         """One jitted call; gives the output and the state before it."""
-        leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
-        values, metas = _argument_arrays(leaves, paths)
+        leaves, spec, paths = arguments.take_apart((args, kwargs))
+        values, metas = arguments.argument_arrays(leaves, paths)
         state = self._values()
         signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
@@ -231,12 +230,17 @@ class PortedModel:
             key = _fresh_key() if compiled.outcome.uses_key else _NO_KEY()
         picked = {name: state[name] for name in compiled.names}
         with timing:
-            outs, new_state, mutated, code = compiled.run(picked, key, values)
+            outs, new_state, mutated, put, code = compiled.run(picked, key, values)
         self._raise_failed_check(compiled, code)
-        _refuse_shared_memory(leaves, paths, mutated)
-        self._write_back(leaves, mutated)
+        arguments.refuse_shared_memory(leaves, paths, mutated)
+        arguments.write_leaves(leaves, mutated)
+        outcome = compiled.outcome
+        if outcome.argument_changes is not None:
+            left = list(map(arguments.from_program, put, outcome.put_metas))
+            outcome.argument_changes.write_back(spec, leaves, left)
         self._advance(compiled, new_state)
-        return _rebuild_output(compiled.outcome, outs), state
+        results = list(map(arguments.from_program, outs, outcome.out_metas))
+        return structure.rebuild(outcome.out_spec, results), state
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
@@ -245,6 +249,7 @@ class PortedModel:
         self._refuse_meta(self._values())
         verifier = self._verifier
         key = _fresh_key()
+        given = arguments.copies((args, kwargs))
         expected, module, after = verifier.reference(method, args, kwargs, key)
         out, before = self._run(method, args, kwargs, key)
         with self.report.timed("verify"):
@@ -256,7 +261,7 @@ class PortedModel:
         self.report.verified = all(r.ok for r in records)
         verifier.done.add(method)
         if not self.report.verified:
-            verify.fail(verifier, method, args, kwargs, key, before)
+            verify.fail(verifier, method, given[0], given[1], key, before)
         return out
 
     def verify(
@@ -290,7 +295,7 @@ class PortedModel:
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, compile and check a method on example arguments.
 
-        The state stays as it was before.
+        The state and the arguments stay as they were before.
         """
         params, buffers = dict(self.params), dict(self.buffers)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in self._values().values()):
@@ -301,7 +306,7 @@ class PortedModel:
             clone_module(self._program.master, lambda t: t)[0] if self._program.master else None,
             self._state_version,
         )
-        self._call(method, args, kwargs)
+        self._call(method, *arguments.copies((args, kwargs)))
         self.params, self.buffers = params, buffers
         if self._state_version != version:
             self._program.master = master
@@ -338,14 +343,15 @@ class PortedModel:
             PortError: the code cannot be ported exactly.
         """
         values = self._checked_values(params, buffers)
-        leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
-        arrays, metas = _argument_arrays(leaves, paths)
+        leaves, spec, paths = arguments.take_apart((args, kwargs))
+        arrays, metas = arguments.argument_arrays(leaves, paths)
         key = None if rng is None else _as_key(rng)
         with self._precision_scope():
             known = {n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)}
             request = Request(method, values, key, arrays, metas, spec, checks=False, known=known)
-            if not any(isinstance(a, jax.core.Tracer) for a in arrays):
-                request.known_leaves = arrays
+            request.known_leaves = {
+                i: a for i, a in enumerate(arrays) if not isinstance(a, jax.core.Tracer)
+            }
             outcome = self._program.trace(request)
         out = structure.rebuild(outcome.out_spec, outcome.out_leaves)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
@@ -410,7 +416,7 @@ class PortedModel:
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
-        concrete, given = dict(state), list(values)
+        concrete, given = dict(state), dict(enumerate(values))
 
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < _HOIST_BYTES:
@@ -441,7 +447,8 @@ class PortedModel:
             code = (
                 outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
             )
-            return outcome.out_leaves, outcome.state, outcome.mutated, code
+            put = outcome.put_leaves
+            return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
         start = time.perf_counter()
         with self._precision_scope():
@@ -475,10 +482,10 @@ class PortedModel:
 
         The output's structure with a `jax.ShapeDtypeStruct` at each leaf (meta models too).
         """
-        leaves, spec, paths = structure.flatten_with_paths((args, kwargs))
+        leaves, spec, paths = arguments.take_apart((args, kwargs))
         shapes, metas = [], []
         for leaf, path in zip(leaves, paths, strict=True):
-            meta = _meta_argument(leaf, path)
+            meta = arguments.meta_argument(leaf, path)
             metas.append(meta)
             shapes.append(jax.ShapeDtypeStruct(tuple(meta.shape), backend.jax_dtype(meta.dtype)))
         held: dict[str, Outcome] = {}
@@ -529,16 +536,6 @@ class PortedModel:
             failed = int(code)
             if failed:
                 raise checks[failed - 1].error
-
-    @staticmethod
-    def _write_back(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
-        for index, value in mutated.items():
-            leaf = leaves[int(index)]
-            if isinstance(leaf, TracedTensor):
-                leaf.write(value)
-            elif isinstance(leaf, torch.Tensor):
-                with torch.no_grad():
-                    leaf.copy_(backend.to_torch(value, leaf.dtype))
 
     def _advance(self, compiled: Compiled, new_state: dict[str, jax.Array]) -> None:
         for name, value in new_state.items():
@@ -639,8 +636,7 @@ def _fresh_key() -> jax.Array:
 
     `torch.manual_seed` makes the sequence of calls reproducible.
     """
-    seed = int(torch.randint(0, 2**62, (), dtype=torch.int64).item())
-    return jax.random.key(seed)
+    return backend.key_of(int(torch.randint(0, 2**62, (), dtype=torch.int64).item()))
 
 
 _KEYS: list[jax.Array] = []
@@ -656,82 +652,6 @@ def _as_key(rng: Any) -> jax.Array:
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     return jax.random.wrap_key_data(rng)
-
-
-def _meta_argument(leaf: Any, path: str) -> torch.Tensor:
-    if isinstance(leaf, TracedTensor):
-        return meta_of(leaf)
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().to("meta")
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-        return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
-    msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
-    raise UsageError(msg)
-
-
-def _argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
-    values: list[Any] = []
-    metas: list[Any] = []
-    for leaf, path in zip(leaves, paths, strict=True):
-        if isinstance(leaf, torch.Generator):
-            seed = torch.empty((), dtype=torch.int64).random_(generator=leaf).item()
-            values.append(jax.random.key(int(seed)))
-            metas.append(None)
-            continue
-        if isinstance(leaf, jax.Array):
-            values.append(leaf)
-            metas.append(
-                torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
-            )
-            continue
-        if isinstance(leaf, backend.TorchaxTensor):
-            values.append(leaf.jax())
-        elif leaf.device.type == "meta":
-            msg = (
-                f"argument {path} is on the meta device: it has no value;"
-                " use ported.eval_shape(...)"
-            )
-            raise UsageError(msg)
-        else:
-            try:
-                values.append(backend.to_jax(leaf))
-            except OverflowError as error:
-                msg = f"argument {path}: {error}"
-                raise UsageError(msg) from error
-        metas.append(meta_of(leaf))
-    return values, metas
-
-
-def _refuse_shared_memory(
-    leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
-) -> None:
-    """A write to one of two arguments over the same memory.
-
-    Eager changes both, the program cannot.
-    """
-    for index in map(int, mutated):
-        for other, leaf in enumerate(leaves):
-            if other != index and _overlap(leaves[index], leaf):
-                msg = (
-                    f"the call writes to argument {paths[index]}, which shares memory with argument"
-                    f" {paths[other]}; pass {paths[other]} as a .clone()"
-                )
-                raise UsageError(msg)
-
-
-def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arguments may share an element."""
-    if isinstance(a, TracedTensor) or isinstance(b, TracedTensor):
-        return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-        return False
-    last = [
-        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        for t in (a, b)
-    ]
-    return a.storage_offset() <= last[1] and b.storage_offset() <= last[0]
 
 
 def _executable(
@@ -762,6 +682,9 @@ def _release(outcome: Outcome) -> None:
     outcome.out_leaves = []
     outcome.state = {}
     outcome.mutated = {}
+    outcome.put_leaves = []
+    if outcome.argument_changes is not None:
+        outcome.argument_changes.leaves = []
     outcome.error_code = None
     outcome.baked = {}
     trace = outcome.trace
@@ -771,14 +694,3 @@ def _release(outcome: Outcome) -> None:
     trace.hoist = None
     trace.keys = None
     trace.error_code = None
-
-
-def _rebuild_output(outcome: Outcome, outs: list[jax.Array]) -> Any:
-    leaves = []
-    for value, meta in zip(outs, outcome.out_metas, strict=True):
-        if isinstance(meta, type):
-            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
-            leaves.append(kind(value))
-        else:
-            leaves.append(wrap(value, meta.dtype))
-    return structure.rebuild(outcome.out_spec, leaves)

@@ -1,7 +1,6 @@
 """Running a user's function as a traced program: attempts, what they learn, and what came out."""
 
 import contextlib
-import random
 import sys
 import time
 import traceback
@@ -13,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from tpuport.errors import PortError, UsageError
-from tpuport.model import backend, branching, numbers, structure
+from tpuport.model import backend, branching, host_randomness, numbers, structure
+from tpuport.model.arguments import Changes, Watch, program_leaf
 from tpuport.model.dispatch import value_of
 from tpuport.model.locate import is_inside, port_error
 from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
@@ -45,6 +44,9 @@ class Outcome:
     python_changes: PythonChanges | None = None
     uses_key: bool = False
     baked: dict[str, Any] = field(default_factory=dict)
+    argument_changes: Changes | None = None
+    put_leaves: list[Any] = field(default_factory=list)
+    put_metas: list[Any] = field(default_factory=list)
     host_paths: list[str] = field(default_factory=list)
 
 
@@ -74,7 +76,7 @@ class Request:
     hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
     checks: bool = True
     known: dict[str, Any] = field(default_factory=dict)
-    known_leaves: list[Any] = field(default_factory=list)
+    known_leaves: dict[int, Any] = field(default_factory=dict)
 
     @property
     def candidates(self) -> list[int]:
@@ -85,7 +87,7 @@ class Request:
         found = [
             (meta.numel(), index)
             for index, meta in enumerate(self.metas)
-            if index < len(self.known_leaves) and meta is not None and _is_small_argument(meta)
+            if index in self.known_leaves and meta is not None and _is_small_argument(meta)
         ]
         return [index for _, index in sorted(found)]
 
@@ -183,7 +185,6 @@ class Program:
         trace.explorer = branching.Explorer(trace, self.plan)
         with (
             _quiet(),
-            _unchanged_randomness(),
             eager_compiled(),
             _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
@@ -204,17 +205,22 @@ class Program:
         tree = state_tree(module) if module is not None else None
         if self.on_module is not None:
             self.on_module(module)
-        args, kwargs, made = _arguments(trace, request, self.plan.host_args)
+        args, kwargs, made, containers = _arguments(trace, request, self.plan.host_args)
+        watch = Watch(containers, made)
         trace.note_made([*baked.values(), *made])
         before = [_version(m) for m in made]
         name = type(module).__qualname__ if module is not None else "<function>"
-        result = trace.explorer.run_module(
-            name, lambda: call(*args, **kwargs), [module, args, kwargs]
-        )
+        roots = [module, args, kwargs]
+        with host_randomness.unchanged(roots):
+            result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.refusal is not None:
             raise trace.refusal
         _refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
+        outcome.argument_changes = watch.changes()
+        if outcome.argument_changes is not None:
+            put = outcome.argument_changes.leaves
+            outcome.put_leaves, outcome.put_metas = _program_leaves(put)
         for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
             if _version(tensor) != version or (
                 isinstance(tensor, torch.Tensor)
@@ -268,12 +274,8 @@ class Program:
         values: dict[str, jax.Array],
         baked: dict[str, torch.Tensor],
     ) -> Outcome:
-        out_leaves, out_spec = structure.flatten(result, leaf=_out_leaf)
-        arrays = [
-            numbers.node_value(v) if isinstance(v, numbers.SYMBOLIC) else value_of(v)
-            for v in out_leaves
-        ]
-        metas = [type(v) if isinstance(v, numbers.SYMBOLIC) else meta_of(v) for v in out_leaves]
+        out_leaves, out_spec = structure.flatten(result, leaf=program_leaf)
+        arrays, metas = _program_leaves(out_leaves)
         outcome = Outcome(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
@@ -325,8 +327,12 @@ def _needs_number(error: Exception) -> PortError:
     )
 
 
-def _out_leaf(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, jax.Array, *numbers.SYMBOLIC))
+def _program_leaves(leaves: list[Any]) -> tuple[list[jax.Array], list[Any]]:
+    """The array of each result, and its meta tensor (or which kind of number it is)."""
+    numeric = [isinstance(v, numbers.SYMBOLIC) for v in leaves]
+    pairs = list(zip(leaves, numeric, strict=True))
+    arrays = [numbers.node_value(v) if number else value_of(v) for v, number in pairs]
+    return arrays, [type(v) if number else meta_of(v) for v, number in pairs]
 
 
 def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
@@ -342,7 +348,8 @@ def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Trace
 
 def _arguments(
     trace: Trace, request: Request, host: frozenset[int]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
+    """The traced call's own arguments, its leaves and its containers."""
     made: list[Any] = []
     for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
         if meta is None:
@@ -350,13 +357,14 @@ def _arguments(
             ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             trace.generators[ident] = KeyStream(value)
             made.append(generator)
-        elif index in host:
+        elif index in host and index in request.known_leaves:
             made.append(request.host_leaf(index))
         else:
             frozen = not meta.dtype.is_floating_point
             made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
-    args, kwargs = structure.rebuild(request.spec, made)
-    return args, kwargs, made
+    containers: dict[int, Any] = {}
+    args, kwargs = structure.rebuild(request.spec, made, containers)
+    return args, kwargs, made, containers
 
 
 def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
@@ -423,39 +431,3 @@ def _no_fused_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-def _host_randomness() -> tuple[Any, Any, torch.Tensor]:
-    numpy_state: Any = np.random.get_state()
-    return random.getstate(), numpy_state[1:3], torch.get_rng_state()
-
-
-@contextlib.contextmanager
-def _unchanged_randomness() -> Iterator[None]:
-    """Refuse a trace that drew from Python's, numpy's or torch's host generators.
-
-    Its numbers would be frozen.
-
-    Raises:
-        PortError: it did.
-    """
-    before = _host_randomness()
-    yield
-    after = _host_randomness()
-    names = ("Python's `random`", "numpy's global random state", "torch's CPU generator")
-    same = (
-        before[0] == after[0],
-        bool((before[1][0] == after[1][0]).all()) and before[1][1] == after[1][1],
-        bool((before[2] == after[2]).all()),
-    )
-    for name, is_same in zip(names, same, strict=True):
-        if not is_same:
-            raise port_error(
-                f"the function drew random numbers from {name} while it was traced;"
-                " they would be the same at every call",
-                code="TPU404",
-                remedy=(
-                    "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                    " fresh at each call"
-                ),
-            )

@@ -17,7 +17,7 @@ import torch
 from tpuport.model import numbers, structure
 
 _SHARED = (
-    *structure._ATOMS,
+    *structure.ATOMS,
     torch.Generator,
     enum.Enum,
     threading.Thread,
@@ -85,6 +85,10 @@ class _Cloner:
                 self.memo[id(value)] = value
                 return value
         self.memo[id(value)] = made
+        self._fill(made, value)
+        return made
+
+    def _fill(self, made: Any, value: Any) -> None:
         if isinstance(value, dict):
             for name, part in list(dict.items(value)):
                 dict.__setitem__(made, name, self.clone(part))
@@ -94,7 +98,8 @@ class _Cloner:
         if isinstance(attributes, dict):
             for name, part in attributes.items():
                 made.__dict__[name] = self.clone(part)
-        return made
+        for name, part in structure.slots_of(value).items():
+            object.__setattr__(made, name, self.clone(part))
 
     @staticmethod
     def _copies(value: Any) -> bool:
@@ -110,7 +115,7 @@ class _Cloner:
             "_thread",
             "weakref",
             "re",
-        ) and hasattr(value, "__dict__")
+        ) and (hasattr(value, "__dict__") or bool(structure.slots_of(value)))
 
 
 def clone_module(

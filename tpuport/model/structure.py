@@ -5,9 +5,10 @@ Works for what research code passes around: lists, tuples, named tuples, dicts a
 tensors (key-value caches). Shared references stay shared.
 """
 
+import enum
 import types
 import weakref
-from collections import OrderedDict, UserDict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-_ATOMS = (
+ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range,
     torch.SymInt, torch.SymFloat, torch.SymBool,
@@ -33,27 +34,53 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object keeps in `__slots__`."""
+    return {
+        name: getattr(value, name)
+        for cls in type(value).__mro__
+        for name in _slot_names(cls)
+        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
+    }
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """All attributes that an object holds itself."""
+    held = getattr(value, "__dict__", None)
+    return {**(held if isinstance(held, dict) else {}), **slots_of(value)}
+
+
 @dataclass
 class Spec:
     """A structure with its leaves taken out: rebuild it around other leaves with `rebuild`.
 
     `key` is a hashable description of everything that is not a leaf, equal for structures that
-    trace to the same program.
+    trace to the same program. `containers` are the objects taken apart, by their number in `node`.
     """
 
     node: Any
     key: Any
     num_leaves: int
     keep: list[Any] = field(default_factory=list)
+    containers: dict[int, Any] = field(default_factory=dict)
 
 
-class _Flattener:
-    def __init__(self, leaf: Callable[[Any], bool]) -> None:
+class Flattener:
+    """Takes values apart, remembering what it has seen.
+
+    Args:
+        leaf: says what a leaf is.
+        objects: take apart plain objects and numpy arrays that hold no tensor too, so that the
+            rebuilt structure shares nothing that a call could change.
+    """
+
+    def __init__(self, leaf: Callable[[Any], bool], *, objects: bool = False) -> None:
         self.leaf = leaf
+        self.objects = objects
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self.seen: dict[int, tuple[str, int]] = {}
-        self.nodes = 0
+        self.containers: dict[int, Any] = {}
         self.keep: list[Any] = []
         self.bearing: dict[int, bool] = {}
 
@@ -72,23 +99,28 @@ class _Flattener:
                 self.keep.append(value)
             return known, known
         kind = type(value)
-        if isinstance(value, _ATOMS):
+        if isinstance(value, ATOMS):
             return ("static", value), (kind, _hashable(value, self.keep))
         known = self.seen.get(id(value))
         if known is not None:
             return known, known
-        if kind in (list, tuple, dict, OrderedDict) and not value:
+        if kind in (list, tuple, dict, OrderedDict) and not value and not self.objects:
             return ("static_new", kind), (kind, ())
         container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
+        container = container or (self.objects and _is_plain(value))
         if not container and not self._bears(value, 0):
             return ("static", value), (kind, _hashable(value, self.keep))
-        self.seen[id(value)] = ("ref", self.nodes)
+        index = len(self.containers)
+        self.containers[index] = value
+        self.seen[id(value)] = ("ref", index)
         self.keep.append(value)
-        index = self.nodes
-        self.nodes += 1
-        return self._container(value, kind, path, index)
+        return self.container(value, path, index)
 
-    def _container(self, value: Any, kind: type, path: str, index: int) -> tuple[Any, Any]:
+    def container(self, value: Any, path: str, index: int) -> tuple[Any, Any]:
+        """(node, key) of what a container holds now."""
+        kind = type(value)
+        if isinstance(value, np.ndarray):
+            return ("array", index, value.copy()), (kind, _hashable(value, self.keep))
         if isinstance(value, (list, tuple)):
             fields = getattr(kind, "_fields", ())
             names = [f".{n}" for n in fields] or [f"[{i}]" for i in range(len(value))]
@@ -99,18 +131,15 @@ class _Flattener:
             node = ("deque", index, kind, value.maxlen, [n for n, _ in parts])
             return node, (kind, value.maxlen, tuple(k for _, k in parts))
         if isinstance(value, (set, frozenset)):
-            return ("static", value), (kind, _hashable(frozenset(value), self.keep))
+            parts = [self.visit(v, f"{path}{{}}") for v in value]
+            node = ("set", index, kind, [n for n, _ in parts])
+            return node, (kind, frozenset(k for _, k in parts))
         items: list[tuple[Any, Any]] = []
         if isinstance(value, dict):
             items = list(dict.items(value))
-        attributes = dict(getattr(value, "__dict__", {}))
-        slots = [
-            name
-            for cls in kind.__mro__
-            for name in _slot_names(cls)
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-        ]
-        attributes.update({name: getattr(value, name) for name in slots})
+        attributes = attributes_of(value)
+        if isinstance(value, defaultdict):
+            attributes["default_factory"] = value.default_factory
         prefix = path + "."
         parts = [
             (k, self.visit(v, f"{path}.{k}" if isinstance(k, str) else f"{path}[{k}]"))
@@ -135,7 +164,7 @@ class _Flattener:
         """Whether a tensor hangs somewhere below an object that is not a container."""
         if self.leaf(value):
             return True
-        if isinstance(value, (*_ATOMS, torch.nn.Module, np.ndarray)) or depth > 6:
+        if isinstance(value, (*ATOMS, torch.nn.Module, np.ndarray)) or depth > 6:
             return False
         known = self.bearing.get(id(value))
         if known is not None:
@@ -147,15 +176,35 @@ class _Flattener:
             parts = list(value)
         else:
             parts = []
-        parts += list(getattr(value, "__dict__", {}).values())
-        parts += [
-            getattr(value, name)
-            for name in getattr(type(value), "__slots__", ())
-            if hasattr(value, name)
-        ]
+        parts += attributes_of(value).values()
         self.keep.append(value)
         self.bearing[id(value)] = any(self._bears(part, depth + 1) for part in parts)
         return self.bearing[id(value)]
+
+
+# Objects of these packages are taken as they are: their state is not all in attributes.
+_OPAQUE = frozenset(
+    "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
+)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all that an object is can be read from its attributes (or it is a numpy array)."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype != object
+    if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
+        return False
+    return kind.__module__.split(".")[0] not in _OPAQUE and _blank_of(kind) is object.__new__
+
+
+def _blank_of(kind: type) -> Callable[..., Any]:
+    """What makes an empty object of a class without running the class's own `__new__`."""
+    bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE]
+    return bases[0].__new__
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 def _hashable(value: Any, keep: list[Any]) -> Any:
@@ -183,7 +232,11 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
 
 
 def flatten(
-    value: Any, *, leaf: Callable[[Any], bool] = is_leaf, path: str = ""
+    value: Any,
+    *,
+    leaf: Callable[[Any], bool] = is_leaf,
+    path: str = "",
+    objects: bool = False,
 ) -> tuple[list[Any], Spec]:
     """Take the leaves out of any structure.
 
@@ -191,62 +244,78 @@ def flatten(
         The leaves in order of first appearance (a tensor held twice is one leaf), and the `Spec`
         that puts them back.
     """
-    leaves, spec, _ = flatten_with_paths(value, leaf=leaf, path=path)
+    leaves, spec, _ = flatten_with_paths(value, leaf=leaf, path=path, objects=objects)
     return leaves, spec
 
 
 def flatten_with_paths(
-    value: Any, *, leaf: Callable[[Any], bool] = is_leaf, path: str = ""
+    value: Any,
+    *,
+    leaf: Callable[[Any], bool] = is_leaf,
+    path: str = "",
+    objects: bool = False,
 ) -> tuple[list[Any], Spec, list[str]]:
     """`flatten`, with the Python path of each leaf ("logits", "[0].keys")."""
-    flattener = _Flattener(leaf)
+    flattener = Flattener(leaf, objects=objects)
     node, key = flattener.visit(value, path)
-    spec = Spec(node, key, len(flattener.leaves), flattener.keep)
+    spec = Spec(node, key, len(flattener.leaves), flattener.keep, flattener.containers)
     return flattener.leaves, spec, flattener.paths
 
 
-def rebuild(spec: Spec, leaves: list[Any]) -> Any:
-    """The structure of `spec` around other leaves, in new containers."""
-    made: dict[int, Any] = {}
-    return _rebuild(spec.node, leaves, made)
+def rebuild(spec: Spec, leaves: list[Any], made: dict[int, Any] | None = None) -> Any:
+    """The structure of `spec` around other leaves, in new containers.
+
+    `made` receives the new containers by their number.
+    """
+    return rebuild_node(spec.node, leaves, {} if made is None else made)
 
 
-def _rebuild(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
-    tag = node[0]
+def rebuild_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
+    """`rebuild` of a part of a structure, of which `made` are the containers there are already."""
+    tag, what = node[0], node[1]
     if tag == "leaf":
-        return leaves[node[1]]
+        return leaves[what]
     if tag == "static":
-        return node[1]
+        return what
     if tag == "static_new":
-        return node[1]()
+        return what()
     if tag == "ref":
-        return made[node[1]]
-    if tag == "seq":
-        _, index, kind, parts = node
-        if issubclass(kind, list):
-            result: Any = kind.__new__(kind)
-            made[index] = result
-            result.extend(_rebuild(p, leaves, made) for p in parts)
-            return result
-        values = [_rebuild(p, leaves, made) for p in parts]
-        made[index] = kind(*values) if hasattr(kind, "_fields") else kind(values)
-        return made[index]
-    if tag == "deque":
-        _, index, kind, maxlen, parts = node
-        made[index] = kind((), maxlen)
-        made[index].extend(_rebuild(p, leaves, made) for p in parts)
-        return made[index]
-    _, index, kind, items, attributes = node
-    result = kind.__new__(kind)
-    made[index] = result
-    for name, part in items:
-        # The subclass's own __setitem__ may mirror, check or reject: the mirror is already in the
-        # attributes.
-        setter = OrderedDict.__setitem__ if isinstance(result, OrderedDict) else dict.__setitem__
-        setter(result, name, _rebuild(part, leaves, made))
-    for name, part in attributes:
-        object.__setattr__(result, name, _rebuild(part, leaves, made))
+        return made[what]
+    return _rebuild_container(node, lambda part: rebuild_node(part, leaves, made), made)
+
+
+def _rebuild_container(node: Any, build: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+    tag, index, kind = node[:3]
+    result: Any
+    if tag == "array":
+        result = made[index] = kind.copy()
+    elif tag == "set":
+        result = made[index] = kind(map(build, node[3]))
+    elif tag == "deque":
+        result = made[index] = kind((), node[3])
+        result.extend(map(build, node[4]))
+    elif tag == "seq" and issubclass(kind, list):
+        result = made[index] = kind.__new__(kind)
+        result.extend(map(build, node[3]))
+    elif tag == "seq":
+        parts = list(map(build, node[3]))
+        result = made[index] = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    else:
+        result = made[index] = _blank_of(kind)(kind)
+        for name, part in node[3]:
+            set_item(result, name, build(part))
+        for name, part in node[4]:
+            object.__setattr__(result, name, build(part))
     return result
+
+
+def set_item(target: Any, name: Any, value: Any) -> None:
+    """Set an item of a dict.
+
+    A subclass's own `__setitem__` may mirror, check or reject: the mirror is in the attributes.
+    """
+    setter = OrderedDict.__setitem__ if isinstance(target, OrderedDict) else dict.__setitem__
+    setter(target, name, value)
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:

@@ -136,7 +136,7 @@ class Verifier:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported.to_torch_view(), trainable=trainable)
                     function = module if method == "forward" else getattr(module, method)
-                own_args, own_kwargs = _host_arguments((args, kwargs), mode)
+                own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()
                 with (
                     eager_compiled(),
@@ -200,10 +200,10 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _host_arguments(value: Any, mode: SameNumbers) -> Any:
+def host_arguments(value: Any, mode: SameNumbers) -> Any:
     """Copies of call arguments as plain CPU tensors; generators stand for the program's streams."""
 
-    leaves, spec = structure.flatten(value)
+    leaves, spec = structure.flatten(value, objects=True)
     made = []
     for leaf in leaves:
         if isinstance(leaf, torch.Generator):
@@ -211,7 +211,7 @@ def _host_arguments(value: Any, mode: SameNumbers) -> Any:
             stand_in = torch.Generator()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
-            mode.generators[ident] = KeyStream(jax.random.key(int(seed)))
+            mode.generators[ident] = KeyStream(backend.key_of(int(seed)))
             made.append(stand_in)
         elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
             made.append(leaf.detach().clone())

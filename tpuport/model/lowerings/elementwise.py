@@ -6,12 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
 from tpuport.model import backend
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import is_complex, is_float, is_low, wide
+from tpuport.model.lowerings._numeric import (
+    is_complex,
+    is_float,
+    is_low,
+    value_and_gradient,
+    wide,
+)
 from tpuport.model.lowerings.attention import masked_softmax
 
 aten = torch.ops.aten
@@ -92,8 +99,11 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
     aten.floor_divide.default, aten.floor_divide.Scalar, reason="torchax gives nan for x // 0.0"
 )
 def _floor_divide(x: Any, y: Any) -> jax.Array:
-    """Division rounded down; of floats by zero the plain quotient (inf or nan), as torch gives."""
-    a, b = _promoted(x, y)
+    """Division rounded down, without gradient.
+
+    Of floats by zero the plain quotient (inf or nan), as torch gives.
+    """
+    a, b = lax.stop_gradient(_promoted(x, y))
     if not is_float(a):
         return jnp.floor_divide(a, b)
     a, b = wide(a), wide(b)
@@ -114,11 +124,13 @@ def _fmod(x: Any, y: Any) -> jax.Array:
     aten.remainder.Tensor,
     aten.remainder.Scalar,
     aten.remainder.Scalar_Tensor,
-    reason="torchax rounds numbers to bfloat16",
+    reason=_ROUNDS,
 )
 def _remainder(x: Any, y: Any) -> jax.Array:
-    if is_low(x) or is_low(y):
-        x, y = (wide(v) if isinstance(v, jax.Array) else v for v in (x, y))
+    """Remainder of the sign of `y`; unlike in a product, torch rounds a number to bfloat16."""
+    x, y = _promoted(x, y)
+    if is_low(x):
+        x, y = wide(x), wide(y)
     return jnp.remainder(x, y)
 
 
@@ -139,9 +151,12 @@ def _pow(x: Any, y: Any) -> jax.Array:
     if integers:
         return _integer_pow(*_promoted(x, y))
     if isinstance(y, int | float) and not is_complex(x):
-        return _static_pow(wide(x), y)
-    x, y = (wide(v) if isinstance(v, jax.Array) else v for v in (x, y))
-    return jnp.power(x, y)
+        return _static_pow(wide(x), float(np.asarray(y, x.dtype)) if is_low(x) else y)
+    x, y = _promoted(x, y)
+    if is_low(x):
+        x, y = wide(x), wide(y)
+    # The gradient of 0 ** 0 with respect to the base is 0, where XLA's formula gives nan.
+    return jnp.power(jnp.where(y == 0, lax.stop_gradient(x), x), y)
 
 
 def _static_pow(x: jax.Array, y: float) -> jax.Array:
@@ -178,12 +193,22 @@ def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     dtype = jnp.result_type(*(v for v in (x, min, max) if v is not None))
     x = x.astype(dtype)
     if min is not None:
-        low = jnp.asarray(min, dtype)
-        x = jnp.where((x < low) | (low != low), low, x)
+        x = _limited(x, min, jnp.greater_equal, jnp.maximum)
     if max is not None:
-        high = jnp.asarray(max, dtype)
-        x = jnp.where((x > high) | (high != high), high, x)
+        x = _limited(x, max, jnp.less_equal, jnp.minimum)
     return x
+
+
+def _limited(
+    x: jax.Array, limit: Any, within: Callable[..., jax.Array], beyond: Callable[..., jax.Array]
+) -> jax.Array:
+    """`x` where it is within a limit, else the limit; a nan of either has no gradient."""
+    bound = jnp.asarray(limit, x.dtype)
+    kept = within(x, bound)
+    outside = lax.stop_gradient(beyond(x, bound))
+    if isinstance(limit, jax.Array) and is_float(x):
+        outside = jnp.where(jnp.isnan(outside), outside, bound)
+    return jnp.where(kept, x, outside)
 
 
 @lowering(aten.clamp_min.default, aten.clamp_min.Tensor, reason="as clamp")
@@ -250,7 +275,8 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = wide(x)
     if eps is not None:
         x = _clamp(x, eps, 1.0 - eps)
-    return jnp.log(x / (1.0 - x))
+    # Of the quotient the gradient at 1 would be nan; torch's is infinite.
+    return value_and_gradient(jnp.log(x / (1.0 - x)), jnp.log(x) - jnp.log1p(-x))
 
 
 @lowering(aten.log2.default, reason=_ROUNDS)
@@ -279,9 +305,13 @@ def _rsqrt(x: jax.Array) -> jax.Array:
 # -- signs and parts -------------------------------------------------------------------------------
 
 
-@lowering(aten.sign.default, aten.sgn.default, reason="torchax refuses bool")
+@lowering(
+    aten.sign.default, aten.sgn.default, reason="torchax refuses bool; its sign of nan is nan"
+)
 def _sign(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.bool_ else jnp.sign(x)
+    if x.dtype == jnp.bool_:
+        return x
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
 
 
 @lowering(aten.neg.default, reason="torchax multiplies by -1, which unsigned integers cannot hold")

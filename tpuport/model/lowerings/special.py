@@ -1,5 +1,6 @@
 """Special functions where torchax overflows, or XLA's series fails for negative arguments."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,8 @@ from tpuport.model.lowerings import lowering
 from tpuport.model.lowerings._numeric import wide
 
 aten = torch.ops.aten
-# Terms summed one by one before XLA's Hurwitz zeta, whose remainder is inexact near the poles.
-_TERMS = 12
+# Terms summed one by one, at most, before XLA's Hurwitz zeta, which is wrong below zero.
+_TERMS = 1000
 
 
 @lowering(
@@ -29,14 +30,29 @@ def _polygamma(n: int, x: jax.Array) -> jax.Array:
     return _polygamma_of(n, wide(x))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _polygamma_of(n: int, x: jax.Array) -> jax.Array:
     if n == 1:
         return _trigamma(x)
-    shifted = jnp.where(x < 0, x + _TERMS, x)
-    total = jss.zeta(jnp.asarray(n + 1, x.dtype), shifted)
-    for k in range(_TERMS):
-        total = total + jnp.where(x < 0, jnp.power(x + k, -(n + 1)), 0)
+
+    def below(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        count, shifted, _ = state
+        return (count < _TERMS) & jnp.any(shifted < 1)
+
+    def term(state: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        count, shifted, total = state
+        is_below = shifted < 1
+        total = total + jnp.where(is_below, jnp.power(shifted, -(n + 1)), 0)
+        return count + 1, jnp.where(is_below, shifted + 1, shifted), total
+
+    _, shifted, total = lax.while_loop(below, term, (jnp.int32(0), x, jnp.zeros_like(x)))
+    total = total + jss.zeta(jnp.asarray(n + 1, x.dtype), shifted)
     return (-1) ** (n + 1) * math.gamma(n + 1) * total
+
+
+@_polygamma_of.defjvp
+def _polygamma_jvp(n: int, primals: Any, tangents: Any) -> Any:
+    return _polygamma_of(n, primals[0]), tangents[0] * _polygamma_of(n + 1, primals[0])
 
 
 def _trigamma(x: jax.Array) -> jax.Array:
@@ -81,6 +97,18 @@ def _log_ndtr(x: jax.Array) -> jax.Array:
     return jss.log_ndtr(wide(x))
 
 
+@jax.custom_jvp
+def _ndtri(x: jax.Array) -> jax.Array:
+    return jss.ndtri(x)
+
+
+@_ndtri.defjvp
+def _ndtri_jvp(primals: Any, tangents: Any) -> Any:
+    """Infinite at 0 and 1, as torch's; jax's is zero there."""
+    value = _ndtri(primals[0])
+    return value, tangents[0] * math.sqrt(2 * math.pi) * jnp.exp(0.5 * value * value)
+
+
 def _floating(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     def run(x: jax.Array) -> jax.Array:
         return function(wide(x))
@@ -91,6 +119,6 @@ def _floating(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array
 for _op, _function in (
     (aten.erf.default, lax.erf),
     (aten.erfc.default, lax.erfc),
-    (aten.special_ndtri.default, jss.ndtri),
+    (aten.special_ndtri.default, _ndtri),
 ):
     lowering(_op, reason="torchax refuses bool")(_floating(_function))

@@ -1,0 +1,255 @@
+"""The arguments of a call: their arrays, and what the call left in the caller's own objects."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model import backend, numbers, structure
+from tpuport.model.tensor import TracedTensor, meta_of, wrap
+
+
+def take_apart(value: Any) -> tuple[list[Any], structure.Spec, list[str]]:
+    """The leaves, structure and paths of call arguments.
+
+    Plain objects are taken apart though they hold no tensor: the call may put one there, and an
+    attribute changed since the last call means another program.
+    """
+    return structure.flatten_with_paths(value, objects=True)
+
+
+def copies(value: Any) -> Any:
+    """The same arguments in tensors and objects of their own."""
+    leaves, spec, _ = take_apart(value)
+    made = [
+        leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
+        for leaf in map(_detached, leaves)
+    ]
+    return structure.rebuild(spec, made)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def meta_argument(leaf: Any, path: str) -> torch.Tensor:
+    """A meta tensor of the shape and dtype of an argument.
+
+    Raises:
+        UsageError: the argument is no tensor, array or shape.
+    """
+    if isinstance(leaf, TracedTensor):
+        return meta_of(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().to("meta")
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
+    msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
+    raise UsageError(msg)
+
+
+def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
+    """Each argument as an array (a generator as a key), and its meta tensor (None for those).
+
+    Raises:
+        UsageError: an argument has no value, or one that its type on the device cannot hold.
+    """
+    values: list[Any] = []
+    metas: list[Any] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, torch.Generator):
+            seed = torch.empty((), dtype=torch.int64).random_(generator=leaf).item()
+            values.append(backend.key_of(int(seed)))
+            metas.append(None)
+            continue
+        if isinstance(leaf, jax.Array):
+            values.append(leaf)
+            metas.append(
+                torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
+            )
+            continue
+        if isinstance(leaf, backend.TorchaxTensor):
+            values.append(leaf.jax())
+        elif leaf.device.type == "meta":
+            msg = (
+                f"argument {path} is on the meta device: it has no value;"
+                " use ported.eval_shape(...)"
+            )
+            raise UsageError(msg)
+        else:
+            try:
+                # Under a jit of the caller's own too its value stays known.
+                with jax.ensure_compile_time_eval():
+                    values.append(backend.to_jax(leaf))
+            except OverflowError as error:
+                msg = f"argument {path}: {error}"
+                raise UsageError(msg) from error
+        metas.append(meta_of(leaf))
+    return values, metas
+
+
+# -- what a call leaves in the caller's objects ----------------------------------------------------
+
+
+def program_leaf(value: Any) -> bool:
+    """Whether a value leaves the program as an array: a tensor, or a traced Python number."""
+    return isinstance(value, (torch.Tensor, jax.Array, *numbers.SYMBOLIC))
+
+
+@dataclass
+class Changes:
+    """What a call put into the containers and objects among its arguments.
+
+    Attributes:
+        contents: by the container's number (in the `Spec` of the arguments), what it holds after
+            the call; leaves numbered from `first` on are the program's, those below are arguments.
+        first: the number of arguments.
+        leaves: the program's own leaves.
+    """
+
+    contents: dict[int, Any]
+    first: int
+    leaves: list[Any]
+
+    def write_back(self, spec: structure.Spec, arguments: list[Any], values: list[Any]) -> None:
+        """Change the caller's objects as eager would have.
+
+        Args:
+            spec: of this call's arguments; of the same structure as the traced ones.
+            arguments: this call's leaves.
+            values: what the program gave for `leaves`, as torch tensors and numbers.
+        """
+        held = dict(spec.containers)
+        for index, node in self.contents.items():
+            _fill(held[index], node, [*arguments, *values], held)
+
+
+class Watch:
+    """Compares what the containers among the arguments of a traced call hold before and after it.
+
+    Args:
+        containers: the traced call's own copies, by number.
+        leaves: its tensors.
+    """
+
+    def __init__(self, containers: dict[int, Any], leaves: list[Any]) -> None:
+        self.containers, self.leaves = dict(containers), list(leaves)
+        self.before = self._contents()[0]
+
+    def _contents(self) -> tuple[dict[int, Any], dict[int, Any], structure.Flattener]:
+        reader = structure.Flattener(program_leaf, objects=True)
+        reader.leaves = list(self.leaves)
+        reader.paths = [""] * len(self.leaves)
+        reader.containers = dict(self.containers)
+        reader.seen = {id(leaf): ("leaf", i) for i, leaf in enumerate(self.leaves)}
+        reader.seen |= {id(value): ("ref", i) for i, value in self.containers.items()}
+        keys, nodes = {}, {}
+        for index, value in self.containers.items():
+            nodes[index], keys[index] = reader.container(value, f"argument {index}", index)
+        return keys, nodes, reader
+
+    def changes(self) -> Changes | None:
+        """What is different now, or None."""
+        keys, nodes, reader = self._contents()
+        changed = {i: nodes[i] for i, key in keys.items() if key != self.before[i]}
+        if not changed:
+            return None
+        first = len(self.leaves)
+        return Changes(changed, first, reader.leaves[first:])
+
+
+def _fill(target: Any, node: Any, leaves: list[Any], made: dict[int, Any]) -> None:
+    """Give a container the content that a node describes."""
+
+    def build(part: Any) -> Any:
+        return structure.rebuild_node(part, leaves, made)
+
+    tag = node[0]
+    if tag == "array":
+        target[...] = node[2]
+    elif tag == "set":
+        target.clear()
+        target.update(build(part) for part in node[3])
+    elif tag == "deque":
+        parts = [build(part) for part in node[4]]
+        target.clear()
+        target.extend(parts)
+    elif tag == "seq":
+        if isinstance(target, list):
+            list.__setitem__(target, slice(None), [build(part) for part in node[3]])
+    else:
+        _fill_object(target, node, build)
+
+
+def _fill_object(target: Any, node: Any, build: Callable[[Any], Any]) -> None:
+    _, _, _, items, attributes = node
+    if isinstance(target, dict):
+        pairs = [(name, build(part)) for name, part in items]
+        dict.clear(target)
+        for name, value in pairs:
+            structure.set_item(target, name, value)
+    named = dict(attributes)
+    for name in [n for n in structure.attributes_of(target) if n not in named]:
+        object.__delattr__(target, name)
+    for name, part in named.items():
+        object.__setattr__(target, name, build(part))
+
+
+def from_program(value: jax.Array, meta: Any) -> Any:
+    """A result of a program as the torch tensor or Python number that it is."""
+    if isinstance(meta, type):
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
+        return kind(value)
+    return wrap(value, meta.dtype)
+
+
+# -- arguments over the same memory ----------------------------------------------------------------
+
+
+def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
+    """Give arguments written in place their new values."""
+    for index, value in mutated.items():
+        leaf = leaves[int(index)]
+        if isinstance(leaf, TracedTensor):
+            leaf.write(value)
+        elif isinstance(leaf, torch.Tensor):
+            with torch.no_grad():
+                leaf.copy_(backend.to_torch(value, leaf.dtype))
+
+
+def refuse_shared_memory(
+    leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
+) -> None:
+    """A write to one of two arguments over the same memory.
+
+    Eager changes both, the program cannot.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for index in map(int, mutated):
+        for other, leaf in enumerate(leaves):
+            if other != index and _overlap(leaves[index], leaf):
+                msg = (
+                    f"the call writes to argument {paths[index]}, which shares memory with argument"
+                    f" {paths[other]}; pass {paths[other]} as a .clone()"
+                )
+                raise UsageError(msg)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Whether two arguments may share an element."""
+    if isinstance(a, TracedTensor) or isinstance(b, TracedTensor):
+        return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    last = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in (a, b)
+    ]
+    return a.storage_offset() <= last[1] and b.storage_offset() <= last[0]

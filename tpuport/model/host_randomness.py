@@ -1,0 +1,81 @@
+"""Refusing random numbers drawn on the host while tracing: each call would see the same ones."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.model import structure
+from tpuport.model.locate import port_error
+
+_NUMPY = (np.random.Generator, np.random.RandomState)
+
+
+def _sources(roots: list[Any]) -> list[Any]:
+    """The random generators of Python and numpy that hang on modules and arguments."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    stack = list(roots)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, (torch.Tensor, np.ndarray, *structure.ATOMS)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (*_NUMPY, random.Random)):
+            found.append(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack.extend(value)
+        stack.extend(structure.attributes_of(value).values())
+    return found
+
+
+def _state(source: Any) -> tuple[str, str]:
+    """(what it is, its state)."""
+    if isinstance(source, np.random.Generator):
+        return "a numpy random Generator", repr(source.bit_generator.state)
+    if isinstance(source, np.random.RandomState):
+        kind, keys, position, *_ = source.get_state(legacy=True)
+        return "a numpy RandomState", f"{kind}{np.asarray(keys).tobytes()!r}{position}"
+    return "a random.Random", repr(source.getstate())
+
+
+def _states(sources: list[Any]) -> list[tuple[str, str]]:
+    numpy_state: Any = np.random.get_state()
+    return [
+        ("Python's `random`", repr(random.getstate())),
+        ("numpy's global random state", f"{numpy_state[1].tobytes()!r}{numpy_state[2]}"),
+        ("torch's CPU generator", repr(torch.get_rng_state().numpy().tobytes())),
+        *map(_state, sources),
+    ]
+
+
+@contextlib.contextmanager
+def unchanged(roots: list[Any]) -> Iterator[None]:
+    """Refuse a trace that drew from a generator of the host.
+
+    Args:
+        roots: the module and the arguments, on which a generator may hang; the global ones are
+            watched in any case.
+
+    Raises:
+        PortError: it did.
+    """
+    sources = _sources(roots)
+    before = _states(sources)
+    yield
+    for (name, was), (_, now) in zip(before, _states(sources), strict=True):
+        if was != now:
+            raise port_error(
+                f"the function drew random numbers from {name} while it was traced;"
+                " they would be the same at every call",
+                code="TPU404",
+                remedy=(
+                    "draw them with torch (torch.rand, torch.randint), which a ported model makes"
+                    " fresh at each call"
+                ),
+            )
