@@ -85,8 +85,8 @@ class NoCompilerError(Exception):
 def make_compiled(case: Case, what: str) -> Callable[[], object]:
     """The model under torch.compile, compiled and warm.
 
-    Dynamo refuses to compile once torchax is imported ("PyTorch is not linked with support for jax
-    devices", torch 2.13 with torchax 0.0.14), so this has to come first in a process.
+    Dynamo refuses to compile once plain torchax is imported ("PyTorch is not linked with support
+    for jax devices", torch 2.13 with torchax 0.0.14), so this has to come first in a process.
 
     Raises:
         NoCompilerError: There is no C++ compiler, or torch.compile cannot compile the model.

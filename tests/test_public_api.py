@@ -79,6 +79,22 @@ def test_a_slow_import_would_be_noticed():
     assert seconds_for(f"import tpuport, time; time.sleep({IMPORT_SECONDS})") > IMPORT_SECONDS
 
 
+_COMPILE = """
+import torch
+{first}
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+"""
+
+
+def test_torch_compile_still_works_beside_a_ported_model():
+    assert run_python(_COMPILE.format(first="import tpuport.model.ported")) == "2.0"
+
+
+@pytest.mark.xfail(raises=subprocess.CalledProcessError, reason="torchax 0.0.14.dev20261026")
+def test_torch_compile_works_beside_plain_torchax():
+    run_python(_COMPILE.format(first="import torchax"))
+
+
 def test_importing_changes_no_environment_variable():
     assert (
         run_python(

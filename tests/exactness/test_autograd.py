@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import (
     Scenario,
@@ -372,3 +374,68 @@ def test_autograd_inside_is_refused_with_a_remedy(call):
 
     with pytest.raises(PortError, match=r"autograd(.|\n)*jax\.grad"):
         by_tpuport(program)(X.clone().requires_grad_())
+
+
+class Doubled(torch.autograd.Function):
+    """Three times as its gradient says, and it leaves what it computed in a list."""
+
+    @staticmethod
+    def forward(ctx, x, seen, noise):
+        assert not torch.is_grad_enabled()
+        seen.append(x * 5)
+        ctx.save_for_backward(x)
+        return x * 2 + (torch.randn_like(x) * noise if noise else 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 + 0 * x, None, None
+
+
+class Remembering(nn.Module):
+    def __init__(self, *, checkpointed: bool, noise: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+        self.checkpointed, self.noise = checkpointed, noise
+
+    def body(self, x, seen):
+        return Doubled.apply(x * self.weight, seen, self.noise)
+
+    def forward(self, x):
+        seen = []
+        if self.checkpointed:
+            out = torch.utils.checkpoint.checkpoint(self.body, x, seen, use_reentrant=False)
+        else:
+            out = self.body(x, seen)
+        return out + sum(seen), len(seen)
+
+
+@pytest.mark.parametrize("order", ["jit of grad", "grad of jit"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_a_custom_function_leaves_behind_is_kept_once(order: str, checkpointed: bool):
+    model = Remembering(checkpointed=checkpointed, noise=0.0)
+    x = torch.tensor([3.0, 4.0])
+    expected, count = model(x)
+    expected.sum().backward()
+    ported = tpuport.convert(model, verify=False)
+    out, ours = ported(x)
+    torch.testing.assert_close(tpuport.to_torch(out), expected.detach())
+    assert ours == count == 1
+
+    def loss(params):
+        return ported.apply(params, ported.buffers, None, x)[0][0].sum()
+
+    grad = jax.jit(jax.grad(loss)) if order == "jit of grad" else jax.grad(jax.jit(loss))
+    np.testing.assert_allclose(grad(ported.params)["weight"], model.weight.grad)
+
+
+def test_a_custom_function_that_draws_draws_once():
+    ported = tpuport.convert(Remembering(checkpointed=True, noise=1.0), verify=False)
+    x, key = torch.zeros(2), jax.random.key(1)
+
+    def loss(params):
+        out = ported.apply(params, ported.buffers, key, x)[0][0]
+        return out.sum(), out
+
+    (_, with_gradient), _ = jax.value_and_grad(loss, has_aux=True)(ported.params)
+    np.testing.assert_array_equal(with_gradient, loss(ported.params)[1])

@@ -26,22 +26,6 @@ from tpuport import PortError
 
 CASES = [*DIFFUSERS, *TRANSFORMERS]
 
-# What does not work in every setting yet, and why (the last two do alone, not after others).
-OPEN = {
-    "ReformerModel": "a custom autograd function around layers keeps tensors of its own trace",
-}
-
-
-def listed(cases: list[Case]) -> list[Any]:
-    """Cases as parameters, the open ones as expected failures."""
-
-    def marks(case: Case) -> Any:
-        reason = OPEN.get(str(case))
-        return pytest.mark.xfail(reason=reason) if reason else ()
-
-    return [pytest.param(case, marks=marks(case)) for case in cases]
-
-
 pytestmark = [
     # Eager's unfused flex attention, which a reference without torch.compile runs on purpose.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -133,14 +117,13 @@ def compare_tensors(got: torch.Tensor, want: torch.Tensor, rtol: float, path: st
 def plain_pytorch() -> Iterator[None]:
     """Eager PyTorch without gradients.
 
-    Flex attention compiles itself, and dynamo fails in a process that has imported torchax, which
-    makes torch believe in an accelerator.
+    Flex attention compiles itself, which is slow and not under test.
     """
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 
 
-@pytest.mark.parametrize("case", listed(CASES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_outputs_are_eagers(case: Case) -> None:
     model, kwargs = case.make()
     with plain_pytorch():
@@ -175,7 +158,7 @@ def draws(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
 
 
-@pytest.mark.parametrize("case", listed([case for case in CASES if case.grads]), ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.grads], ids=str)
 def test_gradients_are_autograds(case: Case) -> None:
     model, kwargs = case.make()
     leaves = floating(model(**copy.deepcopy(kwargs)))

@@ -1,11 +1,14 @@
 """The one place that imports torchax, and the conversions between torch and jax values.
 
-Importing torchax sets an environment variable and turns off a torch fast path; both are put back
-here, so importing tpuport's model layer leaves the process as it was. (torchax 0.0.14.dev20261026;
-can go when torchax imports cleanly.)
+Importing torchax sets an environment variable, turns off a torch fast path and announces an
+available accelerator "jax" that torch is not linked with, after which `torch.compile` and flex
+attention fail everywhere in the process. All three are put back here, so importing tpuport's model
+layer leaves the process as it was. (torchax 0.0.14.dev20261026; can go when torchax imports
+cleanly.)
 """
 
 import os
+import sys
 from typing import Any
 
 import jax
@@ -18,9 +21,10 @@ def _import_torchax() -> None:
     variable = "ENABLE_RUNTIME_UPTIME_TELEMETRY"
     before = os.environ.get(variable)
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    import torchax
+    if "torchax" not in sys.modules:
+        import torchax.device_module
 
-    del torchax
+        torchax.device_module.is_available = lambda: False
     torch.backends.mha.set_fastpath_enabled(fastpath)
     if before is None:
         os.environ.pop(variable, None)

@@ -28,6 +28,7 @@ class Body:
     result: Any = None
     alive: list[Storage] = field(default_factory=list)
     written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
 
     def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the stretch.
@@ -36,14 +37,26 @@ class Body:
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
-        created = (ref() for ref in effects.created.values())
+        created = [ref() for ref in effects.created.values()]
         self.alive = [storage for storage in created if storage is not None]
+        self.positions = [i for i, storage in enumerate(created) if storage is not None]
         self.written = list(effects.before.values())
         values = [s.value for s in self.alive]
         after = [s.value for s, _, _ in self.written]
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after
+
+    def run_like(self, first: "Body") -> list[jax.Array]:
+        """Run the stretch another time; the values of the storages that escaped the first time.
+
+        Equal runs create equal storages in the same order.
+        """
+        with self.trace.recording(hold=True) as effects:
+            self.result = self.thunk()
+        made = [ref() for ref in effects.created.values()]
+        escaped = [made[position] for position in first.positions]
+        return [storage.value for storage in escaped if storage is not None]
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
         """Give the storages their values outside; returns what the stretch returned."""

@@ -40,6 +40,7 @@ class Effects:
 
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
+    held: list[Storage] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Trace:
         """Note a storage that came into being."""
         for effects in self.effects:
             effects.created[storage.serial] = weakref.ref(storage)
+            if effects.held is not None:
+                effects.held.append(storage)
 
     def writing(self, storage: Storage) -> None:
         """Note a storage about to be written, with its value before."""
@@ -107,9 +110,12 @@ class Trace:
                 effects.before[storage.serial] = (storage, storage.value, storage.version)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Effects]:
-        """Record what happens inside the block."""
-        effects = Effects()
+    def recording(self, *, hold: bool = False) -> Iterator[Effects]:
+        """Record what happens inside the block.
+
+        `hold` keeps every storage that it creates alive.
+        """
+        effects = Effects(held=[] if hold else None)
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)

@@ -8,9 +8,11 @@ import jax
 import torch
 
 from tpuport.model import structure
+from tpuport.model.branching import Snapshot
 from tpuport.model.dispatch import value_of
 from tpuport.model.locate import port_error
-from tpuport.model.tensor import TracedTensor, wrap
+from tpuport.model.region import Body
+from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, active, current
 from tpuport.shims._shim import Replacement, Shim, installed
 
@@ -21,6 +23,7 @@ class _Context:
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
         self.saved_tensors: tuple[Any, ...] = ()
+        self.constant: set[int] = set()
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -28,9 +31,7 @@ class _Context:
     save_for_forward = save_for_backward
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, TracedTensor):
-                tensor._frozen = True
+        self.constant = {id(tensor) for tensor in tensors}
 
     def mark_dirty(self, *tensors: Any) -> None:
         if tensors:
@@ -69,72 +70,124 @@ class AutogradFunction(Shim):
         return [Replacement(torch.autograd.Function, "apply", classmethod(apply))]
 
 
+class _Call:
+    """One call of a custom autograd function.
+
+    jax runs its forward once or twice: as the primal, and again (maybe after the trace has ended)
+    when it differentiates what it has traced. What the forward leaves in Python objects is kept
+    from the first run only.
+    """
+
+    def __init__(self, trace: Trace, cls: Any, args: tuple[Any, ...]) -> None:
+        self.trace, self.cls, self.args = trace, cls, args
+        self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
+        self.tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        self.before = Snapshot([a for a in args if not isinstance(a, torch.Tensor)])
+        self.count = trace.keys.count if trace.keys is not None else 0
+        self.body: Body | None = None
+        self.spec: Any = None
+        self.metas: list[torch.Tensor] = []
+        self.frozen: list[bool] = []
+        self.context_spec: Any = None
+        self.saved: list[Any] = []
+
+    def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
+        """The outputs, the escaping storages' and the written ones' values; and the saved tensors."""
+        if self.body is None:
+            self.body = body = Body(self.trace, lambda: self._run(values, self.trace))
+            alive, after = body.run()
+            outs, saved = body.result
+            return [outs, alive, after], saved
+        return self._again(values, self.body)
+
+    def _again(self, values: Any, first: Body) -> tuple[Any, list[jax.Array]]:
+        if first.written:
+            raise port_error(
+                "a custom autograd function that writes a tensor from outside was differentiated"
+                " after it had been traced",
+                code="TPU403",
+                remedy="pass the tensor in and return its new value from forward",
+            )
+        now = self.before.changes()
+        self.before.restore()
+        try:
+            with _running(self.trace) as trace:
+                keys = trace.keys
+                reached = keys.count if keys is not None else 0
+                if keys is not None:
+                    keys.count = self.count
+                body = Body(trace, lambda: self._run(values, trace))
+                alive = body.run_like(first)
+                if keys is not None:
+                    keys.count = reached
+        finally:
+            self.before.restore()
+            self.before.apply(now)
+        outs, saved = body.result
+        return [outs, alive, []], saved
+
+    def _run(self, values: Any, trace: Trace) -> tuple[list[jax.Array], list[jax.Array]]:
+        inputs = iter(_rewrapped(values, self.tensors, trace))
+        pairs = zip(self.args, self.is_tensor, strict=True)
+        given = [next(inputs) if flag else a for a, flag in pairs]
+        floating = [
+            flag and a.dtype.is_floating_point
+            for a, flag in zip(self.args, self.is_tensor, strict=True)
+        ]
+        context = _Context(tuple(floating))
+        cls = self.cls
+        with torch.no_grad():
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                out = cls.forward(*given)
+                cls.setup_context(context, tuple(given), out)
+            else:
+                out = cls.forward(context, *given)
+        leaves, self.spec = structure.flatten(out)
+        self.metas = [meta_of(leaf) for leaf in leaves]
+        self.frozen = [
+            id(leaf) in context.constant or not leaf.dtype.is_floating_point for leaf in leaves
+        ]
+        kept, self.context_spec = structure.flatten((context.saved_tensors, context.__dict__))
+        self.saved = [meta_of(leaf) for leaf in kept]
+        return [value_of(leaf) for leaf in leaves], [value_of(leaf) for leaf in kept]
+
+    def fwd(self, values: Any) -> Any:
+        """The forward of the custom_vjp: outputs and residuals."""
+        outs, saved = self.forward(values)
+        return outs, (saved, values)
+
+    def bwd(self, residuals: Any, cotangents: Any) -> Any:
+        """The user's backward; what escapes from the forward by other ways has no gradient."""
+        saved, values = residuals
+        with _running(self.trace) as trace:
+            restored = _rewrapped(saved, self.saved, trace)
+            saved_tensors, attributes = structure.rebuild(self.context_spec, restored)
+            context = _Context(())
+            context.__dict__.update(attributes)
+            context.saved_tensors = saved_tensors
+            grads = self.cls.backward(context, *_rewrapped(cotangents[0], self.metas, trace))
+            grads = grads if isinstance(grads, tuple) else (grads,)
+            picked = [g for g, flag in zip(grads, self.is_tensor, strict=False) if flag]
+            return ([_cotangent(g, v) for g, v in zip(picked, values, strict=True)],)
+
+
+def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
+    return [wrap(v, m.dtype, trace=trace) for v, m in zip(values, metas, strict=True)]
+
+
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     trace = current()
     assert trace is not None
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    is_tensor = [isinstance(a, torch.Tensor) for a in args]
-    held: dict[str, Any] = {}
-
-    def rebuilt(values: Any, source: list[torch.Tensor], now: Trace) -> list[torch.Tensor]:
-        return [wrap(v, t.dtype, trace=now) for v, t in zip(values, source, strict=True)]
-
-    def forward(values: Any) -> tuple[Any, _Context]:
-        with trace.recording():
-            return run(values)
-
-    def run(values: Any) -> tuple[Any, _Context]:
-        inputs = iter(rebuilt(values, tensors, trace))
-        given = [next(inputs) if flag else a for a, flag in zip(args, is_tensor, strict=True)]
-        context = _Context(
-            tuple(
-                flag and a.dtype.is_floating_point for a, flag in zip(args, is_tensor, strict=True)
-            )
-        )
-        if (
-            "setup_context" in cls.__dict__
-            or cls.setup_context is not torch.autograd.Function.setup_context
-        ):
-            out = cls.forward(*given)
-            cls.setup_context(context, tuple(given), out)
-        else:
-            out = cls.forward(context, *given)
-        leaves, held["spec"] = structure.flatten(out)
-        held["metas"] = leaves
-        return [value_of(leaf) for leaf in leaves], context
-
-    @jax.custom_vjp
-    def primal(values: Any) -> Any:
-        return forward(values)[0]
-
-    def fwd(values: Any) -> Any:
-        outs, context = forward(values)
-        leaves, spec = structure.flatten((context.saved_tensors, context.__dict__))
-        held["context"], held["saved"] = spec, leaves
-        return outs, ([value_of(leaf) for leaf in leaves], values)
-
-    def bwd(residuals: Any, cotangents: Any) -> Any:
-        with _running(trace) as now:
-            return backward(residuals, cotangents, now)
-
-    def backward(residuals: Any, cotangents: Any, now: Trace) -> Any:
-        saved, values = residuals
-        restored = rebuilt(saved, held["saved"], now)
-        saved_tensors, attributes = structure.rebuild(held["context"], restored)
-        context = _Context(())
-        context.__dict__.update(attributes)
-        context.saved_tensors = saved_tensors
-        grads = cls.backward(context, *rebuilt(cotangents, held["metas"], now))
-        grads = grads if isinstance(grads, tuple) else (grads,)
-        picked = [g for g, flag in zip(grads, is_tensor, strict=False) if flag]
-        return ([_cotangent(g, v) for g, v in zip(picked, values, strict=True)],)
-
-    primal.defvjp(fwd, bwd)
-    values = primal([value_of(t) for t in tensors])
-    made = rebuilt(values, held["metas"], trace)
-    for new, old in zip(made, held["metas"], strict=True):
-        new._frozen = getattr(old, "_frozen", False)  # type: ignore[attr-defined]
-    return structure.rebuild(held["spec"], made)
+    call = _Call(trace, cls, args)
+    primal = jax.custom_vjp(lambda values: call.forward(values)[0])
+    primal.defvjp(call.fwd, call.bwd)
+    values, alive, after = primal([value_of(t) for t in call.tensors])
+    assert call.body is not None
+    call.body.settle(alive, after)
+    made = _rewrapped(values, call.metas, trace)
+    for new, frozen in zip(made, call.frozen, strict=True):
+        new._frozen = frozen  # type: ignore[attr-defined]
+    return structure.rebuild(call.spec, made)
 
 
 @contextlib.contextmanager
