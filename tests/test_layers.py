@@ -126,7 +126,7 @@ def test_a_wrong_import_is_found(file: str, source: str, reason: str):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("source/engine.py", "import libcst\nfrom tpuport.rules._rule import Rule"),
+        ("source/engine.py", "import ast\nfrom tpuport.rules._rule import Rule"),
         ("source/engine.py", "from . import finding\nfrom .finding import Finding"),
         ("model/trace.py", "import torch\nfrom tpuport.source.engine import lint"),
         ("model/lowerings/sort.py", "from ..backend import y\nfrom tpuport import ops, shims"),

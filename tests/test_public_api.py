@@ -25,7 +25,7 @@ from tpuport.errors import (
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "torchax", "jax", "jaxlib", "numpy", "transformers", "diffusers")
-HEAVY_OR_CLI = (*HEAVY, "libcst", "rich", "typer")
+HEAVY_OR_CLI = (*HEAVY, "rich", "typer")
 IMPORT_SECONDS = 0.3
 
 
@@ -67,7 +67,7 @@ for name in ("tpuport.source", "tpuport.rules"):
 
 
 def test_a_heavy_import_would_be_noticed():
-    assert modules_loaded_by("import tpuport, libcst", HEAVY_OR_CLI) == {"libcst"}
+    assert modules_loaded_by("import tpuport, typer", HEAVY_OR_CLI) >= {"typer"}
     assert "numpy" in modules_loaded_by("import tpuport; tpuport.convert", HEAVY)
 
 
