@@ -16,7 +16,7 @@ import torch
 
 from tpuport.model import numbers
 from tpuport.model.locate import port_error
-from tpuport.model.numbers import Linear, NumberNode
+from tpuport.model.number_node import Linear, NumberNode
 from tpuport.model.tensor import TracedTensor, meta_of
 from tpuport.model.trace import Trace, current
 

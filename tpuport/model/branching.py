@@ -19,6 +19,7 @@ import torch
 
 from tpuport.model import numbers, structure
 from tpuport.model.locate import inside_try, port_error, user_frame, user_line
+from tpuport.model.number_node import NumberNode
 from tpuport.model.region import Body
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, current
@@ -764,4 +765,4 @@ def traced_while(
 def bound(number: Any) -> float:
     """The largest value that a traced number can have, or infinity."""
     node = getattr(number, "node", None)
-    return node.high if isinstance(node, numbers.NumberNode) else math.inf
+    return node.high if isinstance(node, NumberNode) else math.inf

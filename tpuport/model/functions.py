@@ -16,6 +16,7 @@ from tpuport.model import bounded, numbers
 from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
+from tpuport.model.number_node import NumberNode
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
 
@@ -167,7 +168,7 @@ def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
             if any(isinstance(end, torch.SymInt) for end in ends):
                 parts[position], changed = slice(*ends), True
             continue
-        if isinstance(part, torch.SymInt) and isinstance(part.node, numbers.NumberNode):
+        if isinstance(part, torch.SymInt) and isinstance(part.node, NumberNode):
             changed = True
             continue
         tensor = traced(trace, part)

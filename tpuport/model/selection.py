@@ -20,7 +20,7 @@ from tpuport.model.bounded import (
     valid,
     wrap_now,
 )
-from tpuport.model.numbers import Linear, NumberNode
+from tpuport.model.number_node import Linear, NumberNode
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import current
 

@@ -92,7 +92,7 @@ class _Call:
         self.saved: list[Any] = []
 
     def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
-        """The outputs, the escaping storages' and the written ones' values; and the saved tensors."""
+        """The outputs, the values of escaping and of written storages, and the saved tensors."""
         if self.body is None:
             self.body = body = Body(self.trace, lambda: self._run(values, self.trace))
             alive, after = body.run()
