@@ -90,7 +90,7 @@ def require_equal(a: NumberNode, b: NumberNode, message: str) -> None:
     """The program fails, as eager does, where two sizes differ."""
     if a.expr == b.expr:
         return
-    from tpuport.model.branching import raise_if
+    from tpuport.model.decisions import raise_if
 
     raise_if(a.value != b.value, RuntimeError(message))
 
@@ -753,7 +753,7 @@ def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberN
     if node.high == 0 and node.low < 0:
         # `x[:-n]` with n = 0 is empty in Python, not all of x: no code means that, so it fails
         # instead of going two ways.
-        from tpuport.model.branching import raise_if
+        from tpuport.model.decisions import raise_if
 
         message = (
             "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or"
@@ -875,7 +875,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_range(position: jax.Array, size: NumberNode) -> None:
-    from tpuport.model.branching import raise_if
+    from tpuport.model.decisions import raise_if
 
     failed = (position < 0) | (position >= size.value)
     raise_if(failed, IndexError("index out of range for a tensor whose size depends on data"))

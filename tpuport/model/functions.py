@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from tpuport.model import bounded, numbers
+from tpuport.model.branching import traced_check, truth
+from tpuport.model.decisions import concrete_number, decide
 from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
@@ -65,16 +67,12 @@ def _tolist(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
 def _bool(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    from tpuport.model import branching
-
     tensor = traced(trace, args[0])
-    return NotImplemented if tensor is None else branching.decide(branching.truth(tensor))
+    return NotImplemented if tensor is None else decide(truth(tensor))
 
 
 def _number(kind: type) -> Handler:
     def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-        from tpuport.model import branching
-
         tensor = traced(trace, args[0])
         if tensor is None:
             return NotImplemented
@@ -84,7 +82,7 @@ def _number(kind: type) -> Handler:
                 f" {tuple(tensor.shape)}"
             )
             raise TypeError(msg)
-        return branching.concrete_number(tensor._elem.reshape(()), kind)
+        return concrete_number(tensor._elem.reshape(()), kind)
 
     return handler
 
@@ -381,17 +379,15 @@ def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch._assert)
 def _assert(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    from tpuport.model import branching
-
     condition = args[0]
     message = args[1] if len(args) > 1 else kwargs.get("message", "")
     if not isinstance(condition, numbers.SYMBOLIC) and traced(trace, condition) is None:
         return NotImplemented
-    held = branching.truth(condition)
+    held = truth(condition)
     failed = wrap_as(
         None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace, True
     )
-    branching.traced_check(failed, lambda: AssertionError(message))
+    traced_check(failed, lambda: AssertionError(message))
     return None
 
 

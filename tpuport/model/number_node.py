@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.model.decisions import concrete_number, decide
+
 
 def _weak(value: Any, kind: type) -> jax.Array:
     dtype = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}[kind]
@@ -143,23 +145,17 @@ class NumberNode:
         del file, line
         if self.low == self.high:
             return bool(self.low)
-        from tpuport.model import branching
-
-        return branching.decide(self.value != 0)
+        return decide(self.value != 0)
 
     def guard_int(self, file: builtins.str, line: int) -> int:
         del file, line
         if self.low == self.high:
             return int(self.low)
-        from tpuport.model import branching
-
-        return branching.concrete_number(self.value, int)
+        return concrete_number(self.value, int)
 
     def guard_float(self, file: builtins.str, line: int) -> float:
         del file, line
-        from tpuport.model import branching
-
-        return branching.concrete_number(self.value, float)
+        return concrete_number(self.value, float)
 
     def statically_known_true(self, file: builtins.str, line: int) -> bool:
         del file, line

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.errors import PortError, UsageError
-from tpuport.model import backend, branching, host_randomness, numbers, structure
+from tpuport.model import backend, host_randomness, numbers, structure
 from tpuport.model.arguments import Changes, Watch, program_leaf
 from tpuport.model.dispatch import value_of
+from tpuport.model.explorer import Explorer
 from tpuport.model.locate import is_inside, port_error
+from tpuport.model.plan import Plan, Restart
 from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
@@ -111,8 +113,8 @@ class Program:
 
     function: Callable[..., Any] | None
     master: torch.nn.Module | None
-    plan: branching.Plan = field(default_factory=branching.Plan)
-    plans: dict[Any, branching.Plan] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    plans: dict[Any, Plan] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class Program:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 return self._attempt(request)
-            except branching.Restart as restart:
+            except Restart as restart:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or error
@@ -152,12 +154,12 @@ class Program:
         )
         raise PortError(msg, remedy="please report this with the code of the function")
 
-    def plan_for(self, method: str, spec: structure.Spec) -> branching.Plan:
+    def plan_for(self, method: str, spec: structure.Spec) -> Plan:
         """What is known of calls of a method with arguments of one structure."""
         shared = {"tried": self.tried, "numbers": self.numbers}
-        return self.plans.setdefault((method, spec.key), branching.Plan(**shared))
+        return self.plans.setdefault((method, spec.key), Plan(**shared))
 
-    def _learn(self, restart: branching.Restart) -> None:
+    def _learn(self, restart: Restart) -> None:
         self.plan.learn(restart)
         if restart.site is None:
             return
@@ -182,7 +184,7 @@ class Program:
         trace = Trace(KeyStream(request.key) if request.key is not None else None)
         keys = trace.keys
         trace.hoist = request.hoist
-        trace.explorer = branching.Explorer(trace, self.plan)
+        trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),
             eager_compiled(),

@@ -20,6 +20,7 @@ from tpuport.model.bounded import (
     valid,
     wrap_now,
 )
+from tpuport.model.decisions import raise_if
 from tpuport.model.number_node import Linear, NumberNode
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import current
@@ -327,8 +328,6 @@ def masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _require_enough(count: NumberNode, available: Any) -> None:
-    from tpuport.model.branching import raise_if
-
     message = "masked_scatter: expected self and source to have enough elements for the mask"
     raise_if(count.value > available, RuntimeError(message))
 

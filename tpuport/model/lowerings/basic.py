@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
+from tpuport.model.branching import truth
+from tpuport.model.decisions import concrete_number, decide
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.tensor import TracedTensor
 
@@ -147,27 +149,18 @@ def local_scalar_dense(x: jax.Array) -> Any:
 @special(aten._local_scalar_dense.default)
 def scalar_of(x: torch.Tensor) -> Any:
     """A Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
-    from tpuport.model import branching
     from tpuport.model.dispatch import value_of
 
     kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
         kind = complex
-    return branching.concrete_number(value_of(x).reshape(()), kind)
-
-
-def _decided(test: jax.Array) -> bool:
-    from tpuport.model import branching
-
-    return branching.decide(test)
+    return concrete_number(value_of(x).reshape(()), kind)
 
 
 @special(aten.is_nonzero.default)
 def is_nonzero(x: torch.Tensor) -> bool:
     """The truth of a tensor of one element that C++ asks for: a branch on its value."""
-    from tpuport.model import branching
-
-    return branching.decide(branching.truth(x))
+    return decide(truth(x))
 
 
 @special(aten.equal.default)
@@ -177,7 +170,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     if a.shape != b.shape:
         return False
-    return _decided(jnp.all(value_of(a) == value_of(b)))
+    return decide(jnp.all(value_of(a) == value_of(b)))
 
 
 @special(aten.allclose.default)
@@ -191,7 +184,7 @@ def allclose(
     """`torch.allclose`: a branch on the values."""
     from tpuport.model.dispatch import value_of
 
-    return _decided(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
+    return decide(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
 
 
 @special(aten.is_same_size.default)
