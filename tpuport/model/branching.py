@@ -22,6 +22,7 @@ from tpuport.model.number_node import NumberNode
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, wrap
 from tpuport.model.trace import current
+from tpuport.model.values import value_of
 
 
 def traced_cond(
@@ -65,8 +66,6 @@ def traced_cond(
 
 def truth(test: Any) -> jax.Array:
     """The 0-d boolean jax value of a one-element tensor or traced number."""
-    from tpuport.model.dispatch import value_of
-
     if isinstance(test, torch.Tensor):
         if test.numel() != 1:
             msg = (

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.model import bounded, numbers
+from tpuport.model import numbers
+from tpuport.model.bounded import contractions
+from tpuport.model.bounded.extents import attach, extents_of, strip
 from tpuport.model.branching import traced_check, truth
 from tpuport.model.decisions import concrete_number, decide
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
 from tpuport.model.number_node import NumberNode
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
+from tpuport.model.values import grad_frozen, value_of, wrap_as
 
 # The C++ functions behind torch.nn.functional.
 _NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
@@ -258,7 +260,7 @@ def _autocast(func: Any) -> bool:
 
 def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
     tensors = [o for o in operands if isinstance(o, torch.Tensor)]
-    if any(bounded.extents_of(t) for t in tensors):
+    if any(extents_of(t) for t in tensors):
         raise AssertionError("an operand of data-dependent size reached a whole op")
     value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
     if isinstance(meta, torch.dtype):
@@ -277,7 +279,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     if not _any_traced(trace, [x, weight, bias]) or _autocast(func):
         return NotImplemented
-    if bounded.extents_of(weight) or (x.dim() - 1) in bounded.extents_of(x):
+    if extents_of(weight) or (x.dim() - 1) in extents_of(x):
         return NotImplemented
     meta = linear_meta(x, weight, bias)
     if meta is None:
@@ -288,8 +290,8 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
         return y if b is None else y + b
 
-    result = _whole(trace, [bounded.strip(x), weight, bias], meta, compute)
-    return bounded.attach(result, dict(bounded.extents_of(x)))
+    result = _whole(trace, [strip(x), weight, bias], meta, compute)
+    return attach(result, dict(extents_of(x)))
 
 
 @function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
@@ -298,8 +300,8 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not all(isinstance(a, torch.Tensor) for a in args):
         return NotImplemented
-    if any(bounded.extents_of(a) for a in args):
-        return bounded.matmul(*args)
+    if any(extents_of(a) for a in args):
+        return contractions.matmul(*args)
     meta = matmul_meta(*args)
     if meta is None or func in (torch.bmm, torch.Tensor.bmm):
         check_one_dtype(args)
@@ -318,8 +320,8 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not _any_traced(trace, operands):
         return NotImplemented
     equation = args[0].replace(" ", "")
-    if any(bounded.extents_of(o) for o in operands):
-        return bounded.einsum(equation, operands)
+    if any(extents_of(o) for o in operands):
+        return contractions.einsum(equation, operands)
     if len(operands) > 1:
         check_one_dtype(operands)
     dtypes = {o.dtype for o in operands}
@@ -341,13 +343,13 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if _autocast(func):
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
-    extents = {d: n for t in (q, k, v) for d, n in bounded.extents_of(t).items() if d < t.dim() - 2}
-    if (q.dim() - 2) in bounded.extents_of(q):
-        extents[q.dim() - 2] = bounded.extents_of(q)[q.dim() - 2]
-    k, v = bounded.same_rows(k, v)
-    if bounded.extents_of(k) or bounded.extents_of(mask):
-        mask = bounded.key_mask(k, mask)
-    q, k, v = (bounded.strip(t) for t in (q, k, v))
+    extents = {d: n for t in (q, k, v) for d, n in extents_of(t).items() if d < t.dim() - 2}
+    if (q.dim() - 2) in extents_of(q):
+        extents[q.dim() - 2] = extents_of(q)[q.dim() - 2]
+    k, v = contractions.same_rows(k, v)
+    if extents_of(k) or extents_of(mask):
+        mask = contractions.key_mask(k, mask)
+    q, k, v = (strip(t) for t in (q, k, v))
     dropout = float(bound.get("dropout_p") or 0.0)
     options = {
         "is_causal": bool(bound.get("is_causal", False)),
@@ -366,7 +368,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return attention(q, k, v, m, dropout_key=key, dropout=dropout, **options)
 
     result = _whole(trace, [q, k, v, mask], meta, compute)
-    return bounded.attach(result, extents) if extents else result
+    return attach(result, extents) if extents else result
 
 
 # -- randomness, devices, autograd -----------------------------------------------------------------

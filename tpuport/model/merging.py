@@ -19,6 +19,7 @@ from tpuport.model.region import Body
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace
+from tpuport.model.values import value_of
 
 
 @dataclass
@@ -189,8 +190,6 @@ def leaf_meta(leaf: Any) -> Any:
 def leaf_value(leaf: Any, meta: Any) -> jax.Array:
     """The array of a tensor or number, in the dtype of what both sides give."""
     if isinstance(leaf, torch.Tensor):
-        from tpuport.model.dispatch import value_of
-
         return value_of(leaf)
     value = numbers.node_value(leaf) if isinstance(leaf, numbers.SYMBOLIC) else jnp.asarray(leaf)
     return value if meta is None else value.astype(_NUMBER_DTYPES[number_kind(meta)])

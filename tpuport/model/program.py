@@ -17,13 +17,13 @@ import torch
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
 from tpuport.model.arguments import Changes, Watch, program_leaf
-from tpuport.model.dispatch import value_of
 from tpuport.model.explorer import Explorer
 from tpuport.model.locate import is_inside, port_error
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
+from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
 from tpuport.source import live
 from tpuport.source.codegen import nested_codes

@@ -240,7 +240,7 @@ def current() -> Trace | None:
 @contextlib.contextmanager
 def active(trace: Trace) -> Iterator[Trace]:
     """Make `trace` the running one: torch calls in this thread go through its modes."""
-    from tpuport.model.dispatch import DispatchMode, FunctionMode
+    from tpuport.model.modes import DispatchMode, FunctionMode
 
     stack = getattr(_LOCAL, "stack", None)
     if stack is None:

@@ -8,12 +8,12 @@ import jax
 import torch
 
 from tpuport.model import structure
-from tpuport.model.dispatch import value_of
 from tpuport.model.locate import port_error
 from tpuport.model.region import Body
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, active, current
+from tpuport.model.values import value_of
 from tpuport.shims._shim import Replacement, Shim, installed
 
 

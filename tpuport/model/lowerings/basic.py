@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model import backend
+from tpuport.model import backend, numbers
 from tpuport.model.branching import truth
 from tpuport.model.decisions import concrete_number, decide
 from tpuport.model.lowerings import lowering, special
-from tpuport.model.tensor import TracedTensor
+from tpuport.model.tensor import TracedTensor, wrap
+from tpuport.model.trace import current
+from tpuport.model.values import value_of, wrap_as
 
 aten = torch.ops.aten
 
@@ -99,10 +101,6 @@ def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any
 # and the like depend on x's dtype and shape only: they stay host constants.
 def _creation(op: Any) -> Any:
     def create(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        from tpuport.model import numbers
-        from tpuport.model.dispatch import value_of, wrap_as
-        from tpuport.model.trace import current
-
         if op is aten.new_full.default and isinstance(args[1], numbers.SYMBOLIC):
             dtype = kwargs.get("dtype") or x.dtype
             meta = torch.empty(args[0], dtype=dtype, device="meta")
@@ -116,8 +114,6 @@ def _creation(op: Any) -> Any:
             made.zero_()
         trace = current()
         if trace is None and isinstance(x, TracedTensor):
-            from tpuport.model.tensor import wrap
-
             return wrap(backend.to_jax(made), made.dtype)
         return made
 
@@ -149,8 +145,6 @@ def local_scalar_dense(x: jax.Array) -> Any:
 @special(aten._local_scalar_dense.default)
 def scalar_of(x: torch.Tensor) -> Any:
     """A Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
-    from tpuport.model.dispatch import value_of
-
     kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
         kind = complex
@@ -166,8 +160,6 @@ def is_nonzero(x: torch.Tensor) -> bool:
 @special(aten.equal.default)
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """`torch.equal`: False for other shapes, else a branch on the values."""
-    from tpuport.model.dispatch import value_of
-
     if a.shape != b.shape:
         return False
     return decide(jnp.all(value_of(a) == value_of(b)))
@@ -182,8 +174,6 @@ def allclose(
     equal_nan: bool = False,
 ) -> bool:
     """`torch.allclose`: a branch on the values."""
-    from tpuport.model.dispatch import value_of
-
     return decide(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
 
 
