@@ -15,7 +15,7 @@ from jax import lax
 
 from tpuport.model import backend
 from tpuport.model.bounded.handlers import involved
-from tpuport.model.functions import FUNCTIONS, Handler, traced
+from tpuport.model.function_table import FUNCTIONS, Handler, traced
 from tpuport.model.lowerings._numeric import is_low, wide
 from tpuport.model.trace import Trace
 from tpuport.model.values import flat, grad_frozen, value_of, wrap_as

@@ -6,9 +6,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpuport.model import numbers
+from tpuport.model import functions, functions_numeric, functions_products, functions_rnn, numbers  # noqa: F401  (they register themselves)
 from tpuport.model.dispatch import dispatch
-from tpuport.model.functions import FUNCTIONS
+from tpuport.model.function_table import FUNCTIONS
 from tpuport.model.op_info import op_info
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace
