@@ -1,4 +1,5 @@
-"""A stage imports only stages to its left, and the source half imports no framework.
+"""A stage imports only stages to its left, the source half imports no framework, and no module
+needs itself to be imported.
 
 Read from the syntax tree, so that an import inside a function counts too.
 """
@@ -136,3 +137,59 @@ def test_a_wrong_import_is_found(file: str, source: str, reason: str):
 )
 def test_a_right_import_is_not(file: str, source: str):
     assert find_violations(source, PACKAGE / file) == []
+
+
+# Cycles: an import inside a function is free to lead back, one at the top of a file is not.
+
+
+def needed_modules(body: list[ast.stmt], path: Path, known: set[str]) -> set[str]:
+    """The modules of the package that importing a file imports."""
+    needed = set()
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            needed |= needed_modules(node.body + node.orelse, path, known)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for _, name in imported_modules(node, path):
+                needed.add(name if name in known else name.rpartition(".")[0])
+    return needed & known
+
+
+def find_cycle(needs: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last one the first; empty if none do."""
+    done: set[str] = set()
+
+    def follow(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        for other in sorted(needs[name]) if name not in done else ():
+            cycle = follow(other, [*path, name])
+            if cycle:
+                return cycle
+        done.add(name)
+        return []
+
+    return next((cycle for name in needs if (cycle := follow(name, []))), [])
+
+
+def test_no_module_needs_itself():
+    names = {
+        ".".join(("tpuport", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in FILES
+    }
+    modules = {name.removesuffix(".__init__"): path for name, path in names.items()}
+    needs = {
+        name: needed_modules(ast.parse(path.read_text(encoding="utf-8")).body, path, {*modules})
+        for name, path in modules.items()
+    }
+    assert needs["tpuport.model.ported"] >= {"tpuport.errors", "tpuport.model.compiled"}
+    assert find_cycle(needs) == []
+
+
+def test_a_cycle_is_found():
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    path = PACKAGE / "errors.py"
+    lazy = "if TYPE_CHECKING:\n    import tpuport.cli\ndef f():\n    import tpuport.cli"
+    assert needed_modules(ast.parse(lazy).body, path, {"tpuport.cli"}) == set()
+    eager = "if x:\n    from tpuport.cli import app"
+    assert needed_modules(ast.parse(eager).body, path, {"tpuport.cli"}) == {"tpuport.cli"}

@@ -3,31 +3,18 @@
 import asyncio
 import functools
 import inspect
-import linecache
-import re
 import sys
-import textwrap
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
 
+from tests.source.live_functions import line_of, load, same_both_ways
 from tpuport.source import live
 from tpuport.source.kinds import Site
-from tpuport.source.live import LiveRewrite, Refusal, rewrite_function, swapped
-
-
-def line_of(function: Any, text: str) -> int:
-    """The line of the file on which a function's source holds a text, which it does once."""
-    code = function.__code__
-    lines, first = inspect.getsourcelines(code)
-    found = [first + number for number, line in enumerate(lines) if text in line]
-    assert len(found) == 1
-    return found[0]
+from tpuport.source.live import LiveRewrite, rewrite_function, swapped
 
 
 def rewritten(function: Any, *texts: str) -> LiveRewrite:
@@ -35,14 +22,6 @@ def rewritten(function: Any, *texts: str) -> LiveRewrite:
     result = rewrite_function(function, sites=[line_of(function, text) for text in texts])
     assert isinstance(result, LiveRewrite), result
     return result
-
-
-def same_both_ways(function: Callable[..., Any], rewrite: LiveRewrite, *calls: tuple[Any, ...]):
-    """Make sure that calls give the same with and without the rewrite in place."""
-    before = [function(*args) for args in calls]
-    with swapped([rewrite]):
-        assert [function(*args) for args in calls] == before
-    assert [function(*args) for args in calls] == before
 
 
 def plain(x, limit=3, *, step=1):
@@ -215,15 +194,6 @@ def test_source_that_is_not_ascii_keeps_its_columns():
     same_both_ways(describe, rewrite, (0,), (1,), (2,))
 
 
-def load(source: str, folder: Path, name: str = "forward") -> tuple[FunctionType, Path]:
-    """A function of a file with this source."""
-    path = folder / "loaded.py"
-    path.write_text(textwrap.dedent(source), encoding="utf-8")
-    names: dict[str, Any] = {}
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
-    return names[name], path
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -377,144 +347,3 @@ def test_what_stays_is_named():
     (left,) = rewrite.left
     assert left.finding.line == line_of(partly, "if x > 1")
     assert "log.append(x)" in left.reason
-
-
-# What is refused.
-
-
-def uses_locals(x):
-    y = 1 if x > 0 else 2
-    return locals()["y"] + y
-
-
-def takes_our_name(x, tpuport=None):
-    return (1 if x > 0 else 2), tpuport
-
-
-@pytest.mark.parametrize(
-    ("function", "text", "reason"),
-    [
-        (uses_locals, "y = 1", "calls locals()"),
-        (takes_our_name, "return", "uses the name tpuport for something else"),
-        (plain, "return y", "no rule knows what to do with these lines"),
-    ],
-)
-def test_refusals(function: FunctionType, text: str, reason: str):
-    result = rewrite_function(function, sites=[line_of(function, text)])
-    assert isinstance(result, Refusal)
-    assert not result
-    assert reason in result.reason
-
-
-def test_functions_without_source_are_refused():
-    names: dict[str, Any] = {}
-    exec("def forward(x):\n    return 1 if x > 0 else 2", names)
-    refused = {
-        "is not available": names["forward"],
-        "is a lambda": lambda x: 1 if x > 0 else 2,
-        "a builtin_function_or_method has no Python source": len,
-        "a partial has no Python source": functools.partial(plain, 1),
-    }
-    for reason, function in refused.items():
-        result = rewrite_function(function, sites=[1, 2])
-        assert isinstance(result, Refusal)
-        assert reason in result.reason
-
-
-def test_a_file_that_changed_is_refused(tmp_path: Path):
-    source = "def forward(x):\n    return 1 if x > 0 else 2\n"
-    forward, path = load(source, tmp_path)
-    for changed in (
-        source.replace("1", "3"),
-        "\n" + source,
-        source.replace("\n", "\n\n", 1),
-        "x = 1\n",
-    ):
-        path.write_text(changed, encoding="utf-8")
-        result = rewrite_function(forward, sites=[2])
-        assert isinstance(result, Refusal)
-        assert re.search(
-            "not what its source says|no definition of forward|not available", result.reason
-        )
-    path.write_text(source, encoding="utf-8")
-    assert rewrite_function(forward, sites=[2])
-
-
-def test_source_that_only_the_line_cache_has_is_enough():
-    source = "def forward(x):\n    return 1 if x > 0 else 2\n"
-    name = "<cell 7>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    try:
-        names: dict[str, Any] = {}
-        exec(compile(source, name, "exec"), names)
-        rewrite = rewrite_function(names["forward"], sites=[2])
-        assert isinstance(rewrite, LiveRewrite)
-        same_both_ways(names["forward"], rewrite, (1,), (-1,))
-    finally:
-        del linecache.cache[name]
-
-
-# Where a trace stopped.
-
-
-@contextmanager
-def caught_frame(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
-    """The frame of `function` in which a call of it raised."""
-    try:
-        function(*args)
-    except Exception as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        yield next(
-            f for f in frames if f.f_code in set(live.codegen.nested_codes(function.__code__))
-        )
-
-
-class Unknown:
-    """A value whose truth nobody may ask for."""
-
-    def __bool__(self) -> bool:
-        raise TypeError("traced")
-
-    def __gt__(self, other: object) -> "Unknown":
-        return self
-
-
-def asks(x, flag, very_long_name_of_a_value=None, another_long_name_of_a_value=None):
-    y = 3 if flag else 4
-    if (
-        flag is not None
-        and very_long_name_of_a_value is another_long_name_of_a_value
-        and x > 0
-        and very_long_name_of_a_value is None
-    ):
-        y = 1 if flag else 2
-    return y
-
-
-def test_a_site_is_where_the_frame_stands():
-    with caught_frame(asks, Unknown(), True) as frame:
-        site = live.site_of(frame)
-    assert line_of(asks, "if (") <= site.line <= line_of(asks, "and x > 0")
-    assert site.column is not None
-    rewrite = rewrite_function(asks, sites=[site])
-    assert isinstance(rewrite, LiveRewrite)
-    (applied,) = rewrite.applied
-    assert applied.code == "TPU101"
-    assert applied.line == line_of(asks, "if (")
-    assert site.line in rewrite.lines
-    same_both_ways(asks, rewrite, (1, True), (-1, True), (1, None), (1, False))
-
-
-def test_the_functions_that_hold_a_code_object_are_found():
-    def maker():
-        def made():
-            return 1
-
-        return made
-
-    first, second = maker(), maker()
-    found = live.functions_with(first.__code__)
-    assert {id(f) for f in found} == {id(f) for f in (first, second, maker, *found[3:])}
-    assert maker in found
-    assert first in found
-    assert plain not in found

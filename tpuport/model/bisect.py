@@ -8,8 +8,8 @@ import torch
 
 from tpuport.errors import TpuportError
 from tpuport.model import arguments, structure
-from tpuport.model.program import Request
 from tpuport.model.report import Divergence, Parity
+from tpuport.model.request import Request
 from tpuport.model.verify import SameNumbers, eager_copy, host_arguments
 
 

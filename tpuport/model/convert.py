@@ -10,6 +10,7 @@ import torch
 from tpuport.errors import UsageError
 from tpuport.model import backend, notes
 from tpuport.model.ported import PortedModel
+from tpuport.model.verify import Verifier
 
 
 def convert(
@@ -59,8 +60,6 @@ def convert(
         target, methods=methods, report=report, checks=checks, precision=matmul_precision
     )
     if verify:
-        from tpuport.model.verify import Verifier
-
         ported._verifier = Verifier(ported, target, rtol)
     if args is not None or kwargs is not None:
         args, kwargs = () if args is None else args, {} if kwargs is None else kwargs

@@ -1,10 +1,8 @@
 """Calls of the torch Python API that must not reach C++ as they are while a trace runs.
 
-Two kinds: ones that would ask a traced value for a Python number, and ones that C++ would take
-apart into pieces that XLA compiles worse (linear, matmul, einsum, attention).
+They would ask a traced value for a Python number, or act outside the program.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,40 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.model import bounded, numbers
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
+from tpuport.model import numbers
+from tpuport.model.branching import traced_check, truth
+from tpuport.model.decisions import concrete_number, decide
+from tpuport.model.function_table import FUNCTIONS, Handler, function, holds_traced, traced
 from tpuport.model.locate import port_error
-from tpuport.model.meta import attention_meta, check_one_dtype, linear_meta, matmul_meta, to_meta
-from tpuport.model.tensor import TracedTensor
+from tpuport.model.meta import to_meta
+from tpuport.model.number_node import NumberNode
 from tpuport.model.trace import Trace
-
-# The C++ functions behind torch.nn.functional.
-_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
-
-Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
-FUNCTIONS: dict[Any, Handler] = {}
-
-
-def function(*targets: Any) -> Callable[[Handler], Handler]:
-    """Register a handler for torch functions.
-
-    It may return NotImplemented to let the call go its way.
-    """
-
-    def register(handler: Handler) -> Handler:
-        for target in targets:
-            FUNCTIONS[target] = handler
-        return handler
-
-    return register
-
-
-def traced(trace: Trace, value: Any) -> TracedTensor | None:
-    """`value` as a traced tensor if it is one or stands for one."""
-    if isinstance(value, TracedTensor):
-        return value
-    return trace.alias(value) if isinstance(value, torch.Tensor) else None
-
+from tpuport.model.values import value_of, wrap_as
 
 # -- Python numbers --------------------------------------------------------------------------------
 
@@ -64,16 +37,12 @@ def _tolist(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
 def _bool(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    from tpuport.model import branching
-
     tensor = traced(trace, args[0])
-    return NotImplemented if tensor is None else branching.decide(branching.truth(tensor))
+    return NotImplemented if tensor is None else decide(truth(tensor))
 
 
 def _number(kind: type) -> Handler:
     def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-        from tpuport.model import branching
-
         tensor = traced(trace, args[0])
         if tensor is None:
             return NotImplemented
@@ -83,14 +52,20 @@ def _number(kind: type) -> Handler:
                 f" {tuple(tensor.shape)}"
             )
             raise TypeError(msg)
-        return branching.concrete_number(tensor._elem.reshape(()), kind)
+        return concrete_number(tensor._elem.reshape(()), kind)
 
     return handler
 
 
 FUNCTIONS[torch.Tensor.__float__] = _number(float)
+
+
 FUNCTIONS[torch.Tensor.__int__] = _number(int)
+
+
 FUNCTIONS[torch.Tensor.__index__] = _number(int)
+
+
 FUNCTIONS[torch.Tensor.__complex__] = _number(complex)
 
 
@@ -118,7 +93,7 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return made.to(rest["dtype"]) if rest.get("dtype") else made
     if isinstance(data, numbers.SYMBOLIC):
         return _from_number(trace, data, rest.get("dtype"))
-    if isinstance(data, (list, tuple)) and _holds_traced(trace, data):
+    if isinstance(data, (list, tuple)) and holds_traced(trace, data):
         rows = [_tensor_row(trace, item, rest) for item in data]
         return torch.stack(rows)
     return NotImplemented
@@ -129,12 +104,6 @@ def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
         return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()
     made = _tensor(trace, torch.tensor, (item,), rest)
     return torch.tensor(item, **rest) if made is NotImplemented else made
-
-
-def _holds_traced(trace: Trace, data: Any) -> bool:
-    if isinstance(data, (list, tuple)):
-        return any(_holds_traced(trace, item) for item in data)
-    return isinstance(data, numbers.SYMBOLIC) or traced(trace, data) is not None
 
 
 def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -167,7 +136,7 @@ def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
             if any(isinstance(end, torch.SymInt) for end in ends):
                 parts[position], changed = slice(*ends), True
             continue
-        if isinstance(part, torch.SymInt) and isinstance(part.node, numbers.NumberNode):
+        if isinstance(part, torch.SymInt) and isinstance(part.node, NumberNode):
             changed = True
             continue
         tensor = traced(trace, part)
@@ -195,7 +164,7 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if traced(trace, source) is None:
         # Only read: a copy is traced, and the host tensor stays a host constant.
-        source = wrap_as(None, value_of(source), _metas([source])[0], trace, True)
+        source = wrap_as(None, value_of(source), to_meta(source), trace, True)
     view, rest = _select_numbers(source, parts)
     return view[rest] if rest else view
 
@@ -244,132 +213,6 @@ def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-# -- what XLA would rather have whole --------------------------------------------------------------
-
-
-def _any_traced(trace: Trace, values: Any) -> bool:
-    return any(traced(trace, v) is not None for v in values if isinstance(v, torch.Tensor))
-
-
-def _autocast(func: Any) -> bool:
-    """Whether torch's CPU autocast is on: then C++ must see the call, to cast its operands."""
-    del func
-    return torch.is_autocast_enabled("cpu")
-
-
-def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
-    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
-    if any(bounded.extents_of(t) for t in tensors):
-        raise AssertionError("an operand of data-dependent size reached a whole op")
-    value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
-    if isinstance(meta, torch.dtype):
-        meta = torch.empty(value.shape, dtype=meta, device="meta")
-    return wrap_as(None, value, meta, trace, grad_frozen(tensors))
-
-
-def _metas(operands: list[Any]) -> list[Any]:
-    return [to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
-
-
-@function(_NN.linear, torch.nn.functional.linear)
-def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "weight", "bias")
-    bound = dict(zip(names, args, strict=False)) | kwargs
-    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
-    if not _any_traced(trace, [x, weight, bias]) or _autocast(func):
-        return NotImplemented
-    if bounded.extents_of(weight) or (x.dim() - 1) in bounded.extents_of(x):
-        return NotImplemented
-    meta = linear_meta(x, weight, bias)
-    if meta is None:
-        check_one_dtype([x, weight, bias])
-        meta = _NN.linear(*_metas([x, weight, bias]))
-
-    def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-        y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
-        return y if b is None else y + b
-
-    result = _whole(trace, [bounded.strip(x), weight, bias], meta, compute)
-    return bounded.attach(result, dict(bounded.extents_of(x)))
-
-
-@function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
-def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) != 2 or kwargs or not _any_traced(trace, args) or _autocast(func):
-        return NotImplemented
-    if not all(isinstance(a, torch.Tensor) for a in args):
-        return NotImplemented
-    if any(bounded.extents_of(a) for a in args):
-        return bounded.matmul(*args)
-    meta = matmul_meta(*args)
-    if meta is None or func in (torch.bmm, torch.Tensor.bmm):
-        check_one_dtype(args)
-        product = torch.bmm if func in (torch.bmm, torch.Tensor.bmm) else torch.matmul
-        meta = product(*_metas(list(args)))
-    return _whole(trace, list(args), meta, jnp.matmul)
-
-
-@function(torch.einsum, torch.functional.einsum)
-def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not args or not isinstance(args[0], str) or _autocast(func):
-        return NotImplemented
-    operands = (
-        list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
-    )
-    if not _any_traced(trace, operands):
-        return NotImplemented
-    equation = args[0].replace(" ", "")
-    if any(bounded.extents_of(o) for o in operands):
-        return bounded.einsum(equation, operands)
-    if len(operands) > 1:
-        check_one_dtype(operands)
-    dtypes = {o.dtype for o in operands}
-    # Of one dtype the result has it too, and its shape is what jax computes: torch need not be
-    # asked.
-    meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
-    return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
-
-
-@function(torch.nn.functional.scaled_dot_product_attention, _NN.scaled_dot_product_attention)
-def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    from tpuport.model.lowerings.attention import attention
-
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    bound = dict(zip(names, args, strict=False)) | kwargs
-    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
-    if not _any_traced(trace, [q, k, v, mask]):
-        return NotImplemented
-    if _autocast(func):
-        dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
-    extents = {d: n for t in (q, k, v) for d, n in bounded.extents_of(t).items() if d < t.dim() - 2}
-    if (q.dim() - 2) in bounded.extents_of(q):
-        extents[q.dim() - 2] = bounded.extents_of(q)[q.dim() - 2]
-    k, v = bounded.same_rows(k, v)
-    if bounded.extents_of(k) or bounded.extents_of(mask):
-        mask = bounded.key_mask(k, mask)
-    q, k, v = (bounded.strip(t) for t in (q, k, v))
-    dropout = float(bound.get("dropout_p") or 0.0)
-    options = {
-        "is_causal": bool(bound.get("is_causal", False)),
-        "scale": bound.get("scale"),
-        "enable_gqa": bool(bound.get("enable_gqa", False)),
-    }
-    meta = attention_meta(q, k, v, mask, options["enable_gqa"])
-    if meta is None:
-        check_one_dtype([q, k, v])
-        meta = _NN.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
-    key = trace.next_key(None) if dropout > 0.0 else None
-    if isinstance(options["scale"], numbers.SYMBOLIC):
-        options["scale"] = numbers.node_value(options["scale"])
-
-    def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
-        return attention(q, k, v, m, dropout_key=key, dropout=dropout, **options)
-
-    result = _whole(trace, [q, k, v, mask], meta, compute)
-    return bounded.attach(result, extents) if extents else result
-
-
 # -- randomness, devices, autograd -----------------------------------------------------------------
 
 
@@ -380,17 +223,15 @@ def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch._assert)
 def _assert(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    from tpuport.model import branching
-
     condition = args[0]
     message = args[1] if len(args) > 1 else kwargs.get("message", "")
     if not isinstance(condition, numbers.SYMBOLIC) and traced(trace, condition) is None:
         return NotImplemented
-    held = branching.truth(condition)
+    held = truth(condition)
     failed = wrap_as(
         None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace, True
     )
-    branching.traced_check(failed, lambda: AssertionError(message))
+    traced_check(failed, lambda: AssertionError(message))
     return None
 
 
@@ -410,7 +251,7 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook
 )
 def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not _holds_traced(trace, list(args)):
+    if not holds_traced(trace, list(args)):
         return NotImplemented
     raise port_error(
         f"torch autograd ({getattr(func, '__name__', func)}) inside a ported function",
@@ -424,6 +265,3 @@ def _from_numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[0], np.ndarray):
         return NotImplemented
     return args[0] if isinstance(args[0], torch.Tensor) else NotImplemented
-
-
-from tpuport.model import functions_numeric, functions_rnn  # noqa: E402, F401  (they register themselves)

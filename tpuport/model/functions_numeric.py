@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tpuport.model import bounded
-from tpuport.model.functions import _holds_traced, function
+from tpuport.model.bounded.handlers import involved
+from tpuport.model.function_table import function, holds_traced
 from tpuport.model.trace import Trace
 
 
@@ -26,7 +26,7 @@ _ISTFT = (
 def _istft(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     bound = _bind(_ISTFT, args, kwargs)
     spectrum, window = bound["input"], bound.get("window")
-    if not _holds_traced(trace, [spectrum, window]) or bounded.involved(args, kwargs):
+    if not holds_traced(trace, [spectrum, window]) or involved(args, kwargs):
         return NotImplemented
     n_fft = bound["n_fft"]
     hop = bound.get("hop_length") or n_fft // 4
@@ -69,7 +69,7 @@ def _overlapped(pieces: torch.Tensor, hop: int, total: int) -> torch.Tensor:
 def _cov(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     bound = _bind(("input",), args, kwargs)
     x, counts, weights = bound["input"], bound.get("fweights"), bound.get("aweights")
-    if not _holds_traced(trace, [counts, weights]) or bounded.involved(args, kwargs):
+    if not holds_traced(trace, [counts, weights]) or involved(args, kwargs):
         return NotImplemented
     rows = x.reshape(1, -1) if x.dim() < 2 else x
     dtype = rows.dtype if rows.is_floating_point() or rows.is_complex() else torch.float32

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from jax import lax
 
-from tpuport.model import backend, bounded
-from tpuport.model.dispatch import _flat, grad_frozen, value_of, wrap_as
-from tpuport.model.functions import FUNCTIONS, Handler, traced
+from tpuport.model import backend
+from tpuport.model.bounded.handlers import involved
+from tpuport.model.function_table import FUNCTIONS, Handler, traced
 from tpuport.model.lowerings._numeric import is_low, wide
 from tpuport.model.trace import Trace
+from tpuport.model.values import flat, grad_frozen, value_of, wrap_as
 
 State = tuple[jax.Array, ...]
 Cell = Callable[[jax.Array, State, "_Weights"], State]
@@ -174,14 +175,9 @@ def _dropper(trace: Trace, probability: float) -> Callable[[jax.Array], jax.Arra
 
 def _handler(cell: Cell) -> Handler:
     def handle(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _flat(args, kwargs)
+        tensors = flat(args, kwargs)
         concerned = any(traced(trace, t) is not None for t in tensors)
-        if (
-            kwargs
-            or not concerned
-            or torch.is_autocast_enabled("cpu")
-            or bounded.involved(args, kwargs)
-        ):
+        if kwargs or not concerned or torch.is_autocast_enabled("cpu") or involved(args, kwargs):
             return NotImplemented
         packed = isinstance(args[3], (list, tuple))
         if packed and traced(trace, args[1]) is not None:

@@ -15,13 +15,16 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.errors import PortError, UsageError
-from tpuport.model import backend, branching, host_randomness, numbers, structure
-from tpuport.model.arguments import Changes, Watch, program_leaf
-from tpuport.model.dispatch import value_of
+from tpuport.model import backend, host_randomness, numbers, structure
+from tpuport.model.arguments import Watch, program_leaf
+from tpuport.model.explorer import Explorer
 from tpuport.model.locate import is_inside, port_error
-from tpuport.model.state import PythonChanges, StateTree, clone_module, python_changes, state_tree
+from tpuport.model.plan import Plan, Restart
+from tpuport.model.request import Outcome, Request
+from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
+from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
 from tpuport.source import live
 from tpuport.source.codegen import nested_codes
@@ -29,80 +32,7 @@ from tpuport.source.codegen import nested_codes
 _MAX_ATTEMPTS = 40
 
 
-@dataclass
-class Outcome:
-    """What one trace of a program gave. Arrays are tracers of the enclosing jax trace."""
-
-    out_leaves: list[Any]
-    out_spec: structure.Spec
-    out_metas: list[Any]
-    state: dict[str, jax.Array]
-    mutated: dict[int, jax.Array]
-    error_code: jax.Array | None
-    trace: Trace
-    rewrites: list[live.LiveRewrite]
-    python_changes: PythonChanges | None = None
-    uses_key: bool = False
-    baked: dict[str, Any] = field(default_factory=dict)
-    argument_changes: Changes | None = None
-    put_leaves: list[Any] = field(default_factory=list)
-    put_metas: list[Any] = field(default_factory=list)
-    host_paths: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Request:
-    """One call to trace.
-
-    Attributes:
-        method: name of the module's method ("forward" goes through `__call__`, hooks included).
-        values: state by name.
-        key: base key of the program's randomness, or None if it may not draw any.
-        leaves: argument arrays (a key array for a `torch.Generator`).
-        metas: for each leaf a meta tensor, or None for a generator.
-        spec: the arguments' structure.
-        hoist: given a host constant, may return an array to use instead of embedding it.
-        checks: collect the conditions of lifted checks.
-        known: state whose value may be used as a Python number, if the trace cannot do without.
-        known_leaves: the arguments' values where they are known, likewise.
-    """
-
-    method: str
-    values: dict[str, Any]
-    key: jax.Array | None
-    leaves: list[Any]
-    metas: list[Any]
-    spec: structure.Spec
-    hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
-    checks: bool = True
-    known: dict[str, Any] = field(default_factory=dict)
-    known_leaves: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def candidates(self) -> list[int]:
-        """Arguments whose value may be read while tracing.
-
-        Small integer or boolean ones, the smallest first.
-        """
-        found = [
-            (meta.numel(), index)
-            for index, meta in enumerate(self.metas)
-            if index in self.known_leaves and meta is not None and _is_small_argument(meta)
-        ]
-        return [index for _, index in sorted(found)]
-
-    def host_leaf(self, index: int) -> torch.Tensor:
-        """The argument as a plain CPU tensor."""
-        return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
-
-
-_ARGUMENT_LIMIT = 1 << 16
 _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
-
-
-def _is_small_argument(meta: torch.Tensor) -> bool:
-    whole = not meta.dtype.is_floating_point and not meta.dtype.is_complex
-    return whole and meta.numel() <= _ARGUMENT_LIMIT
 
 
 @dataclass
@@ -111,8 +41,8 @@ class Program:
 
     function: Callable[..., Any] | None
     master: torch.nn.Module | None
-    plan: branching.Plan = field(default_factory=branching.Plan)
-    plans: dict[Any, branching.Plan] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    plans: dict[Any, Plan] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
@@ -132,7 +62,7 @@ class Program:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 return self._attempt(request)
-            except branching.Restart as restart:
+            except Restart as restart:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or error
@@ -152,12 +82,12 @@ class Program:
         )
         raise PortError(msg, remedy="please report this with the code of the function")
 
-    def plan_for(self, method: str, spec: structure.Spec) -> branching.Plan:
+    def plan_for(self, method: str, spec: structure.Spec) -> Plan:
         """What is known of calls of a method with arguments of one structure."""
         shared = {"tried": self.tried, "numbers": self.numbers}
-        return self.plans.setdefault((method, spec.key), branching.Plan(**shared))
+        return self.plans.setdefault((method, spec.key), Plan(**shared))
 
-    def _learn(self, restart: branching.Restart) -> None:
+    def _learn(self, restart: Restart) -> None:
         self.plan.learn(restart)
         if restart.site is None:
             return
@@ -182,7 +112,7 @@ class Program:
         trace = Trace(KeyStream(request.key) if request.key is not None else None)
         keys = trace.keys
         trace.hoist = request.hoist
-        trace.explorer = branching.Explorer(trace, self.plan)
+        trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),
             eager_compiled(),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tpuport.model import numbers, structure
+from tpuport.model.tensor import TracedTensor, meta_of
 
 _SHARED = (
     *structure.ATOMS,
@@ -327,8 +328,6 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
 
     A traced one as an empty tensor on the meta device with its sizes and dtype.
     """
-    from tpuport.model.tensor import TracedTensor, meta_of
-
     if not isinstance(tensor, TracedTensor):
         return tensor
     meta = meta_of(tensor)

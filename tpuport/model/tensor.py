@@ -17,6 +17,7 @@ import jax.core
 import torch
 
 from tpuport.model import backend
+from tpuport.model.locate import port_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +380,6 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
     """
     value = tensor._elem
     if isinstance(value, jax.core.Tracer):
-        from tpuport.model.locate import port_error
-
         raise port_error(
             "a traced value was asked for on the host (.numpy(), np.asarray, .cpu().numpy())",
             code="TPU301",

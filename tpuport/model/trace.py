@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
+from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor
+from tpuport.model.views import strided_step
 
 _LOCAL = threading.local()
 
@@ -136,8 +138,6 @@ class Trace:
             if ident in self.generators:
                 return self.generators[ident].next()
         if self.keys is None:
-            from tpuport.model.locate import port_error
-
             raise port_error(
                 "a random operation ran in a program that was given no key",
                 code="TPU401",
@@ -216,8 +216,6 @@ class Trace:
         found = self.promoted.get(tensor.untyped_storage()._cdata)
         if found is None:
             return None
-        from tpuport.model.views import strided_step
-
         offset: Any = tensor.storage_offset()
         step = strided_step(found[1].value.size, tensor.size(), tensor.stride(), offset)
         return TracedTensor(found[1], (step,), tensor)
@@ -240,7 +238,7 @@ def current() -> Trace | None:
 @contextlib.contextmanager
 def active(trace: Trace) -> Iterator[Trace]:
     """Make `trace` the running one: torch calls in this thread go through its modes."""
-    from tpuport.model.dispatch import DispatchMode, FunctionMode
+    from tpuport.model.modes import DispatchMode, FunctionMode
 
     stack = getattr(_LOCAL, "stack", None)
     if stack is None:

@@ -14,11 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
+from tpuport.model.dispatch import dispatch
 from tpuport.model.program import eager_compiled
+from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
+from tpuport.model.values import map_tensors
 
 _RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -59,8 +62,6 @@ class SameNumbers(TorchDispatchMode):
         return self._draw(func, args, kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from tpuport.model import dispatch
-
         generator = kwargs.get("generator")
         if "generator" in kwargs:
             kwargs["generator"] = None
@@ -74,9 +75,9 @@ class SameNumbers(TorchDispatchMode):
             tensors.append((tensor, lifted))
             return lifted
 
-        lifted = [dispatch._map_tensors(lift, a) for a in args]
-        with dispatch.keyed(stream):
-            result = dispatch.dispatch(func, tuple(lifted), kwargs)
+        lifted = [map_tensors(lift, a) for a in args]
+        with keyed(stream):
+            result = dispatch(func, tuple(lifted), kwargs)
         for plain, one in tensors:
             if one._storage.version:
                 plain.copy_(to_cpu(one))

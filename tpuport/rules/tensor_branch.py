@@ -2,6 +2,7 @@
 
 import ast
 
+from tpuport.rules._asking import asks_within, is_asked
 from tpuport.rules._branching import BranchFix
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._reports import is_report
@@ -239,15 +240,15 @@ class TensorBranch(Rule):
             context.report(self, node, test=node.test)
 
     def visit_BoolOp(self, node: ast.BoolOp, context: Context) -> None:
-        if not _is_asked(node, context) and _asks_within(node, context):
+        if not is_asked(node, context) and asks_within(node, context):
             context.report(self, node, test=node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp, context: Context) -> None:
-        if not _is_asked(node, context) and _asks_within(node, context):
+        if not is_asked(node, context) and asks_within(node, context):
             context.report(self, node, test=node.operand)
 
     def visit_Compare(self, node: ast.Compare, context: Context) -> None:
-        if not _is_asked(node, context) and _asks_within(node, context):
+        if not is_asked(node, context) and asks_within(node, context):
             context.report(self, node, test=node)
 
     def visit_comprehension(self, node: ast.comprehension, context: Context) -> None:
@@ -272,33 +273,3 @@ class TensorBranch(Rule):
         else:
             made = expressions.value(node)
         return Fix((expressions.edit(node, made),), (OPS,))
-
-
-def _asks_within(node: ast.expr, context: Context) -> bool:
-    """Whether computing an expression takes the truth of a traced value."""
-    match node:
-        case ast.BoolOp(values=[*first, last]):
-            # The last operand is the result: nobody asks for its truth here.
-            return any(context.asks_traced(v) for v in first) or _asks_within(last, context)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return context.asks_traced(operand)
-        case ast.Compare(ops=[_, _, *_]):
-            return context.is_traced(node)
-        case _:
-            return False
-
-
-def _is_asked(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is part of a test, whose owner is the one to report."""
-    parent = context.module.parents[node]
-    match parent:
-        case (
-            ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test)
-        ):
-            return test is node
-        case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
-            return True
-        case ast.comprehension(ifs=tests):
-            return node in tests
-        case _:
-            return False

@@ -8,12 +8,12 @@ import jax
 import torch
 
 from tpuport.model import structure
-from tpuport.model.branching import Snapshot
-from tpuport.model.dispatch import value_of
 from tpuport.model.locate import port_error
 from tpuport.model.region import Body
+from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, active, current
+from tpuport.model.values import value_of
 from tpuport.shims._shim import Replacement, Shim, installed
 
 
@@ -92,7 +92,7 @@ class _Call:
         self.saved: list[Any] = []
 
     def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
-        """The outputs, the escaping storages' and the written ones' values; and the saved tensors."""
+        """The outputs, the values of escaping and of written storages, and the saved tensors."""
         if self.body is None:
             self.body = body = Body(self.trace, lambda: self._run(values, self.trace))
             alive, after = body.run()

@@ -7,71 +7,10 @@ random op gets a `key`). Its result is held to the shape and dtype that torch gi
 registers a function on tensors, for ops that write state.
 """
 
-import functools
-import importlib
-import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from tpuport.model import backend
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Lowering:
-    """A registered lowering.
-
-    `reason` says what torchax does instead, for the report and for upstream.
-    """
-
-    function: Callable[..., Any]
-    reason: str
-
-
-LOWERINGS: dict[Any, Lowering] = {}
-SPECIALS: dict[Any, Callable[..., Any]] = {}
-
-
-def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F], _F]:
-    """Register a function on jax arrays as the lowering of ATen overloads (or packets: all their
-    overloads).
-    """
-
-    def register(function: _F) -> _F:
-        for op in ops:
-            LOWERINGS[op] = Lowering(function, reason)
-        return function
-
-    return register
-
-
-def special(*ops: Any) -> Callable[[_F], _F]:
-    """Register a function on tensors that runs instead of the whole dispatch of these overloads."""
-
-    def register(function: _F) -> _F:
-        for op in ops:
-            SPECIALS[op] = function
-        return function
-
-    return register
-
-
-@functools.cache
-def load() -> None:
-    """Import every lowering file of this folder."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-
-
-def find(func: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """The special and the lowering of an overload: ours, else torchax's, else None."""
-    load()
-    ours = LOWERINGS.get(func) or LOWERINGS.get(func.overloadpacket)
-    if ours is not None:
-        return SPECIALS.get(func), ours.function
-    theirs = backend.TORCHAX_OPS.get(func) or backend.TORCHAX_OPS.get(func.overloadpacket)
-    if theirs is None or not theirs.is_jax_function or theirs.needs_env:
-        return SPECIALS.get(func), None
-    return SPECIALS.get(func), theirs.func
+from tpuport.model.lowerings._registry import LOWERINGS as LOWERINGS
+from tpuport.model.lowerings._registry import SPECIALS as SPECIALS
+from tpuport.model.lowerings._registry import Lowering as Lowering
+from tpuport.model.lowerings._registry import find as find
+from tpuport.model.lowerings._registry import load as load
+from tpuport.model.lowerings._registry import lowering as lowering
+from tpuport.model.lowerings._registry import special as special

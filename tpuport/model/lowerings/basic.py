@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model import backend
+from tpuport.model import backend, numbers
+from tpuport.model.branching import truth
+from tpuport.model.decisions import concrete_number, decide
 from tpuport.model.lowerings import lowering, special
-from tpuport.model.tensor import TracedTensor
+from tpuport.model.tensor import TracedTensor, wrap
+from tpuport.model.trace import current
+from tpuport.model.values import value_of, wrap_as
 
 aten = torch.ops.aten
 
@@ -97,10 +101,6 @@ def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any
 # and the like depend on x's dtype and shape only: they stay host constants.
 def _creation(op: Any) -> Any:
     def create(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        from tpuport.model import numbers
-        from tpuport.model.dispatch import value_of, wrap_as
-        from tpuport.model.trace import current
-
         if op is aten.new_full.default and isinstance(args[1], numbers.SYMBOLIC):
             dtype = kwargs.get("dtype") or x.dtype
             meta = torch.empty(args[0], dtype=dtype, device="meta")
@@ -114,8 +114,6 @@ def _creation(op: Any) -> Any:
             made.zero_()
         trace = current()
         if trace is None and isinstance(x, TracedTensor):
-            from tpuport.model.tensor import wrap
-
             return wrap(backend.to_jax(made), made.dtype)
         return made
 
@@ -147,37 +145,24 @@ def local_scalar_dense(x: jax.Array) -> Any:
 @special(aten._local_scalar_dense.default)
 def scalar_of(x: torch.Tensor) -> Any:
     """A Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
-    from tpuport.model import branching
-    from tpuport.model.dispatch import value_of
-
     kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
         kind = complex
-    return branching.concrete_number(value_of(x).reshape(()), kind)
-
-
-def _decided(test: jax.Array) -> bool:
-    from tpuport.model import branching
-
-    return branching.decide(test)
+    return concrete_number(value_of(x).reshape(()), kind)
 
 
 @special(aten.is_nonzero.default)
 def is_nonzero(x: torch.Tensor) -> bool:
     """The truth of a tensor of one element that C++ asks for: a branch on its value."""
-    from tpuport.model import branching
-
-    return branching.decide(branching.truth(x))
+    return decide(truth(x))
 
 
 @special(aten.equal.default)
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """`torch.equal`: False for other shapes, else a branch on the values."""
-    from tpuport.model.dispatch import value_of
-
     if a.shape != b.shape:
         return False
-    return _decided(jnp.all(value_of(a) == value_of(b)))
+    return decide(jnp.all(value_of(a) == value_of(b)))
 
 
 @special(aten.allclose.default)
@@ -189,9 +174,7 @@ def allclose(
     equal_nan: bool = False,
 ) -> bool:
     """`torch.allclose`: a branch on the values."""
-    from tpuport.model.dispatch import value_of
-
-    return _decided(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
+    return decide(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
 
 
 @special(aten.is_same_size.default)

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings.reductions import _vector_norm
+from tpuport.model.lowerings.reductions import vector_norm
 
 aten = torch.ops.aten
 
 
 def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
     """p-norms of a - b over the last dim; the gradient between equal rows is zero."""
-    return _vector_norm(a - b, p, (-1,))
+    return vector_norm(a - b, p, (-1,))
 
 
 @lowering(

@@ -9,10 +9,10 @@ import torch
 from jax import lax
 from jax.scipy import linalg as jsl
 
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.lowerings._numeric import value_and_gradient, wide
 from tpuport.model.trace import current
+from tpuport.model.values import grad_frozen, value_of, wrap_as
 
 aten = torch.ops.aten
 

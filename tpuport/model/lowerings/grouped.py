@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.locate import port_error
 from tpuport.model.lowerings import special
 from tpuport.model.trace import current
+from tpuport.model.values import grad_frozen, value_of, wrap_as
 
 aten = torch.ops.aten
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.dispatch import grad_frozen, value_of, write
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.lowerings._numeric import lowest
 from tpuport.model.lowerings.basic import cast
+from tpuport.model.values import grad_frozen, value_of
+from tpuport.model.writes import write
 
 aten = torch.ops.aten
 

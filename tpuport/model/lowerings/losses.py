@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.lowerings._numeric import value_and_gradient, wide
 from tpuport.model.trace import current
+from tpuport.model.values import grad_frozen, value_of, wrap_as
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -114,16 +114,7 @@ def _ctc_loss(
     )
     place = jnp.arange(extended.shape[1])
     start = jnp.where(place < jnp.minimum(2, extended.shape[1]), emitted[0], -jnp.inf)
-
-    def step(alpha: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        emission, time = now
-        one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=-jnp.inf)[:, :-1]
-        two = jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=-jnp.inf)[:, :-2]
-        moved = _log_sum(alpha, one, jnp.where(skips, two, -jnp.inf)) + emission
-        alpha = jnp.where((time < input_lengths)[:, None], moved, alpha)
-        return alpha, alpha
-
-    last, later = lax.scan(step, start, (emitted[1:], jnp.arange(1, steps)))
+    last, later = _forward_variables(start, emitted, skips, input_lengths)
     ends = jnp.where(
         (place == 2 * target_lengths[:, None]) | (place == 2 * target_lengths[:, None] - 1),
         last,
@@ -139,6 +130,22 @@ def _ctc_loss(
         loss = jnp.where(jnp.isinf(loss), 0.0, loss)
     alphas = jnp.moveaxis(jnp.concatenate([start[None], later]), 0, 1)
     return loss, lax.stop_gradient(alphas)
+
+
+def _forward_variables(
+    start: jax.Array, emitted: jax.Array, skips: jax.Array, input_lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The last forward variable, and all after the first, from log probabilities [T, N, places]."""
+
+    def step(alpha: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        emission, time = now
+        one = jnp.pad(alpha, ((0, 0), (1, 0)), constant_values=-jnp.inf)[:, :-1]
+        two = jnp.pad(alpha, ((0, 0), (2, 0)), constant_values=-jnp.inf)[:, :-2]
+        moved = _log_sum(alpha, one, jnp.where(skips, two, -jnp.inf)) + emission
+        alpha = jnp.where((time < input_lengths)[:, None], moved, alpha)
+        return alpha, alpha
+
+    return lax.scan(step, start, (emitted[1:], jnp.arange(1, emitted.shape[0])))
 
 
 def _padded(targets: jax.Array, lengths: jax.Array, longest: int, batch: int) -> jax.Array:

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.dispatch import grad_frozen, value_of, wrap_as, write
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.lowerings._numeric import wide
 from tpuport.model.trace import current
+from tpuport.model.values import grad_frozen, value_of, wrap_as
+from tpuport.model.writes import write
 
 aten = torch.ops.aten
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
-from tpuport.model.dispatch import _key, grad_frozen, value_of, wrap_as, write
 from tpuport.model.lowerings import lowering, special
+from tpuport.model.random_keys import op_key
 from tpuport.model.tensor import meta_of
 from tpuport.model.trace import current
+from tpuport.model.values import grad_frozen, value_of, wrap_as
+from tpuport.model.writes import write
 
 aten = torch.ops.aten
 _FROZEN = "torchax draws from a global key, which jit freezes: the same numbers at every call"
@@ -230,7 +232,7 @@ def rrelu_with_noise(
     value = value_of(x)
     slope = jnp.asarray((lower + upper) / 2, value.dtype)
     if training:
-        key = _key(current(), {"generator": generator})
+        key = op_key(current(), {"generator": generator})
         slope = jax.random.uniform(key, value.shape, _compute(value.dtype), lower, upper)
         slope = jnp.where(value <= 0, slope.astype(value.dtype), jnp.ones((), value.dtype))
         write(noise, slope, frozen=True)

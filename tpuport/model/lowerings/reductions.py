@@ -152,7 +152,7 @@ def _std_mean(
         " torchax ignores dtype="
     ),
 )
-def _vector_norm(
+def vector_norm(
     x: jax.Array,
     ord: Any = 2,
     dim: Any = None,

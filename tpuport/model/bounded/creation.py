@@ -1,0 +1,62 @@
+"""New tensors whose sizes depend on data."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from tpuport.model import backend
+from tpuport.model.bounded.extents import attach, node_of, refuse, strip, wrap_now
+from tpuport.model.bounded.handlers import handles, run
+from tpuport.model.number_node import NumberNode
+from tpuport.model.tensor import TracedTensor
+from tpuport.model.values import value_of
+
+
+@handles(
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "rand",
+    "randn",
+)
+def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_new = func._opname.startswith("new_")
+    at = 1 if is_new else 0
+    sizes = args[at]
+    if not any(isinstance(s, torch.SymInt) for s in sizes):
+        return NotImplemented
+    nodes = [node_of(s) for s in sizes]
+    if any(n.high == math.inf for n in nodes):
+        raise refuse(func, " without an upper bound")
+    physical = [int(n.high) for n in nodes]
+    head = (strip(args[0]),) if is_new else ()
+    made = run(func, (*head, physical, *args[at + 1 :]), kwargs)
+    if not isinstance(made, TracedTensor):
+        made = wrap_now(value_of(made), made.dtype)
+    return attach(made, {d: n for d, n in enumerate(nodes) if n.low != n.high})
+
+
+@handles("arange")
+def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+    if isinstance(step, torch.SymInt) or not isinstance(step, int):
+        raise refuse(func, " with a traced step")
+    low, high = node_of(start), node_of(end)
+    span = high.sub(low)  # type: ignore[attr-defined]
+    if step != 1:
+        value = jnp.maximum((span.value + step - 1) // step, 0)
+        span = NumberNode(value, int, 0, max(-(-span.high // step), 0))
+    if span.high == math.inf:
+        raise refuse(func, " without an upper bound")
+    bound = int(span.high)
+    values = low.value + step * jnp.arange(bound, dtype=jnp.int32)
+    dtype = kwargs.get("dtype") or torch.int64
+    made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
+    return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})

@@ -1,0 +1,134 @@
+"""What a data-dependent size is: a count beside an array of the largest size possible.
+
+The first `count` elements of the physical array along a dim are the real ones; what the others hold
+is arbitrary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.model.decisions import raise_if
+from tpuport.model.locate import port_error
+from tpuport.model.number_node import Linear, NumberNode
+from tpuport.model.tensor import TracedTensor, meta_of, wrap
+from tpuport.model.trace import Trace, current
+
+Extents = dict[int, NumberNode]
+
+
+def extents_of(tensor: Any) -> Extents:
+    """The data-dependent sizes of a tensor, by dim."""
+    return (tensor._extents or {}) if isinstance(tensor, TracedTensor) else {}
+
+
+def strip(tensor: Any) -> Any:
+    """The physical array as an ordinary tensor (sharing its storage)."""
+    if not extents_of(tensor):
+        return tensor
+    return TracedTensor(
+        tensor._storage, tensor._chain, meta_of(tensor), tensor._elem, tensor._frozen
+    )
+
+
+def attach(tensor: Any, extents: Extents) -> TracedTensor:
+    """Give a physical tensor its data-dependent sizes; a size known after all trims the array."""
+    kept: Extents = {}
+    for dim, node in extents.items():
+        physical = tensor.bound_shape[dim]
+        if node.low == node.high and node.low <= physical:
+            if node.low < physical:
+                tensor = strip(tensor).narrow(dim, 0, int(node.low))
+            continue
+        kept[dim] = node
+    if not kept:
+        return tensor
+    if tensor._extents is None:
+        tensor._extents = kept
+        return tensor
+    made = strip(tensor)
+    made._extents = kept
+    return made
+
+
+def node_of(size: Any) -> NumberNode:
+    """A size (Python int or traced) as a node."""
+    if isinstance(size, torch.SymInt):
+        return size.node
+    return NumberNode(int(size), int, int(size), int(size))
+
+
+def count_node(value: Any, high: int, expr: Linear | None = None) -> NumberNode:
+    """A fresh count between 0 and `high`."""
+    return NumberNode(value, int, 0, high, expr)
+
+
+def require_equal(a: NumberNode, b: NumberNode, message: str) -> None:
+    """The program fails, as eager does, where two sizes differ."""
+    if a.expr == b.expr:
+        return
+    raise_if(a.value != b.value, RuntimeError(message))
+
+
+def valid(node: NumberNode, size: int) -> torch.Tensor:
+    """bool[size]: which elements along a dim are real."""
+    return wrap_now(jnp.arange(size) < node.value)
+
+
+def wrap_now(value: jax.Array, dtype: torch.dtype | None = None) -> TracedTensor:
+    """A fresh traced tensor in the running trace."""
+    return wrap(value, dtype, trace=current(), frozen=True)
+
+
+def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
+def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """The physical tensor with the elements past its sizes (along `dims`, default all) set to
+    `value`.
+    """
+    plain = strip(tensor)
+    for dim, node in extents_of(tensor).items():
+        if dims is None or dim in dims:
+            mask = _column(valid(node, plain.shape[dim]), dim, plain.dim())
+            plain = torch.where(mask, plain, torch.full((), value, dtype=plain.dtype))
+    return plain
+
+
+def refuse(func: Any, why: str = "") -> Exception:
+    """The error for an op that is not known to keep the real elements exact."""
+    return port_error(
+        f"{getattr(func, '_opname', func)} on a tensor whose size depends on data{why}",
+        code="TPU203",
+        remedy=(
+            "keep the full size and select with torch.where, or reduce the selected elements with"
+            " a mask"
+        ),
+    )
+
+
+def bound_of(tensor: torch.Tensor, dim: int) -> int:
+    """The physical size of a dim, which bounds the real one."""
+    return torch.Tensor.size(tensor)[dim]
+
+
+def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Physical resize along a dim: trimmed, or padded with zeros past the real elements."""
+    now = tensor.shape[dim]
+    if now > size:
+        return tensor.narrow(dim, 0, size)
+    if now < size:
+        shape = list(tensor.shape)
+        shape[dim] = size - now
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return tensor
+
+
+def note_dynamic(trace: Trace | None) -> None:
+    """From here on ops of this trace are asked whether they involve data-dependent sizes."""
+    if trace is not None:
+        trace.dynamic = True

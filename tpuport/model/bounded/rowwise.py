@@ -1,0 +1,157 @@
+"""Ops whose rows do not see each other: elements along the data-dependent dim stay apart."""
+
+from typing import Any
+
+import torch
+
+from tpuport.model import numbers
+from tpuport.model.bounded.contractions import masked_contraction
+from tpuport.model.bounded.extents import attach, bound_of, extents_of, refuse
+from tpuport.model.bounded.handlers import dim_of, run, tensors_of
+from tpuport.model.number_node import Linear, NumberNode
+from tpuport.model.values import map_tensors
+
+
+def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ops that keep elements along the data-dependent dim apart.
+
+    Which dim it becomes is asked of torch itself.
+    """
+    args = tuple(physical_sizes(a, args) for a in args)
+    exprs = {node.expr: node for t in tensors_of(args, kwargs) for node in extents_of(t).values()}
+    _refuse_mixing(func, args, kwargs)
+    args = masked_contraction(func, args)
+    result = run(func, args, kwargs)
+    for expr, node in exprs.items():
+        before = _meta_run(func, args, kwargs, expr, 0)
+        after = _meta_run(func, args, kwargs, expr, _PERTURB)
+        result = _attach_grown(func, result, before, after, node)
+    return result
+
+
+_PERTURB = 7
+
+
+def _meta_run(func: Any, args: Any, kwargs: Any, expr: Linear | None, grow: int) -> list[Any]:
+    def meta(value: Any) -> Any:
+        if isinstance(value, numbers.SYMBOLIC):
+            return numbers.placeholder(value)
+        sizes = list(torch.Tensor.size(value))
+        for dim, node in extents_of(value).items():
+            if node.expr == expr:
+                sizes[dim] += grow
+        return torch.empty(sizes, dtype=value.dtype, device="meta")
+
+    def grown(value: Any) -> Any:
+        # Sizes written out in the arguments grow with the tensor (see physical_sizes).
+        if isinstance(value, _Sized):
+            return int(value) + (grow * value.factor if value.expr == expr else 0)
+        return [grown(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    given = [grown(map_tensors(meta, a)) for a in args]
+    try:
+        out = func(*given, **{k: map_tensors(meta, v) for k, v in kwargs.items()})
+    except RuntimeError as error:
+        raise refuse(func, f" ({str(error).splitlines()[0]})") from error
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+class _Sized(int):
+    """A physical size in an op's arguments that stands for a traced one."""
+
+    expr: Linear | None
+    factor: int
+
+
+def physical_sizes(value: Any, args: tuple[Any, ...]) -> Any:
+    """Sizes in an op's arguments with the traced ones as the physical sizes that they stand for."""
+    if isinstance(value, (list, tuple)):
+        return [physical_sizes(v, args) for v in value]
+    if not isinstance(value, torch.SymInt):
+        return value
+    expr = value.node.expr
+    for tensor in tensors_of(args, {}):
+        for dim, node in extents_of(tensor).items():
+            for factor in (1, *{f for _, f in expr.terms}):
+                if node.expr is not None and node.expr.times(factor) == expr:
+                    made = _Sized(bound_of(tensor, dim) * factor)
+                    made.expr, made.factor = node.expr, factor
+                    return made
+    return value
+
+
+def _attach_grown(
+    func: Any, result: Any, before: list[Any], after: list[Any], node: NumberNode
+) -> Any:
+    parts = list(result) if isinstance(result, (list, tuple)) else [result]
+    for index, (small, large) in enumerate(zip(before, after, strict=False)):
+        if not isinstance(small, torch.Tensor):
+            continue
+        if small.dim() != large.dim() or len(before) != len(after):
+            raise refuse(func)
+        extents = dict(extents_of(parts[index]))
+        for dim, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)):
+            if a != b:
+                factor, rest = divmod(b - a, _PERTURB)
+                if rest or not _leads(a, b, factor):
+                    raise refuse(func, ", merged with dims before it")
+                scaled = node if factor == 1 else scaled_size(node, factor)
+                extents[dim] = scaled
+        parts[index] = attach(parts[index], extents)
+    if isinstance(result, (list, tuple)):
+        return type(result)(parts) if type(result) in (list, tuple) else tuple(parts)
+    return parts[0]
+
+
+def _leads(small: int, large: int, factor: int) -> bool:
+    """Whether the grown dim is the slowest of those merged into one.
+
+    Then the real elements stay a prefix.
+    """
+    return factor > 0 and small % factor == 0 and large % factor == 0
+
+
+def scaled_size(node: NumberNode, factor: int) -> NumberNode:
+    """The size of a dim whose elements are `factor` times as many."""
+    assert node.expr is not None
+    return NumberNode(
+        node.value * factor, int, node.low * factor, node.high * factor, node.expr.times(factor)
+    )
+
+
+_ALONG = {
+    "_softmax": 1,
+    "_log_softmax": 1,
+    "gather": 1,
+    "select": 1,
+    "unbind": 1,
+    "split": 2,
+    "split_with_sizes": 2,
+    "glu": 1,
+}
+
+
+_ALONG |= {"topk": 2, "sort": 1, "argsort": 1}
+
+
+def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name, first = func._opname, args[0]
+    if not isinstance(first, torch.Tensor):
+        return
+    extents = extents_of(first)
+    if name in _ALONG and extents:
+        default = 0 if name in ("unbind", "split", "split_with_sizes") else -1
+        position = _ALONG[name]
+        if name == "sort" and func._overloadname == "stable":
+            position = 2
+        dim = dim_of(args, kwargs, position, default)
+        if dim in extents:
+            raise refuse(func, " along that dim")
+    if name == "native_layer_norm" and any(d >= first.dim() - len(args[1]) for d in extents):
+        raise refuse(func, " over that dim")
+    if name in ("flip", "repeat") and extents:
+        dims = [d % first.dim() for d in args[1]] if name == "flip" else []
+        if any(d in extents for d in dims) or (
+            name == "repeat" and any(args[1][len(args[1]) - first.dim() + d] != 1 for d in extents)
+        ):
+            raise refuse(func, " along that dim")

@@ -1,0 +1,176 @@
+"""Compiled programs: what one was compiled for, how it is called, and why another was needed."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.extend.core import jaxpr_as_fun
+
+from tpuport.model import structure
+from tpuport.model.report import PortReport
+from tpuport.model.request import Outcome
+
+HOIST_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call is compiled for.
+
+    `parts` names each argument with its type, for explaining a retrace.
+    """
+
+    method: str
+    key: Any
+    parts: tuple[tuple[str, str], ...] = field(compare=False)
+
+
+@dataclass
+class Compiled:
+    """One compiled program: for one method and one signature of arguments and state."""
+
+    run: Callable[..., Any]
+    hoisted: list[jax.Array]
+    outcome: Outcome
+    signature: Signature
+    names: list[str]
+    baked: dict[str, jax.Array]
+
+
+def signature_of(
+    method: str,
+    values: list[Any],
+    metas: list[Any],
+    paths: list[str],
+    spec: structure.Spec,
+    version: int,
+    host: frozenset[int],
+) -> Signature:
+    """What a call is compiled for: its arguments, the version of the state, torch's modes.
+
+    The values of the arguments in `host` are part of it.
+    """
+    parts = tuple(
+        (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        for path, meta in zip(paths, metas, strict=True)
+    )
+    kinds = tuple(
+        None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride()) for meta in metas
+    )
+    key = (
+        spec.key,
+        kinds,
+        version,
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+    )
+    if host:
+        read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
+        key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
+        parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
+    return Signature(method, key, parts)
+
+
+def _shown(value: np.ndarray) -> str:
+    return np.array2string(value, threshold=8, separator=", ").replace("\n", "")
+
+
+def retrace_causes(
+    last: Signature, signature: Signature, state_changes: Iterable[str]
+) -> tuple[str, ...]:
+    """Why a call needed another program than the last one of its method."""
+    was, now = dict(last.parts), dict(signature.parts)
+    causes = [
+        f"{path}: {was.get(path, 'absent')} -> {now.get(path, 'absent')}"
+        for path in dict.fromkeys([*was, *now])
+        if was.get(path) != now.get(path)
+    ]
+    if not causes and last.key[2] != signature.key[2]:
+        names = ", ".join(state_changes) or "training mode"
+        causes = [f"state of the module changed: {names}"]
+    if not causes and last.key[0] != signature.key[0]:
+        causes = [
+            f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
+        ]
+    if not causes:
+        causes = ["strides, grad mode or default dtype changed"]
+    return tuple(causes)
+
+
+def _static_difference(was: Any, now: Any) -> str:
+    if isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
+        for a, b in zip(was, now, strict=True):
+            if a != b:
+                return _static_difference(a, b)
+    return f"{was!r} -> {now!r}"
+
+
+def executable(closed: Any, shape: Any, example: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+    """A jitted callable of (state, key, values).
+
+    Large constants are arguments of it, not literals in it.
+    """
+    big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
+    small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
+    treedef = jax.tree.structure(shape)
+
+    @jax.jit
+    def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
+        rest = iter(consts)
+        all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
+        flat = jax.tree.leaves((state, key, values))
+        program = jaxpr_as_fun(closed.replace(consts=all_consts))
+        return jax.tree.unflatten(treedef, program(*flat))
+
+    del example
+    return lambda state, key, values: run(big, state, key, values), big
+
+
+def release(outcome: Outcome) -> None:
+    """Drop the tracers that a finished trace still holds, keeping what later calls need."""
+    outcome.out_leaves = []
+    outcome.state = {}
+    outcome.mutated = {}
+    outcome.put_leaves = []
+    if outcome.argument_changes is not None:
+        outcome.argument_changes.leaves = []
+    outcome.error_code = None
+    outcome.baked = {}
+    trace = outcome.trace
+    trace.constants.clear()
+    trace.promoted.clear()
+    trace.substitutes.clear()
+    trace.hoist = None
+    trace.keys = None
+    trace.error_code = None
+
+
+_STAGES = {
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+
+
+@contextlib.contextmanager
+def compile_times(report: PortReport) -> Iterator[None]:
+    """Add the seconds that jax spends lowering and compiling inside the block to the report."""
+    active = True
+
+    def listen(event: str, duration_secs: float, **details: Any) -> None:
+        del details
+        stage = _STAGES.get(event)
+        if active and stage is not None:
+            spent = getattr(report.timing, stage) + duration_secs
+            report.timing = dataclasses.replace(report.timing, **{stage: spent})
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        active = False
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,66 @@
+"""Where Python needs a traced value now: its truth, a number, an error to raise or not."""
+
+from typing import Any
+
+import jax
+import jax.core
+
+from tpuport.model.locate import inside_try, port_error, user_line
+from tpuport.model.plan import Restart
+from tpuport.model.trace import current
+
+
+def decide(value: jax.Array) -> bool:
+    """The truth of a 0-d jax value: known, or by exploring.
+
+    Raises:
+        PortError: the value is traced and nothing can explore it here.
+    """
+    if not isinstance(value, jax.core.Tracer):
+        return bool(value)
+    trace = current()
+    if trace is None or trace.explorer is None:
+        raise port_error(
+            "the truth of a traced value was asked for (if, while, assert, and, not)",
+            code="TPU101",
+            remedy="use torch.where for a choice between tensors, or decide by a Python value",
+        )
+    return trace.explorer.decide(value)
+
+
+def raise_if(failed: jax.Array, error: Exception) -> None:
+    """Fail as eager does where `failed`.
+
+    As a lifted check, or as a branch where the user's code catches exceptions.
+    """
+    trace = current()
+    assert trace is not None
+    if inside_try():
+        if decide(failed):
+            raise error
+        return
+    trace.check(failed, error, user_line())
+
+
+def concrete_number(value: jax.Array, kind: type) -> Any:
+    """A Python number that must be known while tracing (a size, a range, an index of a list).
+
+    Raises:
+        PortError: it depends on the program's inputs.
+    """
+    if not isinstance(value, jax.core.Tracer):
+        return kind(value)
+    trace = current()
+    if trace is not None and trace.explorer is not None:
+        plan = trace.explorer.plan
+        plan.ask_for_rewrite()
+        if not plan.host_state:
+            raise Restart(host_state=True)
+    raise port_error(
+        f"a Python {kind.__name__} was made of a value that depends on the program's inputs",
+        code="TPU103",
+        remedy=(
+            "pass it as a Python number (it is then static), or keep it a tensor and use torch"
+            " operations on it"
+        ),
+    )

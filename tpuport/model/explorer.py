@@ -1,0 +1,123 @@
+"""Branches that no rule could rewrite, explored at the innermost module call.
+
+The call is run once for each outcome of the traced value that it asked for, and the results of the
+two meet in `lax.cond`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tpuport.model.locate import port_error, user_line
+from tpuport.model.merging import Forced, merge
+from tpuport.model.plan import Plan, Restart, Undecided
+from tpuport.model.snapshot import Snapshot
+from tpuport.model.trace import Trace
+
+_MAX_PATHS = 64
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module call (or the whole function) being explored path by path."""
+
+    name: str
+    path: tuple[bool, ...] = ()
+    position: int = 0
+    known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+    runs: int = 0
+
+
+class Explorer:
+    """Decides what the truth of a traced value is, in one trace."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
+        self.calls: list[str] = ["<function>"]
+        self.units: list[Unit] = []
+        self.branches: dict[str, str] = {}
+
+    def decide(self, value: jax.Array) -> bool:
+        """The outcome on the path being explored, else a request to explore or rewrite."""
+        self.plan.ask_for_rewrite()
+        if self.units:
+            unit = self.units[-1]
+            prefix = unit.path[: unit.position]
+            if unit.position < len(unit.path):
+                unit.position += 1
+                return unit.path[unit.position - 1]
+            if prefix in unit.known:
+                return self._take(unit, unit.known[prefix])
+            raise Undecided(value, user_line())
+        raise Restart(explore=self.calls[-1])
+
+    def _take(self, unit: Unit, outcome: bool) -> bool:
+        unit.path = (*unit.path[: unit.position], outcome)
+        unit.position += 1
+        return outcome
+
+    def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run a module call, exploring it if an earlier attempt found that it branches on traced
+        values.
+        """
+        if name not in self.plan.explore or any(unit.name == name for unit in self.units):
+            self.calls.append(name)
+            try:
+                return thunk()
+            finally:
+                self.calls.pop()
+        self.calls.append(name)
+        unit = Unit(name)
+        self.units.append(unit)
+        try:
+            return self._explore(unit, thunk, Snapshot(roots), ())
+        finally:
+            self.units.remove(unit)
+            self.calls.pop()
+
+    def _explore(
+        self, unit: Unit, thunk: Callable[[], Any], snapshot: Snapshot, path: tuple[bool, ...]
+    ) -> Any:
+        keys = self.trace.keys
+        count = keys.count if keys is not None else 0
+        while True:
+            unit.runs += 1
+            if unit.runs > _MAX_PATHS * 4 or len(path) > 12:
+                raise port_error(
+                    f"{unit.name} branches on traced values along more than {_MAX_PATHS} paths",
+                    code="TPU101",
+                    remedy="use torch.where for the choice, or make the condition a Python value",
+                )
+            snapshot.restore()
+            if keys is not None:
+                keys.count = count
+            unit.path, unit.position = path, 0
+            self.units.append(self.units.pop(self.units.index(unit)))
+            depth = len(self.calls)
+            with self.trace.recording() as effects:
+                try:
+                    return thunk()
+                except Undecided as undecided:
+                    del self.calls[depth:]
+                    if keys is not None:
+                        keys.count = count
+                    for storage, value, _ in effects.before.values():
+                        storage.set(value)
+                    pending = undecided
+            prefix = tuple(unit.path[: unit.position])
+            self.branches[pending.site] = f"both outcomes explored in {unit.name}"
+            merged = merge(
+                self.trace,
+                pending.value,
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, True)),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, False)),  # noqa: B023
+                site=pending.site,
+                snapshot=snapshot,
+            )
+            if isinstance(merged, Forced):
+                unit.known[prefix] = merged.outcome
+                self.branches[pending.site] = "lifted check"
+                continue
+            return merged

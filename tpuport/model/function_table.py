@@ -1,0 +1,48 @@
+"""The table of torch functions that are handled while a trace runs, and what handlers ask first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpuport.model import numbers
+from tpuport.model.tensor import TracedTensor
+from tpuport.model.trace import Trace
+
+Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+FUNCTIONS: dict[Any, Handler] = {}
+
+
+def function(*targets: Any) -> Callable[[Handler], Handler]:
+    """Register a handler for torch functions.
+
+    It may return NotImplemented to let the call go its way.
+    """
+
+    def register(handler: Handler) -> Handler:
+        for target in targets:
+            FUNCTIONS[target] = handler
+        return handler
+
+    return register
+
+
+def traced(trace: Trace, value: Any) -> TracedTensor | None:
+    """`value` as a traced tensor if it is one or stands for one."""
+    if isinstance(value, TracedTensor):
+        return value
+    return trace.alias(value) if isinstance(value, torch.Tensor) else None
+
+
+def holds_traced(trace: Trace, data: Any) -> bool:
+    """Whether nested lists hold a traced tensor or number."""
+    if isinstance(data, (list, tuple)):
+        return any(holds_traced(trace, item) for item in data)
+    return isinstance(data, numbers.SYMBOLIC) or traced(trace, data) is not None
+
+
+def any_traced(trace: Trace, values: Any) -> bool:
+    """Whether a tensor among these values is traced or stands for one."""
+    return any(traced(trace, v) is not None for v in values if isinstance(v, torch.Tensor))

@@ -1,0 +1,71 @@
+"""The table of op lowerings, filled by the files of this folder when they are imported."""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tpuport.model import backend
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A registered lowering.
+
+    `reason` says what torchax does instead, for the report and for upstream.
+    """
+
+    function: Callable[..., Any]
+    reason: str
+
+
+LOWERINGS: dict[Any, Lowering] = {}
+SPECIALS: dict[Any, Callable[..., Any]] = {}
+
+
+def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F], _F]:
+    """Register a function on jax arrays as the lowering of ATen overloads (or packets: all their
+    overloads).
+    """
+
+    def register(function: _F) -> _F:
+        for op in ops:
+            LOWERINGS[op] = Lowering(function, reason)
+        return function
+
+    return register
+
+
+def special(*ops: Any) -> Callable[[_F], _F]:
+    """Register a function on tensors that runs instead of the whole dispatch of these overloads."""
+
+    def register(function: _F) -> _F:
+        for op in ops:
+            SPECIALS[op] = function
+        return function
+
+    return register
+
+
+@functools.cache
+def load() -> None:
+    """Import every lowering file of this folder."""
+    package = importlib.import_module(__name__.rpartition(".")[0])
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def find(func: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """The special and the lowering of an overload: ours, else torchax's, else None."""
+    load()
+    ours = LOWERINGS.get(func) or LOWERINGS.get(func.overloadpacket)
+    if ours is not None:
+        return SPECIALS.get(func), ours.function
+    theirs = backend.TORCHAX_OPS.get(func) or backend.TORCHAX_OPS.get(func.overloadpacket)
+    if theirs is None or not theirs.is_jax_function or theirs.needs_env:
+        return SPECIALS.get(func), None
+    return SPECIALS.get(func), theirs.func

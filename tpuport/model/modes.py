@@ -1,0 +1,100 @@
+"""The modes in force while a trace runs: they see every ATen op and every torch function."""
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpuport.model import functions, functions_numeric, functions_products, functions_rnn, numbers  # noqa: F401  (they register themselves)
+from tpuport.model.dispatch import dispatch
+from tpuport.model.function_table import FUNCTIONS
+from tpuport.model.op_info import op_info
+from tpuport.model.tensor import TracedTensor
+from tpuport.model.trace import Trace
+from tpuport.model.values import flat
+
+aten = torch.ops.aten
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every ATen op while a trace runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled by dynamo here, and guarding each op against it costs more than the
+        # op.
+        return False
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        if needs_dispatch(self.trace, func, types, args, kwargs):
+            result = dispatch(func, args, kwargs)
+            if not info.writes and not info.aliases:
+                self.trace.note_made(result)
+            return result
+        if any(
+            self.trace.is_foreign(args[i] if i < len(args) else kwargs.get(name))
+            for i, name in info.writes
+        ):
+            # State outside the trace: the write happens in the program, not now.
+            return dispatch(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not info.aliases or func is aten.lift_fresh.default:
+            self.trace.note_made(result)
+        return result
+
+
+def needs_dispatch(
+    trace: Trace, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether an op concerns the traced program.
+
+    A traced operand, a promoted one, or fresh randomness.
+    """
+    if any(issubclass(t, TracedTensor) for t in types):
+        return True
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        generator = kwargs.get("generator")
+        if generator is None or generator._cdata in trace.generators:
+            return True
+    operands = flat(args, kwargs)
+    if any(isinstance(t, numbers.SYMBOLIC) for t in operands):
+        return True
+    return any(trace.alias(t) is not None for t in operands)
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sees every call of the torch Python API while a trace runs.
+
+    Handles the few that must not reach C++ as they are.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            result = handler(self.trace, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs or {}))

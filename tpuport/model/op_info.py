@@ -1,0 +1,87 @@
+"""What the schema of an op says: what it writes, what it aliases, its form without side effects."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpuport.model.lowerings import find
+from tpuport.model.views import VIEWS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpInfo:
+    """What the schema of an op says about aliasing, and where its value comes from."""
+
+    writes: tuple[tuple[int, str], ...]
+    is_random: bool
+    functional: Any
+    view: Any
+    special: Callable[..., Any] | None
+    lower: Callable[..., Any] | None
+    returns_self: bool
+    inplace_view: bool
+    aliases: bool
+
+
+RENAMED = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
+    aten.normal_.default: aten.normal_functional.default,
+    aten._index_put_impl_.default: aten.index_put.default,
+    aten.transpose_.default: aten.transpose.int,
+}
+
+
+def functional_of(func: Any) -> Any:
+    """The op without side effects behind `add_.Tensor` or `add.out`, or None."""
+    if func in RENAMED:
+        return RENAMED[func]
+    name = func._schema.name.split("::")[1]
+    packet = getattr(torch.ops, func.namespace)
+    if name.endswith("_") and not name.endswith("__"):
+        target = getattr(packet, name[:-1], None)
+    elif name.startswith("__i") and name.endswith("__"):
+        target = getattr(packet, "__" + name[3:], None)
+    else:
+        target = getattr(packet, name)
+    if target is None:
+        return None
+    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor): the arguments do
+    # not.
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in target.overloads():
+        candidate = getattr(target, overload)
+        arguments = candidate._schema.arguments
+        mutable = any(a.alias_info and a.alias_info.is_write for a in arguments)
+        if not mutable and [(a.name, str(a.type)) for a in arguments] == wanted:
+            return candidate
+    return None
+
+
+@functools.cache
+def op_info(func: Any) -> OpInfo:
+    """Facts about an op, worked out once."""
+    arguments = func._schema.arguments
+    writes = tuple(
+        (index, a.name)
+        for index, a in enumerate(arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+    special, lower = find(func)
+    functional = functional_of(func) if writes and special is None else None
+    return OpInfo(
+        writes=writes,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        functional=functional,
+        view=VIEWS.get(func),
+        special=special,
+        lower=lower,
+        returns_self=bool(writes),
+        inplace_view=torch.Tag.inplace_view in func.tags,
+        aliases=any(r.alias_info is not None for r in func._schema.returns),
+    )

@@ -1,0 +1,88 @@
+"""What attempts at a trace learn from each other: which code to rewrite, which calls to explore."""
+
+from dataclasses import dataclass, field
+from types import CodeType
+
+import jax
+
+from tpuport.model.locate import user_frame
+from tpuport.source.live import Site, site_of
+
+
+class Undecided(BaseException):
+    """A traced value was asked for its truth on a path that has no decision for it yet."""
+
+    def __init__(self, value: jax.Array, site: str) -> None:
+        super().__init__(site)
+        self.value, self.site = value, site
+
+
+class Restart(BaseException):
+    """Trace again from the start with more known.
+
+    Which code to rewrite, which module calls to explore.
+
+    `site` is the code object that ran and the place in it; None where rewriting cannot help.
+    """
+
+    def __init__(
+        self,
+        *,
+        site: tuple[CodeType, Site] | None = None,
+        explore: str | None = None,
+        host_state: bool = False,
+    ) -> None:
+        super().__init__("trace again")
+        self.site, self.explore, self.host_state = site, explore, host_state
+
+
+@dataclass
+class Plan:
+    """What earlier attempts at this trace learned.
+
+    `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the
+    module calls to run once for each outcome, `host_state` whether small state stays concrete,
+    `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became
+    state.
+    """
+
+    tried: set[tuple[str, int, int | None]] = field(default_factory=set)
+    explore: set[str] = field(default_factory=set)
+    host_state: bool = False
+    numbers: set[str] = field(default_factory=set)
+    host_args: frozenset[int] = frozenset()
+    widened: int = 0
+
+    def widen(self, candidates: list[int]) -> bool:
+        """Read one more argument's value while tracing: each alone, smallest first, then all.
+
+        False when all was tried.
+        """
+        choices = [frozenset({i}) for i in candidates]
+        if len(candidates) > 1:
+            choices.append(frozenset(candidates))
+        if self.widened >= len(choices):
+            self.host_args = frozenset()
+            return False
+        self.host_args = choices[self.widened]
+        self.widened += 1
+        return True
+
+    def learn(self, restart: Restart) -> None:
+        """Add what a restart asks for."""
+        if restart.explore is not None:
+            self.explore.add(restart.explore)
+        self.host_state = self.host_state or restart.host_state
+
+    def ask_for_rewrite(self) -> None:
+        """Request that the line running now be rewritten, the first time it is met.
+
+        Raises:
+            Restart: it has not been tried yet.
+        """
+        frame = user_frame()
+        if frame is None:
+            return
+        site = site_of(frame)
+        if (frame.f_code.co_filename, site.line, site.column) not in self.tried:
+            raise Restart(site=(frame.f_code, site))

@@ -1,0 +1,185 @@
+"""What a ported model holds between calls: params, buffers and the Python state of its module."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.errors import PortError, UsageError
+from tpuport.model import backend
+from tpuport.model.compiled import Compiled
+from tpuport.model.program import Program
+from tpuport.model.state import clone_module, state_tree
+
+_SAME_STATE_LIMIT = 4
+
+
+class PortedState:
+    """The state half of a ported model.
+
+    Its weights and buffers, the module that they belong to, and what a call changes in both.
+    """
+
+    def __init__(self, target: torch.nn.Module | Callable[..., Any]) -> None:
+        is_module = isinstance(target, torch.nn.Module)
+        self._source = target
+        self.params: dict[str, jax.Array] = {}
+        self.buffers: dict[str, jax.Array] = {}
+        master = None
+        if is_module:
+            master, _ = clone_module(target, lambda t: t)
+            self._load_state(master)
+        self._program = Program(None if is_module else target, master)
+        self._state_version = 0
+        self._state_changes: dict[str, int] = {}
+        self._same_changes: dict[Any, int] = {}
+
+    def _load_state(self, master: torch.nn.Module) -> None:
+        tree = state_tree(master)
+        for name, leaf in tree.leaves.items():
+            if name not in tree.registered:
+                continue  # a plain attribute is a host constant until a call changes it
+            trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
+            target = self.params if trainable else self.buffers
+            if leaf.device.type == "meta":
+                stand_in: Any = jax.ShapeDtypeStruct(
+                    tuple(leaf.shape), backend.jax_dtype(leaf.dtype)
+                )
+                target[name] = stand_in
+            else:
+                target[name] = backend.to_jax(leaf)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The ported copy of the module.
+
+        Its structure and Python state (the weights live in `params`).
+
+        Raises:
+            UsageError: a function was ported, not a module.
+        """
+        if self._program.master is None:
+            msg = "this is a ported function; it has no module"
+            raise UsageError(msg)
+        return self._program.master
+
+    @property
+    def frozen(self) -> dict[str, jax.Array]:
+        """The part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
+        owners = dict(self.module.named_parameters())
+        return {name: value for name, value in self.buffers.items() if name in owners}
+
+    @property
+    def training(self) -> bool:
+        """Whether the ported copy is in training mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as `nn.Module.train` (the next call may trace again)."""
+        self.module.train(mode)
+        self._state_version += 1
+        return self
+
+    def eval(self) -> Self:
+        """Set evaluation mode, as `nn.Module.eval`."""
+        return self.train(False)
+
+    def _values(self) -> dict[str, Any]:
+        return {**self.buffers, **self.params}
+
+    def to_torch_view(self) -> torch.nn.Module:
+        """`to_torch()` sharing the user's own parameter tensors where they have not been changed
+        since.
+        """
+        return self.to_torch()
+
+    def to_torch(self) -> torch.nn.Module:
+        """A plain PyTorch module with the current weights and buffers, of the user's own class
+        (`save_pretrained` works).
+
+        Raises:
+            UsageError: a function was ported, or the model was on the meta device (there are no
+                weights).
+        """
+        values = self._values()
+        tree = state_tree(self.module)
+        names = {id(leaf): name for name, leaf in tree.leaves.items()}
+
+        def back(tensor: torch.Tensor) -> torch.Tensor:
+            value = values.get(names.get(id(tensor), ""))
+            if value is None:
+                return tensor
+            if isinstance(value, jax.ShapeDtypeStruct):
+                msg = "to_torch() needs weights; this model was converted from the meta device"
+                raise UsageError(msg)
+            made = backend.to_torch(value, tensor.dtype)
+            if isinstance(tensor, torch.nn.Parameter):
+                return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made
+
+        made = clone_module(self.module, back)[0]
+        for name in self._program.numbers & values.keys():
+            # A Python number that became state of the program: `master` holds what it was then.
+            fqn, attribute = tree.owners[name]
+            owner = made.get_submodule(fqn)
+            owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
+        return made
+
+    # -- after a call ------------------------------------------------------------------------------
+
+    def _advance(self, compiled: Compiled, new_state: dict[str, jax.Array]) -> None:
+        for name, value in new_state.items():
+            target = self.params if name in self.params else self.buffers
+            if name not in target:
+                self._state_version += 1
+            target[name] = value
+        changes = compiled.outcome.python_changes
+        if changes:
+            self._apply_python_state(compiled, changes)
+
+    def _apply_python_state(self, compiled: Compiled, changes: Any) -> None:
+        self._state_version += 1
+        master = self.module
+        for name in changes.names:
+            count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
+            # A table that grows with the arguments changes once for each shape: only a change at
+            # the same ones counts.
+            repeated = (name, compiled.signature.method, compiled.signature.key[:2])
+            self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
+            if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
+                raise PortError(
+                    f"the Python attribute {name!r} of the module changes at every call, so"
+                    " each call is another program",
+                    code="TPU405",
+                    remedy=(
+                        "register it as a buffer (self.register_buffer(name, torch.zeros(())))"
+                        " and update that"
+                    ),
+                )
+            again = count >= 2 and self._same_changes[repeated] >= 2
+            if again and isinstance(changes.after.get(name), (bool, int, float)):
+                self._promote_number(name, changes.after[name])
+        self._program.master = changes.apply(master)
+        if changes.replacement is not None:
+            self._adopt(changes.replacement)
+        for name, value in changes.host_state.items():
+            target = self.params if name in self.params else self.buffers
+            target[name] = backend.to_jax(value)
+        for name in changes.gone:
+            self.buffers.pop(name, None)
+
+    def _adopt(self, master: torch.nn.Module) -> None:
+        """Sort the state again after a call that exchanged submodules."""
+        tree = state_tree(master)
+        values = self._values()
+        trainable = {n for n, p in master.named_parameters() if p.requires_grad}
+        kept = {name: values[name] for name in tree.leaves if name in values}
+        self.params = {n: v for n, v in kept.items() if n in trainable}
+        self.buffers = {n: v for n, v in kept.items() if n not in trainable}
+
+    def _promote_number(self, name: str, value: Any) -> None:
+        """A Python number that changes at each call becomes state of the program."""
+        self._program.numbers.add(name)
+        self.buffers[name] = jnp.asarray(value)

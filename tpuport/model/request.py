@@ -1,0 +1,89 @@
+"""One call to trace, and what a trace of it gave."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.model import backend, structure
+from tpuport.model.arguments import Changes
+from tpuport.model.state import PythonChanges
+from tpuport.model.trace import Trace
+from tpuport.source import live
+
+
+@dataclass
+class Outcome:
+    """What one trace of a program gave. Arrays are tracers of the enclosing jax trace."""
+
+    out_leaves: list[Any]
+    out_spec: structure.Spec
+    out_metas: list[Any]
+    state: dict[str, jax.Array]
+    mutated: dict[int, jax.Array]
+    error_code: jax.Array | None
+    trace: Trace
+    rewrites: list[live.LiveRewrite]
+    python_changes: PythonChanges | None = None
+    uses_key: bool = False
+    baked: dict[str, Any] = field(default_factory=dict)
+    argument_changes: Changes | None = None
+    put_leaves: list[Any] = field(default_factory=list)
+    put_metas: list[Any] = field(default_factory=list)
+    host_paths: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Request:
+    """One call to trace.
+
+    Attributes:
+        method: name of the module's method ("forward" goes through `__call__`, hooks included).
+        values: state by name.
+        key: base key of the program's randomness, or None if it may not draw any.
+        leaves: argument arrays (a key array for a `torch.Generator`).
+        metas: for each leaf a meta tensor, or None for a generator.
+        spec: the arguments' structure.
+        hoist: given a host constant, may return an array to use instead of embedding it.
+        checks: collect the conditions of lifted checks.
+        known: state whose value may be used as a Python number, if the trace cannot do without.
+        known_leaves: the arguments' values where they are known, likewise.
+    """
+
+    method: str
+    values: dict[str, Any]
+    key: jax.Array | None
+    leaves: list[Any]
+    metas: list[Any]
+    spec: structure.Spec
+    hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+    checks: bool = True
+    known: dict[str, Any] = field(default_factory=dict)
+    known_leaves: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[int]:
+        """Arguments whose value may be read while tracing.
+
+        Small integer or boolean ones, the smallest first.
+        """
+        found = [
+            (meta.numel(), index)
+            for index, meta in enumerate(self.metas)
+            if index in self.known_leaves and meta is not None and _is_small_argument(meta)
+        ]
+        return [index for _, index in sorted(found)]
+
+    def host_leaf(self, index: int) -> torch.Tensor:
+        """The argument as a plain CPU tensor."""
+        return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
+
+
+_ARGUMENT_LIMIT = 1 << 16
+
+
+def _is_small_argument(meta: torch.Tensor) -> bool:
+    whole = not meta.dtype.is_floating_point and not meta.dtype.is_complex
+    return whole and meta.numel() <= _ARGUMENT_LIMIT

@@ -1,0 +1,35 @@
+"""Who takes the truth of an expression: computing it, or a statement that it is the test of."""
+
+import ast
+
+from tpuport.source.engine import Context
+
+
+def asks_within(node: ast.expr, context: Context) -> bool:
+    """Whether computing an expression takes the truth of a traced value."""
+    match node:
+        case ast.BoolOp(values=[*first, last]):
+            # The last operand is the result: nobody asks for its truth here.
+            return any(context.asks_traced(v) for v in first) or asks_within(last, context)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return context.asks_traced(operand)
+        case ast.Compare(ops=[_, _, *_]):
+            return context.is_traced(node)
+        case _:
+            return False
+
+
+def is_asked(node: ast.expr, context: Context) -> bool:
+    """Whether an expression is part of a test, whose owner is the one to report."""
+    parent = context.module.parents[node]
+    match parent:
+        case (
+            ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test)
+        ):
+            return test is node
+        case ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+            return True
+        case ast.comprehension(ifs=tests):
+            return node in tests
+        case _:
+            return False
