@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import tpuport
 from tests.exactness.plain_torchax import PlainTorchax, environment
 from tests.exactness.scenario import (
     Scenario,
@@ -157,3 +158,43 @@ def test_checkpoint_under_plain_torchax():
             )
         )
     assert "checkpoint" in text or "remat" in text
+
+
+class Selecting(nn.Module):
+    """Sizes that depend on data, and branches on values, inside a checkpointed stretch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(3, 3), kind
+
+    def body(self, x, mask):
+        rows = self.linear(x[mask])
+        if self.kind == "rows":
+            return rows
+        if self.kind == "written":
+            out = x.clone()
+            out[mask] = rows
+            return out
+        out = self.linear(x)
+        found = []
+        for limit in (0.0, 0.5):
+            try:
+                found.append(out.sum() if out.sum() > limit else out.mean() * 3)
+            finally:
+                out = out * 2
+        return torch.stack(found)
+
+    def forward(self, x):
+        mask = x[:, 0] > 0
+        out = torch.utils.checkpoint.checkpoint(self.body, x, mask, use_reentrant=False)
+        return out.sum(0) * (x[mask].sum() + mask.sum())
+
+
+@pytest.mark.parametrize("kind", ["rows", "written", "branch"])
+def test_data_decides_inside_a_checkpoint(kind: str):
+    torch.manual_seed(0)
+    ported = tpuport.convert(Selecting(kind))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert ported.verify(torch.randn(6, 3)).verified
+    assert ported.report.shims

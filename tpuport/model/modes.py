@@ -50,6 +50,8 @@ class DispatchMode(TorchDispatchMode):
         ):
             # State outside the trace: the write happens in the program, not now.
             return dispatch(func, args, kwargs)
+        if not info.aliases:
+            self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
         if not info.aliases or func is aten.lift_fresh.default:
             self.trace.note_made(result)
@@ -75,6 +77,10 @@ def needs_dispatch(
     return any(trace.alias(t) is not None for t in operands)
 
 
+# What gives a tensor's values without an ATen op.
+_READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+
+
 class FunctionMode(TorchFunctionMode):
     """Sees every call of the torch Python API while a trace runs.
 
@@ -97,4 +103,6 @@ class FunctionMode(TorchFunctionMode):
             result = handler(self.trace, func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
+        if func in _READS:
+            self.trace.note_reads(args[:1])
         return func(*args, **(kwargs or {}))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.model.decisions import concrete_number, decide
+from tpuport.model.trace import current
 
 
 def _weak(value: Any, kind: type) -> jax.Array:
@@ -78,6 +79,9 @@ class NumberNode:
         if expr is not None and not expr.terms:
             low = high = expr.const
         self.low, self.high, self.expr = low, high, expr
+        trace = current()
+        if trace is not None:
+            trace.created_number(self)
 
     is_traced = True
 

@@ -95,8 +95,14 @@ class PortedModel(PortedState):
         state = self._values()
         signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
-        if compiled is None or any(state[n] is not v for n, v in compiled.baked.items()):
-            compiled = self._compile(signature, state, values, metas, spec)
+        outside = compiled.outcome.trace.guards.changed() if compiled is not None else None
+        self._count_outside(outside)
+        if (
+            compiled is None
+            or outside is not None
+            or any(state[n] is not v for n, v in compiled.baked.items())
+        ):
+            compiled = self._compile(signature, state, values, metas, spec, outside)
             # Tracing may have found that it needs the value of an argument: then that is part of
             # the signature.
             signature = self._signature(method, values, metas, paths, spec)
@@ -266,8 +272,9 @@ class PortedModel(PortedState):
         values: list[Any],
         metas: list[Any],
         spec: structure.Spec,
+        outside: str | None,
     ) -> Compiled:
-        self._note_retrace(signature)
+        self._note_retrace(signature, outside)
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
@@ -353,11 +360,12 @@ class PortedModel(PortedState):
         out = jax.eval_shape(pure, self._values(), unused_key(), shapes)
         return structure.rebuild(held["outcome"].out_spec, out)
 
-    def _note_retrace(self, signature: Signature) -> None:
+    def _note_retrace(self, signature: Signature, outside: str | None = None) -> None:
         earlier = [s for s in self._cache if s.method == signature.method]
         if not earlier:
             return
         causes = retrace_causes(earlier[-1], signature, self._state_changes)
+        causes = causes if outside is None else (outside,)
         self.report.retraces.append(Retrace(signature.method, len(earlier), causes))
 
     def _note(self, outcome: Outcome, hoisted: dict[int, Any], seconds: float) -> None:

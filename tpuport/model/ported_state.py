@@ -35,6 +35,7 @@ class PortedState:
         self._state_version = 0
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
+        self._outside_changes = 0
 
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
@@ -178,6 +179,23 @@ class PortedState:
         kept = {name: values[name] for name in tree.leaves if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
         self.buffers = {n: v for n, v in kept.items() if n not in trainable}
+
+    def _count_outside(self, what: str | None) -> None:
+        """Count calls in a row that found something outside the module changed.
+
+        Raises:
+            PortError: there were several.
+        """
+        self._outside_changes = 0 if what is None else self._outside_changes + 1
+        if self._outside_changes >= _SAME_STATE_LIMIT:
+            raise PortError(
+                f"{what}, and something did before each of the last calls, so each is another"
+                " program",
+                code="TPU406",
+                remedy=(
+                    "convert the module that owns it, or pass the tensor as an argument of the call"
+                ),
+            )
 
     def _promote_number(self, name: str, value: Any) -> None:
         """A Python number that changes at each call becomes state of the program."""

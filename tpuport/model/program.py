@@ -133,6 +133,7 @@ class Program:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
         tree = state_tree(module) if module is not None else None
+        trace.own_modules = set() if module is None else {id(m) for m in module.modules()}
         if self.on_module is not None:
             self.on_module(module)
         args, kwargs, made, containers = _arguments(trace, request, self.plan.host_args)
@@ -145,6 +146,7 @@ class Program:
             result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.refusal is not None:
             raise trace.refusal
+        trace.guards.refuse_writes()
         _refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
         outcome.argument_changes = watch.changes()

@@ -1,9 +1,9 @@
 """Stretches of a trace that become the body of a jax primitive (checkpoint, cond) though they write
 state.
 
-Inside the body every storage it created or wrote holds inner tracers. Afterwards the ones still
-alive get the primitive's outputs as their values, so whatever Python objects refer to them are
-right without being looked at.
+Inside the body every storage and traced number it created, and every storage it wrote, holds inner
+tracers. Afterwards the ones still alive get the primitive's outputs as their values, so whatever
+Python objects refer to them are right without being looked at.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tpuport.model.tensor import Storage
-from tpuport.model.trace import Trace
+from tpuport.model.trace import Effects, Trace
 
 
 @dataclass
@@ -29,50 +29,79 @@ class Body:
     alive: list[Storage] = field(default_factory=list)
     written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+    number_positions: list[int] = field(default_factory=list)
+    counts: dict[int, Any] = field(default_factory=dict)
 
     def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the stretch.
 
-        Gives the values of escaping storages and of written ones (restored before returning).
+        Gives the values of what escapes (storages, then numbers) and of written storages (restored
+        before returning).
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
-        created = [ref() for ref in effects.created.values()]
-        self.alive = [storage for storage in created if storage is not None]
-        self.positions = [i for i, storage in enumerate(created) if storage is not None]
+            # Counts of masks stay known, so that sizes inside and outside are known to be equal.
+            self.counts = dict(self.trace.mask_counts)
+        storages, nodes = _made(effects)
+        self.alive = [storage for storage in storages if storage is not None]
+        self.numbers = [node for node in nodes if node is not None]
+        self.positions = [i for i, storage in enumerate(storages) if storage is not None]
+        self.number_positions = [i for i, node in enumerate(nodes) if node is not None]
         self.written = list(effects.before.values())
-        values = [s.value for s in self.alive]
+        values = [made.value for made in (*self.alive, *self.numbers)]
         after = [s.value for s, _, _ in self.written]
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after
 
     def run_like(self, first: "Body") -> list[jax.Array]:
-        """Run the stretch another time; the values of the storages that escaped the first time.
+        """Run the stretch another time; the values of what escaped the first time.
 
-        Equal runs create equal storages in the same order.
+        Equal runs create equal storages and numbers in the same order.
         """
         with self.trace.recording(hold=True) as effects:
             self.result = self.thunk()
-        made = [ref() for ref in effects.created.values()]
-        escaped = [made[position] for position in first.positions]
-        return [storage.value for storage in escaped if storage is not None]
+        storages, nodes = _made(effects)
+        escaped = [storages[position] for position in first.positions]
+        escaped += [nodes[position] for position in first.number_positions]
+        return [made.value for made in escaped if made is not None]
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
-        """Give the storages their values outside; returns what the stretch returned."""
-        for storage, value in zip(self.alive, values, strict=True):
+        """Give what escaped its values outside; returns what the stretch returned."""
+        count = len(self.alive)
+        for storage, value in zip(self.alive, values[:count], strict=True):
             storage.value = value
             storage.version += 1
+        for node, value in zip(self.numbers, values[count:], strict=True):
+            node.value = value
         for (storage, _, _), value in zip(self.written, after, strict=True):
             storage.set(value)
+        self.trace.mask_counts.update(self.counts)
         return self.result
 
 
-def checkpoint(trace: Trace, thunk: Callable[[], Any], policy: Any = None) -> Any:
+def _made(effects: Effects) -> tuple[list[Any], list[Any]]:
+    """The storages and traced numbers that a stretch made, None for those that are gone."""
+    return [ref() for ref in effects.created.values()], [ref() for ref in effects.numbers]
+
+
+def checkpoint(trace: Trace, thunk: Callable[[], Any], roots: list[Any], policy: Any = None) -> Any:
     """Run `thunk` under jax.checkpoint.
 
     Its intermediate values are computed again in the backward pass.
+
+    Args:
+        trace: the running trace.
+        thunk: the call.
+        roots: the objects that the call may change.
+        policy: what to keep, as `jax.checkpoint` takes it.
     """
-    body = Body(trace, thunk)
+
+    def explored() -> Any:
+        # A branch on a value that lives in here has to be explored in here.
+        return trace.explorer.run_module("<checkpoint>", thunk, roots)
+
+    body = Body(trace, thunk if trace.explorer is None else explored)
     values, after = jax.checkpoint(body.run, policy=policy)()
     return body.settle(values, after)

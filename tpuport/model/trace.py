@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
+from tpuport.model.guards import Guards
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.views import strided_step
@@ -42,7 +43,8 @@ class Effects:
 
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
-    held: list[Storage] | None = None
+    numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
+    held: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Trace:
         # for one.
         self.dynamic = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
+        self.guards = Guards()
+        self.own_modules: set[int] = set()
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -104,6 +108,13 @@ class Trace:
             effects.created[storage.serial] = weakref.ref(storage)
             if effects.held is not None:
                 effects.held.append(storage)
+
+    def created_number(self, node: Any) -> None:
+        """Note a traced number that came into being."""
+        for effects in self.effects:
+            effects.numbers.append(weakref.ref(node))
+            if effects.held is not None:
+                effects.held.append(node)
 
     def writing(self, storage: Storage) -> None:
         """Note a storage about to be written, with its value before."""
@@ -121,11 +132,14 @@ class Trace:
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)
+        counts = dict(self.mask_counts)
         try:
             yield effects
         finally:
             self.effects.remove(effects)
             self.regions.pop()
+            # Those made inside die with the stretch.
+            self.mask_counts = counts
 
     # -- randomness --------------------------------------------------------------------------------
 
@@ -159,6 +173,8 @@ class Trace:
         known = self.constants.get(id(tensor))
         if known is not None and known.version == tensor._version:
             return known.value
+        if self.is_foreign(tensor):
+            self.guards.note_tensor(tensor)
         value = self.hoist(tensor) if self.hoist is not None else None
         if value is None:
             with jax.ensure_compile_time_eval():
@@ -187,6 +203,12 @@ class Trace:
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
             return False
         return tensor.untyped_storage()._cdata not in self.made
+
+    def note_reads(self, operands: Iterable[Any]) -> None:
+        """Note which operands of an operation on the host came from outside the trace."""
+        for operand in operands:
+            if self.is_foreign(operand):
+                self.guards.note_tensor(operand)
 
     def promote(self, tensor: torch.Tensor) -> TracedTensor:
         """Make the storage of a host tensor a traced one.

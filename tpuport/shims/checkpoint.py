@@ -37,7 +37,8 @@ class Checkpoint(Shim):
             self.count(self.TARGET)
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
-            return region.checkpoint(trace, lambda: function(*args, **kwargs))
+            roots = [getattr(function, "__self__", None), args, kwargs]
+            return region.checkpoint(trace, lambda: function(*args, **kwargs), roots)
 
         return [
             Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),

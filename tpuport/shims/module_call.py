@@ -23,6 +23,8 @@ class ModuleCall(Shim):
             trace = current()
             if trace is None or trace.explorer is None:
                 return original(module, *args, **kwargs)
+            if id(module) not in trace.own_modules:
+                trace.guards.note_module(module)
             name = f"{type(module).__module__}.{type(module).__qualname__}"
             return trace.explorer.run_module(
                 name, lambda: original(module, *args, **kwargs), [module, args, kwargs]

@@ -73,7 +73,7 @@ def _matched_values(
     values: torch.Tensor, node: NumberNode, bound: int, row_rank: int
 ) -> torch.Tensor:
     """Values with one row per index, checked against the count."""
-    if values.dim() <= row_rank or (values.shape[0] == 1 and 0 not in extents_of(values)):
+    if values.dim() <= row_rank or (0 not in extents_of(values) and values.shape[0] == 1):
         return values
     given = extents_of(values).get(0)
     size = torch.Tensor.size(values)[0]

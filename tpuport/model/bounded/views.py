@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model import numbers
 from tpuport.model.aliases import view_of
 from tpuport.model.bounded.extents import (
     Extents,
@@ -106,17 +105,22 @@ def _at_most(a: NumberNode, b: NumberNode) -> bool | None:
     return None
 
 
+def _traced(base: torch.Tensor) -> TracedTensor:
+    if isinstance(base, TracedTensor):
+        return base
+    trace = current()
+    assert trace is not None
+    return trace.promote(base)
+
+
 @handles("slice")
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("self", "dim", "start", "end", "step")
     given = dict(zip(names, args, strict=False)) | kwargs
     base, dim = given["self"], given.get("dim", 0)
-    trace = current()
-    if not isinstance(base, TracedTensor):
-        assert trace is not None
-        base = trace.promote(base)
+    base = _traced(base)
     dim %= base.dim()
-    extents = dict(extents_of(base))
+    extents = extents_of(base)
     physical = bound_of(base, dim)
     start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
     if dim not in extents and not any(isinstance(v, torch.SymInt) for v in (start, end, step)):
@@ -130,6 +134,12 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     length = high.sub(low)  # type: ignore[attr-defined]
     if not at_most:
         length = length.sym_max(node_of(0))  # type: ignore[attr-defined]
+    return _part(base, dim, low, length)
+
+
+def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> torch.Tensor:
+    """A view of `length` elements from `low` on, which lie inside the size."""
+    physical = bound_of(base, dim)
     bound = int(min(physical, max(length.high, 0)))
     length = NumberNode(length.value, int, 0, bound, length.expr)
     first = low.value.astype(jnp.int32)
@@ -151,8 +161,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sizes[dim] = bound
     meta = torch.empty(sizes, dtype=base.dtype, device="meta")
     view = view_of(strip(base), ViewStep(forward, inverse), meta, base._frozen)
-    extents[dim] = length
-    return attach(view, extents)
+    return attach(view, extents_of(base) | {dim: length})
 
 
 @handles("split_with_sizes")
@@ -161,21 +170,21 @@ def _split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     dim = dim_of(args, kwargs, 2, 0)
     if dim not in extents_of(base) and not any(isinstance(s, torch.SymInt) for s in sizes):
         return rowwise(func, args, kwargs)
-    total = node_of(0)
-    parts, start = [], node_of(0)
-    for size in sizes:
-        end = start.add(node_of(size))  # type: ignore[attr-defined]
-        parts.append(
-            _slice(
-                aten.slice.Tensor, (base, dim, numbers.from_node(start), numbers.from_node(end)), {}
-            )
-        )
-        start = total = end
+    base = _traced(base)
+    lengths = [node_of(size) for size in sizes]
+    starts = [node_of(0)]
+    for node in lengths:
+        if node.low < 0:
+            message = "split_with_sizes expects split_sizes to have only non-negative entries"
+            raise_if(node.value < 0, RuntimeError(message))
+        starts.append(starts[-1].add(node))  # type: ignore[attr-defined]
     size = extents_of(base).get(dim, node_of(bound_of(base, dim)))
     require_equal(
-        total, size, "split_with_sizes expects split_sizes to sum exactly to the tensor's size"
+        starts[-1], size, "split_with_sizes expects split_sizes to sum exactly to the tensor's size"
     )
-    return parts
+    # Known to be equal from here on, so that joining the parts gives the size back.
+    lengths[-1] = size.sub(starts[-2])  # type: ignore[attr-defined]
+    return [_part(base, dim, low, length) for low, length in zip(starts[:-1], lengths, strict=True)]
 
 
 @handles("select")

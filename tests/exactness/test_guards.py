@@ -1,0 +1,131 @@
+"""What a program reads from outside (closures, globals, module arguments) may change afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport import PortError
+
+
+class Holder(nn.Module):
+    """A module that hides another in a list, and keeps a plain tensor."""
+
+    def __init__(self, hidden: nn.Module) -> None:
+        super().__init__()
+        self.hidden = [hidden]
+        self.offset = torch.ones(2)
+
+    def forward(self, x):
+        return self.hidden[0](x) + self.offset
+
+
+SCALE = torch.ones(2)
+
+
+def by_closure(net: nn.Module) -> Any:
+    return lambda x: net(x)
+
+
+def by_global(net: nn.Module) -> Any:
+    return lambda x: x * SCALE + net.weight[0].tolist()[0]
+
+
+def by_number(net: nn.Module) -> Any:
+    return lambda x: x * net.weight.sum().item() + float(net.weight.detach().numpy()[0, 0])
+
+
+WAYS = {"closure": by_closure, "global": by_global, "number": by_number, "hidden": Holder}
+
+
+def write_weight(net: nn.Linear) -> None:
+    with torch.no_grad():
+        net.weight.add_(1.0)
+
+
+def write_global(net: nn.Linear) -> None:
+    del net
+    SCALE.mul_(3.0)
+
+
+def rebind(net: nn.Linear) -> None:
+    net.weight = nn.Parameter(torch.full((2, 2), 5.0))
+
+
+CHANGES = [
+    ("closure", write_weight),
+    ("closure", rebind),
+    ("global", write_global),
+    ("global", write_weight),
+    ("number", write_weight),
+    ("hidden", write_weight),
+]
+
+
+@pytest.mark.parametrize(("way", "change"), CHANGES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_change_outside_is_seen(way: str, change: Any):
+    torch.manual_seed(0)
+    net, x = nn.Linear(2, 2), torch.ones(1, 2)
+    target = WAYS[way](net)
+    ported = tpuport.convert(target, verify=False)
+    before = tpuport.to_torch(ported(x))
+    ported(x)
+    assert not ported.report.retraces
+    change(net)
+    with torch.no_grad():
+        expected = target(x)
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), expected)
+    assert "outside" in str(ported.report.retraces[-1])
+
+
+def test_the_mode_of_a_module_outside_is_seen():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
+    ported = tpuport.convert(lambda x: net(x), verify=False)
+    x = torch.ones(8, 4)
+    assert (tpuport.to_torch(ported(x)) == 0).any()
+    net.eval()
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), net(x).detach())
+
+
+def test_a_module_as_an_argument():
+    net, x = nn.Linear(2, 2), torch.ones(1, 2)
+    ported = tpuport.convert(lambda m, x: m(x), verify=False)
+    for _ in range(2):
+        torch.testing.assert_close(tpuport.to_torch(ported(net, x)), net(x).detach())
+        write_weight(net)
+
+
+def test_a_change_before_every_call_is_refused():
+    net, x = nn.Linear(2, 2), torch.ones(1, 2)
+    ported = tpuport.convert(lambda x: net(x), verify=False)
+
+    def several(count: int) -> None:
+        for _ in range(count):
+            write_weight(net)
+            ported(x)
+
+    several(3)
+    ported(x)
+    several(3)
+    with pytest.raises(PortError, match="before each of the last calls") as caught:
+        several(1)
+    assert "convert the module that owns it" in caught.value.remedy
+
+
+def test_a_counter_on_a_module_outside_is_refused():
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    counting = Counting()
+    ported = tpuport.convert(lambda x: counting(x), verify=False)
+    with pytest.raises(PortError, match=r"the call sets Counting\.calls of a module"):
+        ported(torch.ones(2))
+    assert counting.calls == 0
+    assert "calls" not in counting.__dict__
