@@ -6,8 +6,7 @@ two results meet in `lax.cond`. An outcome that raises is a check: it is lifted 
 and raises at the caller when the condition holds.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ import torch
 from tpuport.model import numbers, structure
 from tpuport.model.locate import port_error, user_line
 from tpuport.model.merging import Forced, branch_leaf, leaf_meta, leaf_value, merge, number_kind
-from tpuport.model.number_node import NumberNode
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, wrap
 from tpuport.model.trace import current
@@ -47,14 +45,13 @@ def traced_cond(
     site = user_line()
     # A side may change a list or dict among its operands in place.
     snapshot = Snapshot([operands])
-    merged = merge(
-        trace,
-        value,
-        lambda: then(*operands),
-        lambda: orelse(*operands),
-        site=site,
-        snapshot=snapshot,
-    )
+
+    def side(function: Callable[..., Any]) -> Callable[[], Any]:
+        if trace.explorer is None:
+            return lambda: function(*operands)
+        return lambda: trace.explorer.run_inside("branch", lambda: function(*operands), [operands])
+
+    merged = merge(trace, value, side(then), side(orelse), site=site, snapshot=snapshot)
     if isinstance(merged, Forced):
         if trace.explorer is not None:
             trace.explorer.branches[site] = "lifted check"
@@ -137,25 +134,58 @@ def traced_while(
         ]
         return structure.rebuild(spec, made)
 
-    def step(values: Any) -> Any:
+    draws = trace.draws
+    drawn = False
+    failures = trace.error_code
+    initial_code = None if failures is None else failures.value
+
+    def inside(function: Callable[..., Any], values: Any) -> Any:
+        operands = unflatten(values)
+        if trace.explorer is None:
+            return function(*operands)
+        return trace.explorer.run_inside("loop", lambda: function(*operands), [operands])
+
+    def enter(counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
+        trace.draws = counts
+        if failures is not None and code is not None:
+            failures.set(code)
+
+    def holds(carried: Any) -> jax.Array:
+        values, counts, code = carried
+        enter(counts, code)
+        value = truth(inside(test, values))
+        drew = any(a is not b for a, b in zip(trace.draws, counts, strict=True))
+        if drew or (failures is not None and failures.value is not code):
+            raise port_error(
+                "the condition of a while loop on a traced value draws random numbers or checks"
+                " values",
+                code="TPU104",
+                remedy="do that in the body of the loop",
+            )
+        return value
+
+    def step(carried: Any) -> Any:
+        nonlocal drawn
+        values, counts, code = carried
+        enter(counts, code)
         with trace.recording() as effects:
-            out = body(*unflatten(values))
+            out = inside(body, values)
             found, out_spec = structure.flatten(tuple(out), leaf=branch_leaf)
-        if effects.before or out_spec.key != spec.key:
+        drawn = any(a is not b for a, b in zip(trace.draws, counts, strict=True))
+        written = [s for s, _, _ in effects.before.values() if s is not failures]
+        if written or out_spec.key != spec.key:
             raise port_error(
                 "a while loop on a traced value writes to tensors or changes Python values"
                 " that it does not carry",
                 code="TPU104",
                 remedy="loop a fixed number of times and select with torch.where",
             )
-        return [leaf_value(v, None).astype(i.dtype) for v, i in zip(found, values, strict=True)]
+        after = [leaf_value(v, None).astype(i.dtype) for v, i in zip(found, values, strict=True)]
+        counts = [jnp.asarray(count, jnp.int32) for count in trace.draws]
+        return after, counts, None if failures is None else failures.value
 
     initial = [leaf_value(leaf, None) for leaf in leaves]
-    final = jax.lax.while_loop(lambda v: truth(test(*unflatten(v))), step, initial)
+    counts = [jnp.asarray(count, jnp.int32) for count in draws]
+    final, counts, code = jax.lax.while_loop(holds, step, (initial, counts, initial_code))
+    enter(counts if drawn else draws, code)
     return unflatten(final)
-
-
-def bound(number: Any) -> float:
-    """The largest value that a traced number can have, or infinity."""
-    node = getattr(number, "node", None)
-    return node.high if isinstance(node, NumberNode) else math.inf

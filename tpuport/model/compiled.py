@@ -110,7 +110,7 @@ def _static_difference(was: Any, now: Any) -> str:
     return f"{was!r} -> {now!r}"
 
 
-def executable(closed: Any, shape: Any, example: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+def executable(closed: Any, shape: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
     """A jitted callable of (state, key, values).
 
     Large constants are arguments of it, not literals in it.
@@ -127,7 +127,6 @@ def executable(closed: Any, shape: Any, example: Any) -> tuple[Callable[..., Any
         program = jaxpr_as_fun(closed.replace(consts=all_consts))
         return jax.tree.unflatten(treedef, program(*flat))
 
-    del example
     return lambda state, key, values: run(big, state, key, values), big
 
 

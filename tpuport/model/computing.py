@@ -46,7 +46,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     value = _lower(func, info.lower, jax_args, jax_kwargs)
     result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
     if func._opname in _MARKS:
-        _mark(func, args, result)
+        _mark(func, args, kwargs, result)
     return result
 
 
@@ -59,13 +59,12 @@ _MARKS = {
     "argmin",
     "argsort",
     "sort",
-    "view",
     "clone",
     "_to_copy",
 }
 
 
-def _mark(func: Any, args: tuple[Any, ...], result: Any) -> None:
+def _mark(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Keep what is known of a result: which mask it negates, the range of an index."""
     source, name = args[0], func._opname
     if name in ("bitwise_not", "logical_not"):
@@ -85,10 +84,19 @@ def _mark(func: Any, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(source, TracedTensor):
             result._bounds = (0, 1) if source.dtype is torch.bool else source._bounds
     elif isinstance(source, torch.Tensor) and source.dim():
-        dim = args[2 if name == "topk" else 1] if len(args) > (2 if name == "topk" else 1) else -1
-        if isinstance(dim, int) and not isinstance(dim, bool):
-            indices = result[1] if isinstance(result, tuple) else result
-            indices._bounds = (0, torch.Tensor.size(source)[dim] - 1)
+        dim = _argument(func, "dim", args, kwargs)
+        size = torch.Tensor.numel(source) if dim is None else torch.Tensor.size(source)[dim]
+        indices = result[1] if isinstance(result, tuple) else result
+        indices._bounds = (0, size - 1)
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The value of one argument of an op, its default if it was not given."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else argument.default_value
+            return kwargs.get(name, given)
+    return None
 
 
 def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:

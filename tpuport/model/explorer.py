@@ -16,7 +16,7 @@ from tpuport.model.plan import Plan, Restart, Undecided
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.trace import Trace
 
-_MAX_PATHS = 64
+_MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 
 @dataclass(eq=False)
@@ -77,22 +77,26 @@ class Explorer:
             self.units.remove(unit)
             self.calls.pop()
 
+    def run_inside(self, kind: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run the body of a jax primitive, in which its branches have to be explored."""
+        depth = sum(name.startswith(f"<{kind}") for name in self.calls)
+        return self.run_module(f"<{kind} {depth}>", thunk, roots)
+
     def _explore(
         self, unit: Unit, thunk: Callable[[], Any], snapshot: Snapshot, path: tuple[bool, ...]
     ) -> Any:
-        keys = self.trace.keys
-        count = keys.count if keys is not None else 0
+        draws = self.trace.draws
         while True:
             unit.runs += 1
-            if unit.runs > _MAX_PATHS * 4 or len(path) > 12:
+            if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
                 raise port_error(
-                    f"{unit.name} branches on traced values along more than {_MAX_PATHS} paths",
+                    f"{unit.name} branches on traced values along too many paths (more than"
+                    f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs)",
                     code="TPU101",
                     remedy="use torch.where for the choice, or make the condition a Python value",
                 )
             snapshot.restore()
-            if keys is not None:
-                keys.count = count
+            self.trace.draws = draws
             unit.path, unit.position = path, 0
             self.units.append(self.units.pop(self.units.index(unit)))
             depth = len(self.calls)
@@ -101,8 +105,7 @@ class Explorer:
                     return thunk()
                 except Undecided as undecided:
                     del self.calls[depth:]
-                    if keys is not None:
-                        keys.count = count
+                    self.trace.draws = draws
                     for storage, value, _ in effects.before.values():
                         storage.set(value)
                     pending = undecided

@@ -24,9 +24,8 @@ from tpuport.model.values import grad_frozen, value_of, wrap_as
 _NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
 
 
-def _autocast(func: Any) -> bool:
+def _autocast() -> bool:
     """Whether torch's CPU autocast is on: then C++ must see the call, to cast its operands."""
-    del func
     return torch.is_autocast_enabled("cpu")
 
 
@@ -49,7 +48,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")
     bound = dict(zip(names, args, strict=False)) | kwargs
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
-    if not any_traced(trace, [x, weight, bias]) or _autocast(func):
+    if not any_traced(trace, [x, weight, bias]) or _autocast():
         return NotImplemented
     if extents_of(weight) or (x.dim() - 1) in extents_of(x):
         return NotImplemented
@@ -68,7 +67,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) != 2 or kwargs or not any_traced(trace, args) or _autocast(func):
+    if len(args) != 2 or kwargs or not any_traced(trace, args) or _autocast():
         return NotImplemented
     if not all(isinstance(a, torch.Tensor) for a in args):
         return NotImplemented
@@ -84,7 +83,7 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch.einsum, torch.functional.einsum)
 def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not args or not isinstance(args[0], str) or _autocast(func):
+    if not args or not isinstance(args[0], str) or _autocast():
         return NotImplemented
     operands = (
         list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
@@ -110,7 +109,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     if not any_traced(trace, [q, k, v, mask]):
         return NotImplemented
-    if _autocast(func):
+    if _autocast():
         dtype = torch.get_autocast_dtype("cpu")
         q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
     extents = {d: n for t in (q, k, v) for d, n in extents_of(t).items() if d < t.dim() - 2}

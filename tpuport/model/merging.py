@@ -38,6 +38,7 @@ class _Side:
     body: Body | None = None
     metas: list[Any] = field(default_factory=list)
     frozen: list[bool] = field(default_factory=list)
+    draws: list[Any] = field(default_factory=list)
 
 
 def merge(
@@ -57,21 +58,24 @@ def merge(
         PortError: the sides differ in structure, shape, dtype or Python values.
     """
     test = jnp.reshape(test, ()).astype(bool)
-    keys = trace.keys
-    count = keys.count if keys is not None else 0
+    draws = trace.draws
     sides = _discover_sides(trace, (then, orelse), snapshot)
+    trace.draws = draws
     forced = _lift_error(trace, test, sides, site)
     if forced is not None:
         return forced
     written = _written_union(sides)
     _check_sides(sides, site)
+    # After sides that draw differently often the number of draws depends on the side.
+    same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
+        sides[0].draws == sides[1].draws
+    )
 
-    def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], list[jax.Array]]]:
-        def body() -> tuple[list[jax.Array], list[jax.Array]]:
+    def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], ...]]:
+        def body() -> tuple[list[jax.Array], ...]:
             if snapshot is not None:
                 snapshot.restore()
-            if keys is not None:
-                keys.count = count
+            trace.draws = draws
             with trace.recording() as effects:
                 result = _with_changes(thunk(), snapshot)
                 leaves, _ = structure.flatten(result, leaf=branch_leaf)
@@ -79,11 +83,13 @@ def merge(
                 after = [s.value for s in written]
             for storage, value, _ in effects.before.values():
                 storage.value, storage.version = value, storage.version + 1
-            return values, after
+            counts = [] if same_draws else [jnp.asarray(c, jnp.int32) for c in trace.draws]
+            return values, after, counts
 
         return body
 
-    values, after = jax.lax.cond(test, run(then), run(orelse))
+    values, after, counts = jax.lax.cond(test, run(then), run(orelse))
+    trace.draws = sides[0].draws if same_draws else counts
     for storage, value in zip(written, after, strict=True):
         storage.set(value)
     return _rebuild_merged(trace, sides, values, snapshot)
@@ -92,15 +98,14 @@ def merge(
 def _discover_sides(
     trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
 ) -> list[_Side]:
-    keys = trace.keys
-    count = keys.count if keys is not None else 0
+    draws = trace.draws
     sides = []
     for thunk in thunks:
         if snapshot is not None:
             snapshot.restore()
-        if keys is not None:
-            keys.count = count
+        trace.draws = draws
         sides.append(_discover(trace, thunk, snapshot))
+        sides[-1].draws = trace.draws
     return sides
 
 

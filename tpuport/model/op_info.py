@@ -23,7 +23,6 @@ class OpInfo:
     view: Any
     special: Callable[..., Any] | None
     lower: Callable[..., Any] | None
-    returns_self: bool
     inplace_view: bool
     aliases: bool
 
@@ -81,7 +80,6 @@ def op_info(func: Any) -> OpInfo:
         view=VIEWS.get(func),
         special=special,
         lower=lower,
-        returns_self=bool(writes),
         inplace_view=torch.Tag.inplace_view in func.tags,
         aliases=any(r.alias_info is not None for r in func._schema.returns),
     )

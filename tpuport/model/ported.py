@@ -316,7 +316,7 @@ class PortedModel(PortedState):
         with self._precision_scope():
             closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, big = executable(closed, shape, (state, unused_key(), values))
+        run, big = executable(closed, shape)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, big, outcome, signature, list(state), baked)

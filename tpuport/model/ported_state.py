@@ -90,12 +90,6 @@ class PortedState:
     def _values(self) -> dict[str, Any]:
         return {**self.buffers, **self.params}
 
-    def to_torch_view(self) -> torch.nn.Module:
-        """`to_torch()` sharing the user's own parameter tensors where they have not been changed
-        since.
-        """
-        return self.to_torch()
-
     def to_torch(self) -> torch.nn.Module:
         """A plain PyTorch module with the current weights and buffers, of the user's own class
         (`save_pretrained` works).

@@ -125,7 +125,7 @@ class Program:
                 outcome = self._run(trace, request)
             finally:
                 self.dynamic = trace.dynamic
-        outcome.uses_key = keys is not None and (keys.count > 0 or bool(trace.generators))
+        outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 
     def _run(self, trace: Trace, request: Request) -> Outcome:

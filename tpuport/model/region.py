@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 
 from tpuport.model.tensor import Storage
-from tpuport.model.trace import Effects, Trace
+from tpuport.model.trace import Effects, KeyStream, Trace
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Body:
     numbers: list[Any] = field(default_factory=list)
     number_positions: list[int] = field(default_factory=list)
     counts: dict[int, Any] = field(default_factory=dict)
+    streams: list[KeyStream] = field(default_factory=list)
 
     def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the stretch.
@@ -50,6 +53,8 @@ class Body:
         self.number_positions = [i for i, node in enumerate(nodes) if node is not None]
         self.written = list(effects.before.values())
         values = [made.value for made in (*self.alive, *self.numbers)]
+        self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
+        values += [jnp.asarray(stream.count) for stream in self.streams]
         after = [s.value for s, _, _ in self.written]
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
@@ -65,7 +70,8 @@ class Body:
         storages, nodes = _made(effects)
         escaped = [storages[position] for position in first.positions]
         escaped += [nodes[position] for position in first.number_positions]
-        return [made.value for made in escaped if made is not None]
+        values = [made.value for made in escaped if made is not None]
+        return values + [jnp.asarray(stream.count) for stream in first.streams]
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
         """Give what escaped its values outside; returns what the stretch returned."""
@@ -73,8 +79,11 @@ class Body:
         for storage, value in zip(self.alive, values[:count], strict=True):
             storage.value = value
             storage.version += 1
-        for node, value in zip(self.numbers, values[count:], strict=True):
-            node.value = value
+        rest = iter(values[count:])
+        for node in self.numbers:
+            node.value = next(rest)
+        for stream in self.streams:
+            stream.count = next(rest)
         for (storage, _, _), value in zip(self.written, after, strict=True):
             storage.set(value)
         self.trace.mask_counts.update(self.counts)
@@ -100,7 +109,7 @@ def checkpoint(trace: Trace, thunk: Callable[[], Any], roots: list[Any], policy:
 
     def explored() -> Any:
         # A branch on a value that lives in here has to be explored in here.
-        return trace.explorer.run_module("<checkpoint>", thunk, roots)
+        return trace.explorer.run_inside("checkpoint", thunk, roots)
 
     body = Body(trace, thunk if trace.explorer is None else explored)
     values, after = jax.checkpoint(body.run, policy=policy)()

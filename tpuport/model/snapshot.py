@@ -104,7 +104,7 @@ class Snapshot:
                 )
                 found.append(None if same else list(target))
             else:
-                found.append(None if target == content else sorted(map(repr, target)))
+                found.append(None if target == content else set(target))
         return found
 
     def apply(self, changes: list[Any]) -> None:
@@ -118,5 +118,8 @@ class Snapshot:
                         target.pop(name[1], None)
                     else:
                         target[name] = value
-            elif kind == "list":
+            elif kind == "set":
+                target.clear()
+                target.update(change)
+            else:
                 target[:] = change

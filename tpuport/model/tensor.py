@@ -386,9 +386,3 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
             remedy="do this with torch operations, or after the ported call on its output",
         )
     return backend.to_torch(value, tensor.dtype)
-
-
-def is_alive_in(tensor: TracedTensor, trace: Any) -> bool:
-    """Whether `tensor` belongs to `trace` (or is concrete and can enter any trace)."""
-    owner = tensor._storage.trace
-    return owner is None or owner is trace

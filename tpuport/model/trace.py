@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +22,18 @@ _LOCAL = threading.local()
 
 @dataclass
 class KeyStream:
-    """Numbered keys from one base key: the n-th random op of a program folds n into the base."""
+    """Numbered keys from one base key: the n-th random op of a program folds n into the base.
+
+    `count` is traced after a branch or loop that draws a number of times that depends on data.
+    """
 
     base: jax.Array
-    count: int = 0
+    count: int | jax.Array = 0
+    used: bool = False
 
     def next(self) -> jax.Array:
         """A key never handed out before by this stream."""
+        self.used = True
         key = jax.random.fold_in(self.base, self.count)
         self.count += 1
         return key
@@ -142,6 +147,22 @@ class Trace:
             self.mask_counts = counts
 
     # -- randomness --------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> list[KeyStream]:
+        """The program's own stream of keys and those of generators among its arguments."""
+        own = [] if self.keys is None else [self.keys]
+        return own + list(self.generators.values())
+
+    @property
+    def draws(self) -> list[int | jax.Array]:
+        """How often each stream has been drawn from."""
+        return [stream.count for stream in self.streams]
+
+    @draws.setter
+    def draws(self, counts: Sequence[int | jax.Array]) -> None:
+        for stream, count in zip(self.streams, counts, strict=True):
+            stream.count = count
 
     def next_key(self, generator: torch.Generator | None) -> jax.Array:
         """The key for the next random op, from `generator`'s stream if it was an argument of the

@@ -135,7 +135,7 @@ class Verifier:
             modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
-                    module = eager_copy(self.ported.to_torch_view(), trainable=trainable)
+                    module = eager_copy(self.ported.to_torch(), trainable=trainable)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()

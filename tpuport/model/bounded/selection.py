@@ -138,13 +138,6 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, indices = args[0], list(args[1])
     expanded, node, dynamic = expand_masks(indices)
     positions = [d for d, item in enumerate(expanded) if item is not None]
-    if any(
-        d in extents_of(source) and expanded[d] is not None and not dynamic
-        for d in range(len(expanded))
-    ):
-        # static indices into a data-dependent dim: torch checks their range in eager, so do the
-        # real elements
-        pass
     bound = max(
         (
             torch.Tensor.size(expanded[d])[0] if expanded[d].dim() else 1
