@@ -80,7 +80,7 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     meta_kwargs = {k: _map(to_meta, v) for k, v in kwargs.items()}
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
-    if "device" in meta_kwargs:
+    if "device" in meta_kwargs or _is_factory(func, args):
         meta_kwargs["device"] = torch.device("meta")
     meta_args = [_map(to_meta, a) for a in args]
     try:
@@ -96,6 +96,15 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 cause=error,
             ) from error
         raise
+
+
+def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op makes a tensor from numbers alone: it would make a real one (and draw real
+    random numbers).
+    """
+    return not any(isinstance(a, torch.Tensor) for a in args) and any(
+        a.name == "device" for a in func._schema.arguments
+    )
 
 
 def to_meta(value: Any) -> Any:

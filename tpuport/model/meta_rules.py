@@ -28,6 +28,11 @@ _BOOLEAN = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
     "isnan", "isinf", "isfinite", "isposinf", "isneginf",
 }  # fmt: skip
+# What eager computes of bools, as bools.
+_OF_BOOLS = _BOOLEAN | {
+    "add", "mul", "where", "masked_fill", "fill", "bitwise_not", "bitwise_and", "bitwise_or",
+    "bitwise_xor", "maximum", "minimum",
+}  # fmt: skip
 
 
 _SAME = {
@@ -67,14 +72,27 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return None
         operands = args[1:] if name == "where" else (args[0], *args[2:])
     dtype = _common(operands)
-    if dtype is None or (name in _FLOATING and not dtype.is_floating_point):
-        return None
-    if name == "abs" and dtype.is_complex:
+    if dtype is None or not _takes(name, dtype, args):
         return None
     shape = _full_shape([a for a in args if isinstance(a, torch.Tensor)])
     if shape is None or (name in ("masked_fill", "fill") and shape != torch.Tensor.size(args[0])):
         return None
     return _made(shape, torch.bool if name in _BOOLEAN else dtype)
+
+
+def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
+    """Whether eager computes an op in a dtype; torch decides (and refuses) the rare ones."""
+    if dtype.is_floating_point:
+        taken = not name.startswith("bitwise")
+    elif dtype is torch.bool:
+        taken = name in _OF_BOOLS
+    else:
+        taken = not dtype.is_complex and name not in _FLOATING and name != "lerp"
+    if name in ("sub", "rsub"):
+        return taken and not any(isinstance(value, bool) for value in args)
+    if name == "clamp":
+        return taken and any(value is not None for value in args[1:])
+    return taken
 
 
 def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
@@ -157,12 +175,15 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         len(args) < 2 or torch.Tensor.size(args[1]) != torch.Tensor.size(source)
     ):
         return None
-    made = _made(torch.Tensor.size(source), source.dtype)
-    return (
-        (made, _made(torch.Tensor.size(source), torch.bool))
-        if func._opname == "native_dropout"
-        else made
-    )
+    if func._opname == "relu" and not _takes("relu", source.dtype, args):
+        return None
+    size = torch.Tensor.size(source)
+    made = _made(size, source.dtype)
+    if func._opname != "native_dropout":
+        return made
+    # Of nothing, torch makes the mask in the dtype of the values.
+    plain = source.dtype.is_floating_point and 0 not in size
+    return (made, _made(size, torch.bool)) if plain else None
 
 
 @rule("_to_copy")
@@ -364,7 +385,7 @@ def attention_meta(
         if mask.dtype not in (torch.bool, q.dtype):
             return None
         scores = (*sizes[0][:-1], sizes[1][-2])
-        if any(
+        if mask.dim() > len(scores) or any(
             a not in (1, b)
             for a, b in zip(reversed(torch.Tensor.size(mask)), reversed(scores), strict=False)
         ):

@@ -8,6 +8,7 @@ registers a function on tensors, for ops that write state.
 """
 
 from tpuport.model.lowerings._registry import LOWERINGS as LOWERINGS
+from tpuport.model.lowerings._registry import SAME as SAME
 from tpuport.model.lowerings._registry import SPECIALS as SPECIALS
 from tpuport.model.lowerings._registry import Lowering as Lowering
 from tpuport.model.lowerings._registry import find as find

@@ -79,6 +79,17 @@ def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
 
 
+def absolute(x: jax.Array) -> jax.Array:
+    """|x|, with torch's gradient: 0 at 0 (where jax has 1) and for nan."""
+    if jnp.iscomplexobj(x):
+        nonzero = x != 0
+        return jnp.where(nonzero, jnp.abs(jnp.where(nonzero, x, 1)), 0)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.abs(x)
+    sign = jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0)).astype(x.dtype)
+    return value_and_gradient(jnp.abs(x), x * sign)
+
+
 def lowest(dtype: Any) -> Any:
     """The smallest value of a dtype: -inf, False, or the least integer."""
     if dtype == jnp.bool_:

@@ -23,6 +23,9 @@ class Lowering:
     reason: str
 
 
+# What a lowering says that gives what torchax, or torch's decomposition, gives too.
+SAME = "as torchax, or torch's decomposition, computes it; one op stays one op"
+
 LOWERINGS: dict[Any, Lowering] = {}
 SPECIALS: dict[Any, Callable[..., Any]] = {}
 

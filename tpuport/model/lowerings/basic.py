@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend, numbers
-from tpuport.model.branching import truth
 from tpuport.model.decisions import concrete_number, decide
-from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings import SAME, lowering, special
 from tpuport.model.tensor import TracedTensor, wrap
 from tpuport.model.trace import current
 from tpuport.model.values import value_of, wrap_as
@@ -20,7 +19,7 @@ from tpuport.model.values import value_of, wrap_as
 aten = torch.ops.aten
 
 
-@lowering(aten.copy.default, reason="torchax copies without broadcasting to the target")
+@lowering(aten.copy.default, reason=SAME)
 def copy(target: jax.Array, source: jax.Array, non_blocking: bool = False) -> jax.Array:
     return jnp.broadcast_to(cast(source, target.dtype), target.shape)
 
@@ -45,12 +44,15 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(dtype)
 
 
-@lowering(aten._to_copy.default, reason="torchax moves between devices here")
+@lowering(
+    aten._to_copy.default,
+    reason="torchax converts floats beyond an integer type's limits as XLA does, not as C",
+)
 def to_copy(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
     return x if dtype is None else cast(x, backend.jax_dtype(dtype))
 
 
-@lowering(aten.clone.default, aten.contiguous.default, reason="torchax keeps no memory format")
+@lowering(aten.clone.default, reason=SAME)
 def clone(x: jax.Array, *, memory_format: Any = None) -> jax.Array:
     return x
 
@@ -60,22 +62,22 @@ def convert_element_type(x: jax.Array, dtype: torch.dtype) -> jax.Array:
     return cast(x, backend.jax_dtype(dtype))
 
 
-@lowering(aten.fill.Scalar, aten.fill.Tensor, reason="torchax fills in the value's dtype")
+@lowering(aten.fill.Scalar, aten.fill.Tensor, reason=SAME)
 def fill(x: jax.Array, value: Any) -> jax.Array:
     return jnp.broadcast_to(cast(jnp.asarray(value), x.dtype), x.shape)
 
 
-@lowering(aten.zero.default, aten.zeros_like.default, reason="torchax ignores dtype")
+@lowering(aten.zero.default, aten.zeros_like.default, reason=SAME)
 def zeros_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
     return jnp.zeros(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
 
 
-@lowering(aten.ones_like.default)
+@lowering(aten.ones_like.default, reason=SAME)
 def ones_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
     return jnp.ones(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
 
 
-@lowering(aten.full_like.default)
+@lowering(aten.full_like.default, reason=SAME)
 def full_like(
     x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **unused: Any
 ) -> jax.Array:
@@ -91,7 +93,7 @@ def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **unused: A
     )
 
 
-@lowering(aten.scalar_tensor.default)
+@lowering(aten.scalar_tensor.default, reason="torchax takes no traced value")
 def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
     value = jnp.asarray(value)
     return value if dtype is None else cast(value, backend.jax_dtype(dtype))
@@ -131,15 +133,10 @@ for _op in (
     special(_op)(_creation(_op))
 
 
-@lowering(aten.cat.default, reason="torchax does not skip torch's legacy 1-d empty tensors")
+@lowering(aten.cat.default, reason=SAME)
 def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
     kept = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or tensors[:1]
     return jnp.concatenate(kept, axis=dim)
-
-
-@lowering(aten._local_scalar_dense.default)
-def local_scalar_dense(x: jax.Array) -> Any:
-    raise NotImplementedError("handled before dispatch")
 
 
 @special(aten._local_scalar_dense.default)
@@ -149,12 +146,6 @@ def scalar_of(x: torch.Tensor) -> Any:
     if x.dtype.is_complex:
         kind = complex
     return concrete_number(value_of(x).reshape(()), kind)
-
-
-@special(aten.is_nonzero.default)
-def is_nonzero(x: torch.Tensor) -> bool:
-    """The truth of a tensor of one element that C++ asks for: a branch on its value."""
-    return decide(truth(x))
 
 
 @special(aten.equal.default)

@@ -13,9 +13,7 @@ aten = torch.ops.aten
 
 
 @lowering(
-    aten.convolution.default,
-    aten.convolution_overrideable.default,
-    reason="torchax mixes up the groups of a transposed convolution",
+    aten.convolution.default, reason="torchax mixes up the groups of a transposed convolution"
 )
 def _convolution(
     x: jax.Array,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings import SAME, lowering
 from tpuport.model.lowerings.reductions import vector_norm
 
 aten = torch.ops.aten
@@ -20,7 +20,6 @@ def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
 
 @lowering(
     aten._cdist_forward.default,
-    aten.cdist.default,
     reason="torchax's gradient between equal rows is nan; torch's is zero",
 )
 def _cdist(
@@ -35,7 +34,7 @@ def _cdist(
     return _between(a[..., :, None, :], b[..., None, :, :], p)
 
 
-@lowering(aten._euclidean_dist.default)
+@lowering(aten._euclidean_dist.default, reason=SAME)
 def _euclidean(a: jax.Array, b: jax.Array) -> jax.Array:
     """Distances by a product of matrices, as torch does for many rows.
 

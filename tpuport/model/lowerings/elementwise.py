@@ -13,6 +13,7 @@ from jax import lax
 from tpuport.model import backend
 from tpuport.model.lowerings import lowering
 from tpuport.model.lowerings._numeric import (
+    absolute,
     is_complex,
     is_float,
     is_low,
@@ -312,6 +313,11 @@ def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
+
+
+@lowering(aten.abs.default, reason="jnp.abs has gradient 1 at zero, torch 0")
+def _abs(x: jax.Array) -> jax.Array:
+    return absolute(x)
 
 
 @lowering(aten.neg.default, reason="torchax multiplies by -1, which unsigned integers cannot hold")

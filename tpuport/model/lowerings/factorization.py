@@ -9,7 +9,7 @@ import torch
 from jax import lax
 from jax.scipy import linalg as jsl
 
-from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings import SAME, lowering, special
 from tpuport.model.lowerings._numeric import value_and_gradient, wide
 from tpuport.model.trace import current
 from tpuport.model.values import grad_frozen, value_of, wrap_as
@@ -34,9 +34,31 @@ def _qr(x: jax.Array, mode: str = "reduced") -> tuple[jax.Array, jax.Array]:
     return q, r
 
 
-@lowering(aten.linalg_householder_product.default, reason="torchax fails on empty matrices")
+@lowering(
+    aten.linalg_householder_product.default,
+    reason="torchax fails on empty matrices; jax has no gradient of it",
+)
 def _householder_product(x: jax.Array, tau: jax.Array) -> jax.Array:
-    return lax.linalg.householder_product(x, tau) if x.size else x
+    """The first columns of the product of the reflections I - tau v v^H."""
+    if not x.size:
+        return x
+    value = lax.linalg.householder_product(lax.stop_gradient(x), lax.stop_gradient(tau))
+    return value_and_gradient(value, _reflected(x, tau))
+
+
+def _reflected(x: jax.Array, tau: jax.Array) -> jax.Array:
+    """The same, one reflection after another: jax can differentiate this form."""
+    rows, columns = x.shape[-2:]
+    eye = jnp.eye(rows, columns, dtype=x.dtype)
+    vectors = jnp.tril(x, -1) + eye
+
+    def reflect(q: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        vector, scale = one[0][..., None], one[1][..., None, None]
+        return q - scale * vector * (_adjoint(vector) @ q), None
+
+    count = tau.shape[-1]
+    steps = jnp.moveaxis(vectors[..., :count], -1, 0), jnp.moveaxis(tau, -1, 0)
+    return lax.scan(reflect, jnp.broadcast_to(eye, x.shape), steps, reverse=True)[0]
 
 
 @lowering(aten.ormqr.default)
@@ -49,7 +71,7 @@ def _ormqr(
         return other
     padding = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
     scales = [(0, 0)] * (tau.ndim - 1) + [(0, size - tau.shape[-1])]
-    q = lax.linalg.householder_product(jnp.pad(x, padding), jnp.pad(tau, scales))
+    q = _householder_product(jnp.pad(x, padding), jnp.pad(tau, scales))
     q = jnp.conj(jnp.swapaxes(q, -1, -2)) if transpose else q
     return q @ other if left else other @ q
 
@@ -61,7 +83,8 @@ def _eigh(x: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     lower = UPLO.upper() == "L"
     triangle = jnp.tril(x) if lower else jnp.triu(x)
     strict = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
-    whole = value_and_gradient(triangle + _adjoint(strict), x)
+    # The gradient is that of a symmetric input, as torch has it.
+    whole = value_and_gradient(triangle + _adjoint(strict), (x + _adjoint(x)) / 2)
     values, vectors = jnp.linalg.eigh(whole, symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros(0, x.dtype)
 
@@ -99,7 +122,7 @@ def _eig(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _eig_of(x)
 
 
-@lowering(aten._linalg_eigvals.default, aten.linalg_eigvals.default)
+@lowering(aten._linalg_eigvals.default)
 def _eigvals(x: jax.Array) -> jax.Array:
     return _eig(x)[0]
 
@@ -115,7 +138,7 @@ def _svd(
     return u, s, vh
 
 
-@lowering(aten.linalg_matrix_exp.default, reason="torchax fails on empty matrices")
+@lowering(aten.linalg_matrix_exp.default, reason=SAME)
 def _matrix_exp(x: jax.Array) -> jax.Array:
     return jsl.expm(wide(x)) if x.size else x
 

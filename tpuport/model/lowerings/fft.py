@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings import SAME, lowering
 
 aten = torch.ops.aten
 # ATen's normalization: 0 none, 1 by the square root of the number of elements, 2 by that number.
@@ -14,7 +14,7 @@ _FORWARD = ("backward", "ortho", "forward")
 _INVERSE = ("forward", "ortho", "backward")
 
 
-@lowering(aten._fft_c2c.default, reason="torchax's transform of more than three dims fails")
+@lowering(aten._fft_c2c.default, reason=SAME)
 def _complex_to_complex(
     x: jax.Array, dim: Sequence[int], normalization: int, forward: bool
 ) -> jax.Array:
@@ -26,7 +26,7 @@ def _complex_to_complex(
     return x
 
 
-@lowering(aten._fft_r2c.default, reason="torchax's transform of more than three dims fails")
+@lowering(aten._fft_r2c.default, reason=SAME)
 def _real_to_complex(
     x: jax.Array, dim: Sequence[int], normalization: int, onesided: bool
 ) -> jax.Array:

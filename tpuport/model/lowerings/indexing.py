@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.lowerings import lowering, special
+from tpuport.model.lowerings import SAME, lowering, special
 from tpuport.model.lowerings._numeric import lowest
 from tpuport.model.lowerings.basic import cast
 from tpuport.model.values import grad_frozen, value_of
@@ -112,7 +112,7 @@ def _index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> 
     return flat.at[_at(index.reshape(-1), dim, flat.ndim)].set(source).reshape(x.shape)
 
 
-@lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+@lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, reason=SAME)
 def _index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
     flat = x.reshape(x.shape or (1,))
     filled = flat.at[_at(index.reshape(-1), dim, flat.ndim)].set(cast(jnp.asarray(value), x.dtype))
@@ -174,7 +174,8 @@ def _embedding_bag(
         if mode == 1:
             out = out / jnp.maximum(size, 1)[:, None].astype(out.dtype)
         chosen = jnp.zeros(0, jnp.int32)
-    return out, bag, size, chosen
+    # With include_last_offset torch leaves a place more for the sizes than there are bags.
+    return out, bag, jnp.pad(size, (0, offsets.shape[0] - bags)), chosen
 
 
 def _largest(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings import SAME, lowering
 from tpuport.model.lowerings._numeric import is_low, value_and_gradient, wide
 
 aten = torch.ops.aten
@@ -91,12 +91,12 @@ def wide_outer(a: jax.Array, b: jax.Array) -> jax.Array:
     return a[:, None] * b
 
 
-@lowering(aten.mv.default, aten.mm.default, aten.bmm.default, aten.dot.default)
+@lowering(aten.mv.default, aten.mm.default, aten.bmm.default, aten.dot.default, reason=SAME)
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b)
 
 
-@lowering(aten.vdot.default)
+@lowering(aten.vdot.default, reason=SAME)
 def _vdot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(jnp.conj(a), b)
 
@@ -199,6 +199,9 @@ def _ldl_factor(x: jax.Array, **options: Any) -> Any:
     raise NotImplementedError(msg)
 
 
+_TRACED_SIZES = "torchax slices with traced sizes, which fails under jit"
+
+
 # -- LU --------------------------------------------------------------------------------------------
 
 
@@ -265,7 +268,7 @@ def _order_of(pivots: jax.Array, rows: int) -> jax.Array:
     return order
 
 
-@lowering(aten.linalg_lu.default, reason="torchax pivots under pivot=False")
+@lowering(aten.linalg_lu.default, reason=_TRACED_SIZES)
 def _linalg_lu(x: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
     if not pivot:
         return (jnp.zeros(0, x.dtype), *_triangles(_without_pivots(x)))
@@ -273,7 +276,7 @@ def _linalg_lu(x: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Arra
     return (_permutation_matrix(order, x.dtype), *_triangles(factors))
 
 
-@lowering(aten.lu_unpack.default, reason="torchax slices with traced sizes, which fails under jit")
+@lowering(aten.lu_unpack.default, reason=_TRACED_SIZES)
 def _lu_unpack(
     factors: jax.Array, pivots: jax.Array, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -92,7 +92,7 @@ def _ctc_loss(
         input_lengths: [N] steps that count.
         target_lengths: [N] classes that count.
         blank: the class that stands between labels.
-        zero_infinity: make the loss of an impossible target, and its gradient, zero.
+        zero_infinity: an impossible target has an infinite loss, but no gradient.
 
     Returns:
         [N] losses, and the forward variables [N, T, 2 S + 1], which only torch's own backward
@@ -127,7 +127,8 @@ def _ctc_loss(
     counted = (jnp.arange(steps)[:, None] < input_lengths)[..., None]
     loss = value_and_gradient(loss, loss + jnp.sum(jnp.where(counted, jnp.exp(logs), 0), (0, 2)))
     if zero_infinity:
-        loss = jnp.where(jnp.isinf(loss), 0.0, loss)
+        # The caller replaces the loss.
+        loss = value_and_gradient(loss, jnp.where(jnp.isinf(loss), 0.0, loss))
     alphas = jnp.moveaxis(jnp.concatenate([start[None], later]), 0, 1)
     return loss, lax.stop_gradient(alphas)
 

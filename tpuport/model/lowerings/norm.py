@@ -1,4 +1,4 @@
-"""Normalisation: batch norm with its running statistics, layer, group and RMS norm in float32."""
+"""Normalisation: batch norm with its running statistics, layer and group norm in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -137,16 +137,3 @@ def _native_group_norm(
     if bias is not None:
         out = out + _column(wide(bias), x.ndim)
     return out, mean[..., 0], inverse[..., 0]
-
-
-@lowering(aten._fused_rms_norm.default)
-def _fused_rms_norm(
-    x: jax.Array, shape: list[int], weight: jax.Array | None, eps: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Divide by the root mean square over the last `len(shape)` dims, in float32."""
-    axes = tuple(range(x.ndim - len(shape), x.ndim))
-    wider = wide(x)
-    epsilon = float(jnp.finfo(wider.dtype).eps) if eps is None else eps
-    inverse = lax.rsqrt(jnp.mean(jnp.square(wider), axes, keepdims=True) + epsilon)
-    out = wider * inverse
-    return out if weight is None else out * wide(weight), inverse

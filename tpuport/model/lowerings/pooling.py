@@ -195,7 +195,6 @@ def _max_unpool(
 
 
 @lowering(
-    aten.avg_pool1d.default,
     aten.avg_pool2d.default,
     aten.avg_pool3d.default,
     reason="torchax adds bfloat16 in bfloat16, and builds the divisor element by element in Python",
@@ -324,6 +323,11 @@ def _window_maxima(x: jax.Array, windows: list[tuple[Any, Any]]) -> tuple[jax.Ar
     )
     values, position = values.reshape(*lead, *outs, place), position.reshape(*lead, *outs, place)
     best = jnp.argmax(values, -1, keepdims=True)
+    if is_float(values):
+        # Of several nan torch takes the last, argmax the first.
+        nans = jnp.isnan(values)
+        last = place - 1 - jnp.argmax(nans[..., ::-1], -1, keepdims=True)
+        best = jnp.where(jnp.any(nans, -1, keepdims=True), last, best)
     picked = [jnp.take_along_axis(a, best, -1, mode="clip")[..., 0] for a in (values, position)]
     return picked[0], picked[1]
 

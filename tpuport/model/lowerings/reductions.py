@@ -12,8 +12,8 @@ import torch
 from jax import lax
 
 from tpuport.model import backend
-from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import at_least_1d, axes_of, is_float, wide
+from tpuport.model.lowerings import SAME, lowering
+from tpuport.model.lowerings._numeric import absolute, at_least_1d, axes_of, is_float, wide
 from tpuport.model.lowerings.basic import cast
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ def vector_norm(
     if ord == 2:
         square = x.real**2 + x.imag**2 if jnp.iscomplexobj(x) else x * x
         return _zero_safe_sqrt(jnp.sum(square, axes, keepdims=keepdim))
-    size = jnp.abs(x)
+    size = absolute(x)
     if math.isinf(ord):
         # The maximum of nothing is the norm of nothing, 0; its minimum is an error in torch.
         empty: dict[str, Any] = {"initial": 0.0} if ord > 0 else {}
@@ -222,7 +222,7 @@ def _argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.
     return at_least_1d(_best)(x, dim, keepdim and x.ndim > 0, False)
 
 
-@lowering(aten.aminmax.default)
+@lowering(aten.aminmax.default, reason=SAME)
 def _aminmax(
     x: jax.Array, *, dim: int | None = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -262,7 +262,9 @@ def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 # -- counts ----------------------------------------------------------------------------------------
 
 
-@lowering(aten.histc.default, reason="torchax counts values outside the range and returns integers")
+@lowering(
+    aten.histc.default, reason="torchax takes the range of the data only if both bounds are 0"
+)
 def _histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
     """Counts of `x` in equal bins over [min, max]; min == max means the range of the data."""
     x = wide(x).reshape(-1)
@@ -279,14 +281,9 @@ def _histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arr
     return jnp.zeros(bins, x.dtype).at[position].add(1, mode="drop")
 
 
-@lowering(
-    aten.any.dims,
-    aten.any.dim,
-    aten.any.default,
-    reason="torchax takes no list of dims on a 0-d tensor",
-)
+@lowering(aten.any.default, aten.any.dim, aten.any.dims, reason=SAME)
 def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
-    return jnp.any(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return cast(x, jnp.bool_) if dim == [] else jnp.any(x, axes_of(dim, x.ndim), keepdims=keepdim)
 
 
 @lowering(aten._is_all_true.default)
@@ -299,9 +296,9 @@ def _is_any_true(x: jax.Array) -> jax.Array:
     return jnp.any(x)
 
 
-@lowering(aten.all.dims, aten.all.dim, aten.all.default)
+@lowering(aten.all.default, aten.all.dim, aten.all.dims, reason=SAME)
 def _all(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
-    return jnp.all(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return cast(x, jnp.bool_) if dim == [] else jnp.all(x, axes_of(dim, x.ndim), keepdims=keepdim)
 
 
 @lowering(aten.amax.default, reason="torchax fails on a list of dims with keepdim of a 0-d tensor")

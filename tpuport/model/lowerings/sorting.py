@@ -43,13 +43,6 @@ def _sort(
     return _sorted(x, dim, descending)
 
 
-@lowering(aten.argsort.stable, aten.argsort.default, reason="as sort")
-def _argsort(
-    x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = False
-) -> jax.Array:
-    return _sorted(x, dim, descending)[1]
-
-
 @lowering(
     aten.topk.default,
     reason="torchax negates to find the smallest (wrong for bool, unsigned and nan)",

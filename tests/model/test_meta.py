@@ -1,0 +1,309 @@
+"""The fast rules for a result's metadata say what torch says, or nothing.
+
+Each rule gets operands that break its assumptions one at a time. Where it answers, sizes, strides
+and dtypes are those of the real result on the CPU; where eager PyTorch refuses, it must not answer.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tpuport.model import meta
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def f(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+POOL = (
+    f(3, 4), turned(f(3, 4)), f(4), f(3, 1), f(), f(1), f(0, 4), f(2, 3, 4), f(2, 3, 1, 1),
+    f(3, 1).expand(3, 4), f(6, 4)[::2], f(3, 4, dtype=BF16), f(dtype=BF16),
+    f(3, 4, dtype=torch.float16), f(3, 4, dtype=torch.int64), f(dtype=torch.int64),
+    f(3, 4, dtype=torch.int32), f(3, 4, dtype=torch.bool), f(3, 4, dtype=torch.uint8),
+    f(3, 4, dtype=torch.complex64), f(2, 3, 2, 2).to(memory_format=torch.channels_last),
+)  # fmt: skip
+NUMBERS = (2, 2.5, True)
+
+
+def described(result: Any) -> list[Any]:
+    """Size, stride and dtype of each tensor of a result."""
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [(tuple(r.shape), r.stride(), r.dtype) for r in results]
+
+
+def on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return made
+    return [on_meta(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def answered(rule: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Check one call; whether the rule gave an answer."""
+    try:
+        want = described(func(*args, **kwargs))
+    except (RuntimeError, IndexError, NotImplementedError):
+        want = None
+    got = rule(func, tuple(on_meta(a) for a in args), {k: on_meta(v) for k, v in kwargs.items()})
+    if got is None:
+        return False
+    shown = (
+        f"{func}({[described(a) if isinstance(a, torch.Tensor) else a for a in args]}, {kwargs})"
+    )
+    assert want is not None, f"eager refuses {shown}"
+    # Of low precision the CPU gives the statistics of a norm in another dtype than elsewhere.
+    compared = 1 if "norm" in func._opname else len(want)
+    assert described(got)[:compared] == want[:compared], shown
+    return True
+
+
+# -- pointwise -------------------------------------------------------------------------------------
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(aten, name)
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return [
+        op
+        for op in found
+        if torch.Tag.pointwise in op.tags
+        and not op._schema.is_mutable
+        and "Dimname" not in str(op._schema)
+        and all(a.has_default_value() for a in op._schema.arguments if a.kwarg_only)
+    ]
+
+
+def _operands(op: Any) -> Iterator[tuple[Any, ...]]:
+    """Positional arguments of every kind that the schema takes."""
+    kinds = []
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.has_default_value():
+            break
+        kinds.append(POOL if "Tensor" in str(argument.type) else NUMBERS)
+    if len(kinds) < 3:
+        yield from itertools.product(*kinds)
+        return
+    # All pairs beside one plain operand: the third power of them adds nothing.
+    for first, second in itertools.product(range(3), range(3)):
+        if first < second:
+            plain = [[k[0]] for k in kinds]
+            plain[first], plain[second] = list(kinds[first]), list(kinds[second])
+            yield from itertools.product(*plain)
+
+
+POINTWISE = sorted(meta._BOOLEAN | meta._SAME | meta._FLOATING)
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_pointwise(name):
+    ops = _overloads(name)
+    calls = [(op, args) for op in ops for args in _operands(op)]
+    done = sum(answered(meta._pointwise, op, args, {}) for op, args in calls)
+    assert done > 0 or not ops or name in ("log_sigmoid_forward", "clamp")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "plain"),
+    [
+        (aten.add.Tensor, (f(3, 4), f(4)), {"alpha": 2}, True),
+        (aten.add.Tensor, (f(3, dtype=torch.int64), f(3, dtype=torch.int64)), {"alpha": 2}, True),
+        (aten.div.Tensor_mode, (f(3, 4), f(4)), {"rounding_mode": "floor"}, True),
+        (aten.div.Tensor_mode, (POOL[14], POOL[14]), {"rounding_mode": "trunc"}, False),
+        (aten.gelu.default, (f(3, 4),), {"approximate": "tanh"}, True),
+        (aten.addcmul.default, (f(3, 4), f(4), f(3, 1)), {"value": 2.5}, True),
+        (aten.clamp.default, (f(3, 4), None, 1.5), {}, True),
+        (aten.clamp.default, (POOL[14], 0, 1.5), {}, False),
+        (aten.where.self, (POOL[17], f(), f(3, 4)), {}, True),
+        (aten.where.self, (POOL[17], f(), f(3, 1, dtype=BF16)), {}, False),
+        (aten.masked_fill.Scalar, (f(4), POOL[17], 2.5), {}, False),
+        (aten.lerp.Scalar, (f(3, 4), f(4), 0.3), {}, True),
+    ],
+    ids=str,
+)
+def test_pointwise_with_options(op, args, kwargs, plain):
+    assert answered(meta._pointwise, op, args, kwargs) is plain
+
+
+# -- rules by name ---------------------------------------------------------------------------------
+
+X, T = f(3, 4), turned(f(3, 4))
+IMAGE = f(2, 4, 5, 6)
+LAST = {"memory_format": torch.channels_last}
+_CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+RULES: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
+    "_softmax": [(aten._softmax.default, (x, -1, False), {}) for x in POOL],
+    "_log_softmax": [(aten._log_softmax.default, (x, 0, False), {}) for x in POOL],
+    "clone": [(aten.clone.default, (x,), {}) for x in POOL]
+    + [(aten.clone.default, (IMAGE,), LAST)],
+    "copy": [(aten.copy.default, (x, y), {}) for x in POOL for y in POOL],
+    "zeros_like": [(aten.zeros_like.default, (x,), k) for x in POOL for k in ({}, {"dtype": BF16})],
+    "ones_like": [(aten.ones_like.default, (x,), k) for x in POOL for k in ({}, {"dtype": BF16})],
+    "full_like": [(aten.full_like.default, (x, 2.5), {}) for x in POOL]
+    + [(aten.full_like.default, (IMAGE, 1), LAST)],
+    "relu": [(aten.relu.default, (x,), {}) for x in POOL],
+    "native_dropout": [(aten.native_dropout.default, (x, 0.5, True), {}) for x in POOL],
+    "_to_copy": [
+        (aten._to_copy.default, (x,), k)
+        for x in POOL
+        for k in ({}, {"dtype": BF16}, {"dtype": torch.int64})
+    ]
+    + [(aten._to_copy.default, (IMAGE,), LAST)],
+    "native_layer_norm": [
+        (aten.native_layer_norm.default, (x, [4], w, w, 1e-5), {})
+        for x in POOL
+        for w in (None, f(4), f(4, dtype=BF16), f(3))
+    ]
+    + [(aten.native_layer_norm.default, (f(2, 3, 4), [3, 4], f(3, 4), None, 1e-5), {})],
+    "native_group_norm": [
+        (
+            aten.native_group_norm.default,
+            (x, w, w, x.shape[0], x.shape[1], x[0, 0].numel(), g, 1e-5),
+            {},
+        )
+        for x in (IMAGE, X, IMAGE.bfloat16(), turned(IMAGE))
+        for w in (None, f(4), f(4, dtype=BF16))
+        for g in (2, 3)
+    ],
+    "mm": [
+        (aten.mm.default, (a, b), {})
+        for a in (X, T, f(3, 5), f(0, 4), X.bfloat16(), X.long())
+        for b in (f(4, 5), turned(f(4, 5)), f(4, 0), f(4, 5, dtype=BF16), POOL[14].mT)
+    ],
+    "bmm": [
+        (aten.bmm.default, (a, b), {})
+        for a in (f(2, 3, 4), turned(f(2, 3, 4)), f(1, 3, 4))
+        for b in (f(2, 4, 5), f(2, 4, 5, dtype=BF16), f(4, 5)[None])
+    ],
+    "addmm": [
+        (aten.addmm.default, (c, a, b), {})
+        for c in (f(5), f(3, 1), f(), f(3, 5), f(4), f(5, dtype=BF16), f(1, 3, 5))
+        for a in (X, T)
+        for b in (f(4, 5), f(3, 5))
+    ],
+    "mean": [
+        (aten.mean.dim, (x, d, k), {})
+        for x in POOL
+        for d in ([0], [-1], [0, 1], [], None, [2])
+        for k in (False, True)
+    ]
+    + [(aten.mean.dim, (X, [0]), {"dtype": BF16})],
+    "sum": [
+        (aten.sum.dim_IntList, (x, d, k), {})
+        for x in POOL
+        for d in ([0], [-1], [0, 1], [], None, [2], [0, 0], [-1, 1])
+        for k in (False, True)
+    ]
+    + [(aten.sum.default, (x,), {}) for x in POOL],
+    "amax": [
+        (aten.amax.default, (x, d, k), {})
+        for x in POOL
+        for d in ([0], [-1], [0, 1], [])
+        for k in (False, True)
+    ],
+    "amin": [
+        (aten.amin.default, (x, d, k), {})
+        for x in POOL
+        for d in ([0], [-1], [0, 1], [])
+        for k in (False, True)
+    ],
+    "cat": [(aten.cat.default, ([x, y], d), {}) for x in POOL for y in POOL for d in (0, -1, 1)]
+    + [(aten.cat.default, ([f(0), f(2, 3)], 0), {}), (aten.cat.default, ([f(0), f(0)],), {})],
+    "convolution": [
+        (aten.convolution.default, (x, w, c, *_CONV), {})
+        for x in (
+            IMAGE,
+            turned(IMAGE),
+            IMAGE.to(memory_format=torch.channels_last),
+            IMAGE[0],
+            IMAGE.bfloat16(),
+            f(0, 4, 5, 6),
+        )
+        for w in (f(6, 4, 3, 2), f(6, 3, 3, 2), f(6, 4, 9, 9), f(6, 4, 3, 2, dtype=BF16))
+        for c in (None, f(6), f(6, dtype=BF16))
+    ]
+    + [
+        (
+            aten.convolution.default,
+            (IMAGE, f(6, 2, 3, 2), None, [2], [1, 0], [1], False, [0], 2),
+            {},
+        ),
+        (
+            aten.convolution.default,
+            (IMAGE, f(4, 3, 3, 2), None, [2, 1], [0, 0], [1, 1], True, [0, 0], 1),
+            {},
+        ),
+    ],
+    "embedding": [
+        (aten.embedding.default, (w, i), {})
+        for w in (f(5, 3), turned(f(5, 3)), f(5, 3, dtype=BF16), f(5))
+        for i in (POOL[14], POOL[15], f(0, dtype=torch.int32), f(2), POOL[18])
+    ],
+}
+
+
+def test_every_rule_has_calls():
+    assert set(RULES) == set(meta.RULES)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rule(name):
+    done = [answered(meta.RULES[name], *one) for one in RULES[name]]
+    assert any(done), "the rule never answers"
+
+
+# -- functions lowered whole -----------------------------------------------------------------------
+
+
+def _agrees(found: Any, function: Callable[[], torch.Tensor]) -> bool:
+    if found is None:
+        return False
+    try:
+        want = function()
+    except RuntimeError as error:
+        raise AssertionError("eager refuses it") from error
+    assert described(found) == described(want)
+    return True
+
+
+def test_linear():
+    weights = (f(5, 4), turned(f(5, 4)), f(5, 3), f(4), f(5, 4, dtype=BF16))
+    done = 0
+    for x, w, b in itertools.product(POOL, weights, (None, f(5), f(1), f(), f(5, dtype=BF16))):
+        found = meta.linear_meta(on_meta(x), on_meta(w), on_meta(b))
+        done += _agrees(found, lambda x=x, w=w, b=b: F.linear(x, w, b))
+    assert done > 10
+
+
+def test_matmul():
+    others = (f(4, 5), turned(f(4, 5)), f(2, 4, 5), f(2, 1, 4, 5), f(3, 4, 5), f(4), f(4, 0))
+    done = 0
+    for a, b in itertools.product(POOL, (*others, f(4, 5, dtype=BF16))):
+        found = meta.matmul_meta(on_meta(a), on_meta(b))
+        done += _agrees(found, lambda a=a, b=b: torch.matmul(a, b))
+    assert done > 10
+
+
+def test_attention():
+    queries = (f(2, 3, 4, 8), f(3, 4, 8), f(4, 8), f(1, 3, 4, 8), f(2, 3, 4, 8, dtype=BF16))
+    keys = (f(2, 3, 5, 8), f(3, 5, 8), f(2, 3, 5, 6), f(2, 1, 5, 8))
+    masks = (None, f(4, 5, dtype=torch.bool), f(2, 3, 4, 5), f(1, 5), f(3, 3), f(4, 5, dtype=BF16))
+    done = 0
+    for q, k, mask in itertools.product(queries, keys, masks):
+        v = torch.ones(*k.shape[:-1], 7, dtype=k.dtype)
+        found = meta.attention_meta(on_meta(q), on_meta(k), on_meta(v), on_meta(mask), False)
+        done += _agrees(
+            found, lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(q, k, v, m)
+        )
+    assert done > 3
