@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tpuport.model import backend, dispatch, functions, lowerings
+from tpuport.model import backend, lowerings, modes, op_info  # noqa: F401  (modes fills FUNCTIONS)
+from tpuport.model.function_table import FUNCTIONS
 from tpuport.model.views import VIEWS
 
 PAGE = Path(__file__).with_name("coverage.md")
@@ -124,7 +125,7 @@ def answer(op: Any) -> str:
     if op in VIEWS or op is aten.as_strided.default or torch.Tag.inplace_view in op.tags:
         return VIEW
     if op._schema.is_mutable:
-        functional = dispatch._functional_of(op)
+        functional = op_info.functional_of(op)
         return NONE if functional is None else answer(functional)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return APART  # before the dispatch sees it
@@ -152,7 +153,7 @@ def function_of(name: str) -> Callable[..., Any] | None:
 def handled(name: str) -> bool:
     """Whether the call itself is handled, in any of the namespaces."""
     owners = (torch.nn.functional, torch, torch.Tensor)
-    return any(getattr(owner, name, None) in functions.FUNCTIONS for owner in owners)
+    return any(getattr(owner, name, None) in FUNCTIONS for owner in owners)
 
 
 def row(name: str, files: tuple[int, ...]) -> Row | None:

@@ -76,7 +76,7 @@ def while_loop(
     while True:
         again = test(*operands)
         if is_traced(again):
-            from tpuport.model.branching import traced_while
+            from tpuport.model.looping import traced_while
 
             return traced_while(test, body, operands)
         if not again:

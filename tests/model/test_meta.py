@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpuport.model import meta
+from tpuport.model import meta_rules
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -102,14 +102,14 @@ def _operands(op: Any) -> Iterator[tuple[Any, ...]]:
             yield from itertools.product(*plain)
 
 
-POINTWISE = sorted(meta._BOOLEAN | meta._SAME | meta._FLOATING)
+POINTWISE = sorted(meta_rules.BOOLEAN | meta_rules.SAME_DTYPE | meta_rules.FLOATING)
 
 
 @pytest.mark.parametrize("name", POINTWISE)
 def test_pointwise(name):
     ops = _overloads(name)
     calls = [(op, args) for op in ops for args in _operands(op)]
-    done = sum(answered(meta._pointwise, op, args, {}) for op, args in calls)
+    done = sum(answered(meta_rules.pointwise, op, args, {}) for op, args in calls)
     assert done > 0 or not ops or name in ("log_sigmoid_forward", "clamp")
 
 
@@ -132,7 +132,7 @@ def test_pointwise(name):
     ids=str,
 )
 def test_pointwise_with_options(op, args, kwargs, plain):
-    assert answered(meta._pointwise, op, args, kwargs) is plain
+    assert answered(meta_rules.pointwise, op, args, kwargs) is plain
 
 
 # -- rules by name ---------------------------------------------------------------------------------
@@ -254,12 +254,12 @@ RULES: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def test_every_rule_has_calls():
-    assert set(RULES) == set(meta.RULES)
+    assert set(RULES) == set(meta_rules.RULES)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_rule(name):
-    done = [answered(meta.RULES[name], *one) for one in RULES[name]]
+    done = [answered(meta_rules.RULES[name], *one) for one in RULES[name]]
     assert any(done), "the rule never answers"
 
 
@@ -281,7 +281,7 @@ def test_linear():
     weights = (f(5, 4), turned(f(5, 4)), f(5, 3), f(4), f(5, 4, dtype=BF16))
     done = 0
     for x, w, b in itertools.product(POOL, weights, (None, f(5), f(1), f(), f(5, dtype=BF16))):
-        found = meta.linear_meta(on_meta(x), on_meta(w), on_meta(b))
+        found = meta_rules.linear_meta(on_meta(x), on_meta(w), on_meta(b))
         done += _agrees(found, lambda x=x, w=w, b=b: F.linear(x, w, b))
     assert done > 10
 
@@ -290,7 +290,7 @@ def test_matmul():
     others = (f(4, 5), turned(f(4, 5)), f(2, 4, 5), f(2, 1, 4, 5), f(3, 4, 5), f(4), f(4, 0))
     done = 0
     for a, b in itertools.product(POOL, (*others, f(4, 5, dtype=BF16))):
-        found = meta.matmul_meta(on_meta(a), on_meta(b))
+        found = meta_rules.matmul_meta(on_meta(a), on_meta(b))
         done += _agrees(found, lambda a=a, b=b: torch.matmul(a, b))
     assert done > 10
 
@@ -302,7 +302,7 @@ def test_attention():
     done = 0
     for q, k, mask in itertools.product(queries, keys, masks):
         v = torch.ones(*k.shape[:-1], 7, dtype=k.dtype)
-        found = meta.attention_meta(on_meta(q), on_meta(k), on_meta(v), on_meta(mask), False)
+        found = meta_rules.attention_meta(on_meta(q), on_meta(k), on_meta(v), on_meta(mask), False)
         done += _agrees(
             found, lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(q, k, v, m)
         )

@@ -145,7 +145,8 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for name in ("traced_cond", "traced_while", "traced_check", "traced_number"):
         setattr(module, name, stand_in(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("tpuport.model.branching", "tpuport.model.looping"):
+        monkeypatch.setitem(sys.modules, name, module)
     return calls
 
 

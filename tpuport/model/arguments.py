@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import torch
 
-from tpuport.errors import UsageError
+from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, numbers, structure
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 
@@ -198,8 +199,53 @@ def _fill_object(target: Any, node: Any, build: Callable[[Any], Any]) -> None:
         object.__setattr__(target, name, build(part))
 
 
-def from_program(value: jax.Array, meta: Any) -> Any:
+@dataclass(frozen=True)
+class Unsized:
+    """A result whose size depends on data: the program gives it padded, with its sizes."""
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+    def trimmed(self, value: tuple[jax.Array, list[Any]]) -> jax.Array:
+        """The array of its real size.
+
+        Raises:
+            PortError: the sizes are not known, inside a transformation of the caller's.
+        """
+        array, sizes = value
+        if any(isinstance(size, (jax.core.Tracer, jax.ShapeDtypeStruct)) for size in sizes):
+            raise unsized("an output of the call")
+        for dim, size in zip(self.dims, sizes, strict=True):
+            array = jax.lax.slice_in_dim(array, 0, int(size), axis=dim)
+        return array
+
+
+def unsized(what: str) -> PortError:
+    """The refusal of a tensor that leaves a compiled program with a size that depends on data."""
+    return PortError(
+        f"{what} has a size that depends on data; compiled programs have static sizes",
+        code="TPU203",
+        remedy=(
+            "return it at full size together with the mask, or call the ported model itself"
+            " (ported(...)), which trims its outputs"
+        ),
+    )
+
+
+def static_leaves(values: list[Any], metas: list[Any]) -> list[Any]:
+    """Results as arrays of static size.
+
+    Raises:
+        PortError: the size of one depends on data that is not known.
+    """
+    pairs = zip(values, metas, strict=True)
+    return [m.trimmed(v) if isinstance(m, Unsized) else v for v, m in pairs]
+
+
+def from_program(value: Any, meta: Any) -> Any:
     """A result of a program as the torch tensor or Python number that it is."""
+    if isinstance(meta, Unsized):
+        return wrap(meta.trimmed(value), meta.dtype)
     if isinstance(meta, type):
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)

@@ -6,7 +6,7 @@ two results meet in `lax.cond`. An outcome that raises is a check: it is lifted 
 and raises at the caller when the condition holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,11 +14,11 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
-from tpuport.model import numbers, structure
-from tpuport.model.locate import port_error, user_line
-from tpuport.model.merging import Forced, branch_leaf, leaf_meta, leaf_value, merge, number_kind
+from tpuport.model import numbers
+from tpuport.model.locate import user_line
+from tpuport.model.merging import Forced, merge
 from tpuport.model.snapshot import Snapshot
-from tpuport.model.tensor import TracedTensor, wrap
+from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import current
 from tpuport.model.values import value_of
 
@@ -109,83 +109,3 @@ def traced_number(tensor: Any, kind: type) -> Any:
         return torch.sym_int(number)
     node = number.node
     return numbers.number(node.value != 0, bool)
-
-
-def traced_while(
-    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
-) -> Any:
-    """`while test(*operands): operands = body(*operands)` on the device.
-
-    Raises:
-        PortError: an operand changes its shape, dtype or Python value in the body, or the body
-            writes to other tensors.
-    """
-    trace = current()
-    assert trace is not None
-    leaves, spec = structure.flatten(operands, leaf=branch_leaf)
-    metas = [leaf_meta(leaf) for leaf in leaves]
-
-    def unflatten(values: Any) -> Any:
-        made = [
-            wrap(v, m.dtype, trace=trace)
-            if isinstance(m, torch.Tensor)
-            else numbers.number(v, number_kind(m))
-            for v, m in zip(values, metas, strict=True)
-        ]
-        return structure.rebuild(spec, made)
-
-    draws = trace.draws
-    drawn = False
-    failures = trace.error_code
-    initial_code = None if failures is None else failures.value
-
-    def inside(function: Callable[..., Any], values: Any) -> Any:
-        operands = unflatten(values)
-        if trace.explorer is None:
-            return function(*operands)
-        return trace.explorer.run_inside("loop", lambda: function(*operands), [operands])
-
-    def enter(counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
-        trace.draws = counts
-        if failures is not None and code is not None:
-            failures.set(code)
-
-    def holds(carried: Any) -> jax.Array:
-        values, counts, code = carried
-        enter(counts, code)
-        value = truth(inside(test, values))
-        drew = any(a is not b for a, b in zip(trace.draws, counts, strict=True))
-        if drew or (failures is not None and failures.value is not code):
-            raise port_error(
-                "the condition of a while loop on a traced value draws random numbers or checks"
-                " values",
-                code="TPU104",
-                remedy="do that in the body of the loop",
-            )
-        return value
-
-    def step(carried: Any) -> Any:
-        nonlocal drawn
-        values, counts, code = carried
-        enter(counts, code)
-        with trace.recording() as effects:
-            out = inside(body, values)
-            found, out_spec = structure.flatten(tuple(out), leaf=branch_leaf)
-        drawn = any(a is not b for a, b in zip(trace.draws, counts, strict=True))
-        written = [s for s, _, _ in effects.before.values() if s is not failures]
-        if written or out_spec.key != spec.key:
-            raise port_error(
-                "a while loop on a traced value writes to tensors or changes Python values"
-                " that it does not carry",
-                code="TPU104",
-                remedy="loop a fixed number of times and select with torch.where",
-            )
-        after = [leaf_value(v, None).astype(i.dtype) for v, i in zip(found, values, strict=True)]
-        counts = [jnp.asarray(count, jnp.int32) for count in trace.draws]
-        return after, counts, None if failures is None else failures.value
-
-    initial = [leaf_value(leaf, None) for leaf in leaves]
-    counts = [jnp.asarray(count, jnp.int32) for count in draws]
-    final, counts, code = jax.lax.while_loop(holds, step, (initial, counts, initial_code))
-    enter(counts if drawn else draws, code)
-    return unflatten(final)

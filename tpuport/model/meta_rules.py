@@ -24,18 +24,18 @@ def _plain(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_contiguous()
 
 
-_BOOLEAN = {
+BOOLEAN = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
     "isnan", "isinf", "isfinite", "isposinf", "isneginf",
 }  # fmt: skip
 # What eager computes of bools, as bools.
-_OF_BOOLS = _BOOLEAN | {
+_OF_BOOLS = BOOLEAN | {
     "add", "mul", "where", "masked_fill", "fill", "bitwise_not", "bitwise_and", "bitwise_or",
     "bitwise_xor", "maximum", "minimum",
 }  # fmt: skip
 
 
-_SAME = {
+SAME_DTYPE = {
     "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "clamp_min", "clamp_max", "maximum",
     "minimum", "pow", "where", "masked_fill", "fill", "bitwise_not", "bitwise_and", "bitwise_or",
     "bitwise_xor", "relu", "addcmul", "addcdiv", "lerp", "square", "round", "floor", "ceil",
@@ -43,7 +43,7 @@ _SAME = {
 }  # fmt: skip
 
 
-_FLOATING = {
+FLOATING = {
     "div", "exp", "exp2", "expm1", "log", "log1p", "log2", "sin", "cos", "tan", "tanh", "sinh",
     "cosh", "sigmoid", "sqrt", "rsqrt", "reciprocal", "erf", "erfc", "gelu", "silu", "elu",
     "softplus", "leaky_relu", "hardtanh", "hardswish", "hardsigmoid", "mish", "log_sigmoid_forward",
@@ -62,7 +62,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ):
         return None
     if name == "log_sigmoid_forward" or (
-        name not in _BOOLEAN and name not in _SAME and name not in _FLOATING
+        name not in BOOLEAN and name not in SAME_DTYPE and name not in FLOATING
     ):
         return None
     operands = args
@@ -77,7 +77,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = _full_shape([a for a in args if isinstance(a, torch.Tensor)])
     if shape is None or (name in ("masked_fill", "fill") and shape != torch.Tensor.size(args[0])):
         return None
-    return _made(shape, torch.bool if name in _BOOLEAN else dtype)
+    return _made(shape, torch.bool if name in BOOLEAN else dtype)
 
 
 def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
@@ -87,7 +87,7 @@ def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
     elif dtype is torch.bool:
         taken = name in _OF_BOOLS
     else:
-        taken = not dtype.is_complex and name not in _FLOATING and name != "lerp"
+        taken = not dtype.is_complex and name not in FLOATING and name != "lerp"
     if name in ("sub", "rsub"):
         return taken and not any(isinstance(value, bool) for value in args)
     if name == "clamp":

@@ -6,7 +6,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpuport.model import functions, functions_numeric, functions_products, functions_rnn, numbers  # noqa: F401  (they register themselves)
+from tpuport.model import (  # noqa: F401  (the modules of functions register themselves)
+    functions,
+    functions_numeric,
+    functions_products,
+    functions_rnn,
+    functions_sizes,
+    numbers,
+)
 from tpuport.model.dispatch import dispatch
 from tpuport.model.function_table import FUNCTIONS
 from tpuport.model.op_info import op_info

@@ -233,7 +233,8 @@ class PortedModel(PortedState):
                 i: a for i, a in enumerate(arrays) if not isinstance(a, jax.core.Tracer)
             }
             outcome = self._program.trace(request)
-        out = structure.rebuild(outcome.out_spec, outcome.out_leaves)
+        leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
+        out = structure.rebuild(outcome.out_spec, leaves)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
 
@@ -358,7 +359,8 @@ class PortedModel(PortedState):
             return held["outcome"].out_leaves
 
         out = jax.eval_shape(pure, self._values(), unused_key(), shapes)
-        return structure.rebuild(held["outcome"].out_spec, out)
+        leaves = arguments.static_leaves(out, held["outcome"].out_metas)
+        return structure.rebuild(held["outcome"].out_spec, leaves)
 
     def _note_retrace(self, signature: Signature, outside: str | None = None) -> None:
         earlier = [s for s in self._cache if s.method == signature.method]

@@ -16,7 +16,8 @@ import torch
 
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
-from tpuport.model.arguments import Watch, program_leaf
+from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
+from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
 from tpuport.model.locate import is_inside, port_error
 from tpuport.model.plan import Plan, Restart
@@ -214,6 +215,8 @@ class Program:
         if module is not None and before is not None:
             after = state_tree(module)
             for name, leaf in after.leaves.items():
+                if extents_of(leaf):
+                    raise unsized(f"the state {name!r} that the call leaves")
                 if isinstance(leaf, numbers.SYMBOLIC):
                     outcome.state[name] = numbers.node_value(leaf)
                 elif (
@@ -259,12 +262,25 @@ def _needs_number(error: Exception) -> PortError:
     )
 
 
-def _program_leaves(leaves: list[Any]) -> tuple[list[jax.Array], list[Any]]:
-    """The array of each result, and its meta tensor (or which kind of number it is)."""
-    numeric = [isinstance(v, numbers.SYMBOLIC) for v in leaves]
-    pairs = list(zip(leaves, numeric, strict=True))
-    arrays = [numbers.node_value(v) if number else value_of(v) for v, number in pairs]
-    return arrays, [type(v) if number else meta_of(v) for v, number in pairs]
+def _program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The array of each result, and its meta tensor (or which kind of number it is).
+
+    For one whose size depends on data, the padded array with its sizes, and an `Unsized`.
+    """
+    values: list[Any] = []
+    metas: list[Any] = []
+    for leaf in leaves:
+        extents = extents_of(leaf)
+        if isinstance(leaf, numbers.SYMBOLIC):
+            values.append(numbers.node_value(leaf))
+            metas.append(type(leaf))
+        elif extents:
+            values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
+            metas.append(Unsized(meta_of(leaf).dtype, tuple(extents)))
+        else:
+            values.append(value_of(leaf))
+            metas.append(meta_of(leaf))
+    return values, metas
 
 
 def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:

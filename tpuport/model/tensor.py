@@ -208,6 +208,15 @@ class TracedTensor(backend.TorchaxTensor):
 
     nelement = numel
 
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """`expand` to another tensor's sizes, of which C++ would see the padded ones.
+
+        A method, because torch's own Python functions call it where no mode sees it.
+        """
+        if self._extents is None and getattr(other, "_extents", None) is None:
+            return torch.Tensor.expand_as(self, other)
+        return self.expand(other.shape)
+
     def __len__(self) -> int:
         if self._extents and 0 in self._extents:
             return int(self._logical()[0])

@@ -8,6 +8,8 @@ import jax
 import torch
 
 from tpuport.model import structure
+from tpuport.model.arguments import unsized
+from tpuport.model.bounded.extents import extents_of
 from tpuport.model.locate import port_error
 from tpuport.model.region import Body
 from tpuport.model.snapshot import Snapshot
@@ -143,6 +145,8 @@ class _Call:
             else:
                 out = cls.forward(context, *given)
         leaves, self.spec = structure.flatten(out)
+        if any(extents_of(leaf) for leaf in leaves):
+            raise unsized(f"an output of {cls.__name__}.forward")
         self.metas = [meta_of(leaf) for leaf in leaves]
         self.frozen = [
             id(leaf) in context.constant or not leaf.dtype.is_floating_point for leaf in leaves
@@ -178,6 +182,8 @@ def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[tor
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     trace = current()
     assert trace is not None
+    if any(extents_of(a) for a in args):
+        raise unsized(f"an argument of {cls.__name__}.apply")
     call = _Call(trace, cls, args)
     primal = jax.custom_vjp(lambda values: call.forward(values)[0])
     primal.defvjp(call.fwd, call.bwd)

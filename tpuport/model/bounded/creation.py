@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import backend
-from tpuport.model.bounded.extents import attach, node_of, refuse, strip, wrap_now
+from tpuport.model.bounded.extents import (
+    Extents,
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    refuse,
+    require_equal,
+    strip,
+    wrap_now,
+)
 from tpuport.model.bounded.handlers import handles, run
 from tpuport.model.number_node import NumberNode
 from tpuport.model.tensor import TracedTensor
@@ -60,3 +70,36 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.get("dtype") or torch.int64
     made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
     return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})
+
+
+@handles("expand")
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat dims of size 1, to sizes that may depend on data."""
+    base, sizes = args[0], list(args[1])
+    lead = len(sizes) - base.dim()
+    extents: Extents = {}
+    physical: list[int] = []
+    for dim, size in enumerate(sizes):
+        own = extents_of(base).get(dim - lead)
+        if own is None and not isinstance(size, torch.SymInt):
+            physical.append(size)
+            continue
+        message = f"expand: dim {dim} has another size and is not 1"
+        if own is not None:
+            # C++ functions made of others pass the padded size that they read.
+            if isinstance(size, torch.SymInt) or size not in (-1, bound_of(base, dim - lead)):
+                require_equal(own, node_of(size), message)
+            extents[dim] = own
+            physical.append(-1)
+        elif dim >= lead and bound_of(base, dim - lead) != 1:
+            require_equal(node_of(bound_of(base, dim - lead)), size.node, message)
+            physical.append(-1)
+        else:
+            if size.node.high == math.inf:
+                raise refuse(func, " without an upper bound")
+            extents[dim] = size.node
+            physical.append(int(size.node.high))
+    result = run(func, (strip(base), physical), {})
+    if not isinstance(result, TracedTensor):
+        result = wrap_now(value_of(result), result.dtype)
+    return attach(result, extents)

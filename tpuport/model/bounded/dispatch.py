@@ -42,8 +42,8 @@ _POINTWISE |= {
 _ROWWISE = {
     "native_layer_norm", "_fused_rms_norm", "embedding", "cumsum", "cumprod", "_softmax",
     "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
-    "expand", "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
-    "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat", "upsample_nearest1d",
+    "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
+    "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
     "view_as_real", "view_as_complex", "_conj",
 }  # fmt: skip
 

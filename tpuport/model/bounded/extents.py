@@ -101,8 +101,9 @@ def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.
 
 def refuse(func: Any, why: str = "") -> Exception:
     """The error for an op that is not known to keep the real elements exact."""
+    name = getattr(func, "_opname", None) or getattr(func, "__name__", func)
     return port_error(
-        f"{getattr(func, '_opname', func)} on a tensor whose size depends on data{why}",
+        f"{name} on a tensor whose size depends on data{why}",
         code="TPU203",
         remedy=(
             "keep the full size and select with torch.where, or reduce the selected elements with"

@@ -7,9 +7,14 @@ import torch
 from tpuport.model import numbers
 from tpuport.model.bounded.contractions import masked_contraction
 from tpuport.model.bounded.extents import attach, bound_of, extents_of, refuse
-from tpuport.model.bounded.handlers import dim_of, run, tensors_of
+from tpuport.model.bounded.handlers import dim_of, handles, run, tensors_of
 from tpuport.model.number_node import Linear, NumberNode
 from tpuport.model.values import map_tensors
+
+
+def _traced_sizes(args: tuple[Any, ...]) -> list[torch.SymInt]:
+    listed = [item for a in args for item in (a if isinstance(a, (list, tuple)) else [a])]
+    return [item for item in listed if isinstance(item, torch.SymInt)]
 
 
 def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -17,8 +22,10 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Which dim it becomes is asked of torch itself.
     """
-    args = tuple(physical_sizes(a, args) for a in args)
     exprs = {node.expr: node for t in tensors_of(args, kwargs) for node in extents_of(t).values()}
+    if any(size.node.expr not in exprs for size in _traced_sizes(args)):
+        raise refuse(func, ", with another size that does")
+    args = tuple(physical_sizes(a, args) for a in args)
     _refuse_mixing(func, args, kwargs)
     args = masked_contraction(func, args)
     result = run(func, args, kwargs)
@@ -155,3 +162,18 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             name == "repeat" and any(args[1][len(args[1]) - first.dim() + d] != 1 for d in extents)
         ):
             raise refuse(func, " along that dim")
+
+
+@handles("upsample_nearest1d")
+def _upsample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Interpolation along the last dim, of which the size is static."""
+    if any(dim >= 2 for dim in extents_of(args[0])):
+        raise refuse(func, " along that dim")
+    return rowwise(func, args, kwargs)
+
+
+@handles("equal")
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(map(extents_of, args)):
+        raise refuse(func)
+    return NotImplemented

@@ -17,7 +17,13 @@ from tpuport.model.bounded.extents import (
     wrap_now,
 )
 from tpuport.model.bounded.handlers import handles, run
-from tpuport.model.bounded.selection import cut_to, expand_masks, traced_mask, true_count
+from tpuport.model.bounded.selection import (
+    cut_to,
+    expand_masks,
+    from_front,
+    traced_mask,
+    true_count,
+)
 from tpuport.model.decisions import raise_if
 from tpuport.model.number_node import NumberNode
 from tpuport.model.tensor import meta_of
@@ -33,7 +39,7 @@ def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Rows past the count write nothing.
     """
-    target, indices, values = args[0], list(args[1]), args[2]
+    target, indices, values = args[0], from_front(args[0], list(args[1])), args[2]
     accumulate = bool(args[3]) if len(args) > 3 else bool(kwargs.get("accumulate", False))
     masks = [i for i in indices if i is not None]
     if (

@@ -19,6 +19,7 @@ from tpuport.model.bounded.extents import (
 )
 from tpuport.model.bounded.handlers import handles, run
 from tpuport.model.bounded.joining import compacted
+from tpuport.model.decisions import raise_if
 from tpuport.model.number_node import Linear, NumberNode
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import current
@@ -132,10 +133,35 @@ def expand_masks(indices: list[Any]) -> tuple[list[Any], NumberNode | None, bool
     return out, node, node is not None
 
 
+def from_front(source: Any, indices: list[Any]) -> list[Any]:
+    """Index tensors into dims whose size depends on data, counted from the front.
+
+    A negative index counts from the real end; one past it fails the program, as in eager.
+    """
+    out: list[Any] = []
+    dim = 0
+    for item in indices:
+        is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
+        size = extents_of(source).get(dim)
+        dim += item.dim() if is_mask else 1
+        if size is None or is_mask or not isinstance(item, torch.Tensor):
+            out.append(item)
+            continue
+        given = value_of(strip(item))
+        outside = (given >= size.value) | (given < -size.value)
+        if extents_of(item):
+            outside &= value_of(valid(extents_of(item)[0], given.shape[0]))
+        message = f"index is out of bounds for dimension {dim - 1}, whose size depends on data"
+        raise_if(jnp.any(outside), IndexError(message))
+        found = wrap_now(jnp.where(given < 0, given + size.value, given), item.dtype)
+        out.append(attach(found, dict(extents_of(item))) if extents_of(item) else found)
+    return out
+
+
 @handles("index")
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x[indices]` with masks or index tensors of data-dependent length."""
-    source, indices = args[0], list(args[1])
+    source, indices = args[0], from_front(args[0], list(args[1]))
     expanded, node, dynamic = expand_masks(indices)
     positions = [d for d, item in enumerate(expanded) if item is not None]
     bound = max(

@@ -1,0 +1,132 @@
+"""Tensors whose size depends on data: how they leave the program, and what C++ makes of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tpuport
+from tpuport import PortError
+
+Rows = Callable[[torch.Tensor], Any]
+
+
+def with_rows(body: Rows) -> Callable[[torch.Tensor], Any]:
+    return lambda x: body(x[x[:, 0] > -0.5])
+
+
+def batches() -> list[torch.Tensor]:
+    made = [torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    assert len({int((x[:, 0] > -0.5).sum()) for x in made}) > 2
+    return made
+
+
+def ends_of(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows[-1], rows[-1:], rows[torch.tensor([0, -1])]
+
+
+def overwritten(rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.clone()
+    rows[torch.tensor([-1])] = 7.0
+    return rows
+
+
+EXACT: dict[str, Rows] = {
+    "rows": lambda r: r,
+    "several": lambda r: {"twice": r * 2, "count": r.shape[0]},
+    "ends": ends_of,
+    "overwritten": overwritten,
+    "tail": lambda r: r[1:] - r[:-1],
+    "expand_as": lambda r: torch.ones(1, 3).expand_as(r).sum(),
+    "normalize": lambda r: F.normalize(r, dim=0),
+    "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
+    "again": lambda r: r[r[:, 1] > 0],
+}
+
+# What reads sizes in C++, which sees the padded ones.
+REFUSED: dict[str, Rows] = {
+    "tensor_split": lambda r: torch.tensor_split(r, 2)[0],
+    "cov": lambda r: torch.cov(r.T),
+    "corrcoef": lambda r: torch.corrcoef(r.T),
+    "diff": lambda r: r.diff(dim=0),
+    "vander": lambda r: torch.vander(r[:, 0]),
+    "cosine_similarity": lambda r: torch.cosine_similarity(r, r * 2, dim=0),
+    "interpolate": lambda r: F.interpolate(r.T[None], 4),
+    "equal": lambda r: torch.equal(r, r),
+    "std": lambda r: r.std(0),
+    "median": lambda r: r[:, 0].median(),
+}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        ours, theirs = tuple(ours.values()), tuple(theirs.values())
+    if isinstance(theirs, tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+    elif isinstance(theirs, int):
+        assert ours == theirs
+    else:
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_results_have_their_real_size(name: str):
+    target = with_rows(EXACT[name])
+    ported = tpuport.convert(target)
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x)), target(x))
+    assert not ported.report.retraces
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_see_the_padding_is_refused(name: str):
+    ported = tpuport.convert(with_rows(REFUSED[name]), verify=False)
+    with pytest.raises(PortError, match="depends on data") as caught:
+        ported(batches()[0])
+    assert caught.value.code == "TPU203"
+
+
+def test_an_index_past_the_real_end_is_an_index_error():
+    ported = tpuport.convert(with_rows(lambda r: r[torch.tensor([3])]), verify=False)
+    sizes = [int((x[:, 0] > -0.5).sum()) for x in batches()]
+    for x, size in zip(batches(), sizes, strict=True):
+        if size > 3:
+            assert tuple(ported(x).shape) == (1, 3)
+        else:
+            with pytest.raises(IndexError, match="out of bounds for dimension 0"):
+                ported(x)
+
+
+@pytest.mark.parametrize("way", ["jit", "eval_shape"])
+def test_an_output_without_a_static_size_does_not_leave_a_pure_function(way: str):
+    ported = tpuport.convert(with_rows(EXACT["rows"]), verify=False)
+    x = batches()[0]
+
+    def pure(value: Any) -> Any:
+        return ported.apply({}, {}, None, value)[0]
+
+    assert tuple(pure(x).shape) == tuple(with_rows(EXACT["rows"])(x).shape)
+    with pytest.raises(PortError, match="has a size that depends on data"):
+        jax.jit(pure)(x.numpy()) if way == "jit" else ported.eval_shape(x)
+
+
+def argmax_row(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.argmax().item() < x.shape[1] else x - 1
+
+
+def stable_order(x: torch.Tensor) -> torch.Tensor:
+    return torch.bincount(torch.sort(x, dim=0, stable=True).indices[:, 0], minlength=2)
+
+
+@pytest.mark.parametrize("target", [argmax_row, stable_order])
+def test_the_range_of_an_index_decides_nothing_wrongly(target: Any):
+    ported = tpuport.convert(target, verify=False)
+    x = torch.arange(12.0).reshape(4, 3)
+    for one in (x, -x, x.flip(1)):
+        torch.testing.assert_close(tpuport.to_torch(ported(one)), target(one))

@@ -1,0 +1,66 @@
+"""Torch functions that read sizes in C++, which sees the padded ones of tensors of data-dependent
+size.
+"""
+
+from typing import Any
+
+import torch
+
+from tpuport.model.bounded.extents import extents_of, refuse
+from tpuport.model.bounded.handlers import involved
+from tpuport.model.function_table import function
+from tpuport.model.trace import Trace
+
+
+@function(torch.Tensor.expand_as)
+def _expand_as(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if kwargs or not any(map(extents_of, args)):
+        return NotImplemented
+    return args[0].expand(args[1].shape)
+
+
+@function(torch.Tensor.view_as, torch.Tensor.reshape_as)
+def _shaped_as(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if kwargs or not any(map(extents_of, args)):
+        return NotImplemented
+    return args[0].reshape(args[1].shape)
+
+
+@function(
+    torch.tensor_split,
+    torch.Tensor.tensor_split,
+    torch.hsplit,
+    torch.Tensor.hsplit,
+    torch.vsplit,
+    torch.Tensor.vsplit,
+    torch.dsplit,
+    torch.Tensor.dsplit,
+    torch.cov,
+    torch.Tensor.cov,
+    torch.corrcoef,
+    torch.Tensor.corrcoef,
+    torch.diff,
+    torch.Tensor.diff,
+    torch.vander,
+    torch.gradient,
+    torch.trapezoid,
+    torch.trapz,
+    torch.cumulative_trapezoid,
+    torch.kron,
+    torch.Tensor.kron,
+    torch.cosine_similarity,
+    torch.Tensor.unflatten,
+    torch.unflatten,
+    torch.stft,
+    torch.Tensor.stft,
+    torch.istft,
+    torch.Tensor.istft,
+)
+def _refused(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if trace.dynamic and involved(args, kwargs):
+        raise refuse(func)
+    return NotImplemented

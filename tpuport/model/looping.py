@@ -1,0 +1,125 @@
+"""`while` loops on traced values as `lax.while_loop`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.model import numbers, structure
+from tpuport.model.arguments import unsized
+from tpuport.model.bounded.extents import extents_of
+from tpuport.model.branching import truth
+from tpuport.model.locate import port_error
+from tpuport.model.merging import branch_leaf, leaf_meta, leaf_value, number_kind
+from tpuport.model.tensor import wrap
+from tpuport.model.trace import Effects, Trace, current
+
+# The values of the loop's variables, the draws of each random stream, and the failed check.
+_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
+
+
+class _Loop:
+    """One loop: what it carries, and its condition and body on that."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        test: Callable[..., Any],
+        body: Callable[..., Any],
+        operands: tuple[Any, ...],
+    ) -> None:
+        self.trace, self.test, self.body = trace, test, body
+        leaves, self.spec = structure.flatten(operands, leaf=branch_leaf)
+        self.metas = [leaf_meta(leaf) for leaf in leaves]
+        self.initial = [leaf_value(leaf, None) for leaf in leaves]
+        self.failures = trace.error_code
+        self.drawn = False
+
+    def run(self) -> Any:
+        """The variables after the loop."""
+        draws = self.trace.draws
+        counts = [jnp.asarray(count, jnp.int32) for count in draws]
+        code = None if self.failures is None else self.failures.value
+        final, counts, code = jax.lax.while_loop(
+            self._holds, self._step, (self.initial, counts, code)
+        )
+        self._enter(counts if self.drawn else draws, code)
+        return self._variables(final)
+
+    def _variables(self, values: list[jax.Array]) -> Any:
+        made = [
+            wrap(v, m.dtype, trace=self.trace)
+            if isinstance(m, torch.Tensor)
+            else numbers.number(v, number_kind(m))
+            for v, m in zip(values, self.metas, strict=True)
+        ]
+        return structure.rebuild(self.spec, made)
+
+    def _enter(self, counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
+        self.trace.draws = counts
+        if self.failures is not None and code is not None:
+            self.failures.set(code)
+
+    def _call(self, function: Callable[..., Any], values: list[jax.Array]) -> Any:
+        variables, explorer = self._variables(values), self.trace.explorer
+        if explorer is None:
+            return function(*variables)
+        return explorer.run_inside("loop", lambda: function(*variables), [variables])
+
+    def _drew(self, counts: list[jax.Array]) -> bool:
+        return any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
+
+    def _holds(self, carried: _Carried) -> jax.Array:
+        values, counts, code = carried
+        self._enter(counts, code)
+        value = truth(self._call(self.test, values))
+        checked = self.failures is not None and self.failures.value is not code
+        if self._drew(counts) or checked:
+            raise port_error(
+                "the condition of a while loop on a traced value draws random numbers or checks"
+                " values",
+                code="TPU104",
+                remedy="do that in the body of the loop",
+            )
+        return value
+
+    def _step(self, carried: _Carried) -> _Carried:
+        values, counts, code = carried
+        self._enter(counts, code)
+        with self.trace.recording() as effects:
+            out = self._call(self.body, values)
+            found, spec = structure.flatten(tuple(out), leaf=branch_leaf)
+        self.drawn = self._drew(counts)
+        self._refuse_uncarried(effects, found, spec)
+        after = [leaf_value(v, None).astype(i.dtype) for v, i in zip(found, values, strict=True)]
+        counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
+        return after, counts, None if self.failures is None else self.failures.value
+
+    def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: structure.Spec) -> None:
+        """Refuse a body that does more than give new values of what the loop carries."""
+        if any(extents_of(leaf) for leaf in found):
+            raise unsized("a value that a while loop carries")
+        written = [s for s, _, _ in effects.before.values() if s is not self.failures]
+        if written or spec.key != self.spec.key:
+            raise port_error(
+                "a while loop on a traced value writes to tensors or changes Python values"
+                " that it does not carry",
+                code="TPU104",
+                remedy="loop a fixed number of times and select with torch.where",
+            )
+
+
+def traced_while(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """`while test(*operands): operands = body(*operands)` on the device.
+
+    Raises:
+        PortError: an operand changes its shape, dtype or Python value in the body, the body writes
+            to other tensors, or the condition draws random numbers.
+    """
+    trace = current()
+    assert trace is not None
+    return _Loop(trace, test, body, operands).run()
