@@ -55,6 +55,7 @@ REFUSED: dict[str, Rows] = {
     "vander": lambda r: torch.vander(r[:, 0]),
     "cosine_similarity": lambda r: torch.cosine_similarity(r, r * 2, dim=0),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
+    "meshgrid": lambda r: torch.meshgrid(r[:, 0], r[:, 1], indexing="ij")[0].sum(),
     "equal": lambda r: torch.equal(r, r),
     "std": lambda r: r.std(0),
     "median": lambda r: r[:, 0].median(),

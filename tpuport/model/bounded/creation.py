@@ -82,6 +82,10 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for dim, size in enumerate(sizes):
         own = extents_of(base).get(dim - lead)
         if own is None and not isinstance(size, torch.SymInt):
+            grows = size > 1 and (dim < lead or bound_of(base, dim - lead) == 1)
+            if grows and any(size == bound_of(base, d) for d in extents_of(base)):
+                # It may be a padded size that a C++ function has read (torch.meshgrid does).
+                raise refuse(func, " to its largest size")
             physical.append(size)
             continue
         message = f"expand: dim {dim} has another size and is not 1"
