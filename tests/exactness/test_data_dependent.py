@@ -456,3 +456,19 @@ def test_refused_shapes_that_differ_by_branch():
 
     with pytest.raises(PortError, match=r"branch(.|\n)*What to do"):
         by_tpuport(program)(MIXED)
+
+
+def cleared(x):
+    """Rows and columns as sequences of traced scalars (transformers' UDOP does this)."""
+    out = x.clone()
+    order = x.argsort(1)
+    rows, columns = zip(*torch.stack([order[:, 0] % 2, order[:, 1]], 1), strict=True)
+    out[rows, columns] = 0.0
+    return out, x[rows[0], columns[1]], out[rows, columns]
+
+
+def test_an_index_of_sequences_of_traced_scalars():
+    ported = tpuport.convert(cleared)
+    for seed in range(3):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), cleared(x))

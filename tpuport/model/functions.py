@@ -159,6 +159,9 @@ def _slice_end(trace: Trace, end: Any) -> Any:
 @function(torch.Tensor.__getitem__)
 def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     source, index = args
+    stacked = _stacked(trace, index)
+    if stacked is not index:
+        return source[stacked]
     parts = _number_index(trace, index)
     if parts is None:
         return NotImplemented
@@ -167,6 +170,20 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         source = wrap_as(None, value_of(source), to_meta(source), trace, True)
     view, rest = _select_numbers(source, parts)
     return view[rest] if rest else view
+
+
+def _stacked(trace: Trace, index: Any) -> Any:
+    """An index in which sequences of traced tensors are tensors: C++ would read their values."""
+
+    def one(part: Any) -> Any:
+        sequence = isinstance(part, (list, tuple)) and holds_traced(trace, part)
+        return _tensor(trace, torch.tensor, (part,), {}) if sequence else part
+
+    if not isinstance(index, tuple):
+        return index
+    parts = tuple(map(one, index))
+    same = all(a is b for a, b in zip(parts, index, strict=True))
+    return index if same else parts
 
 
 def _select_numbers(
@@ -200,6 +217,10 @@ def _is_mask(part: Any) -> bool:
 @function(torch.Tensor.__setitem__)
 def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     target, index, value = args
+    stacked = _stacked(trace, index)
+    if stacked is not index:
+        target[stacked] = value
+        return None
     parts = _number_index(trace, index)
     if parts is None:
         return NotImplemented
