@@ -121,7 +121,7 @@ def test_a_counter_on_a_module_outside_is_refused():
 
         def forward(self, x):
             self.calls += 1
-            return x * self.calls
+            return x * self.calls if x.sum() > 0 else x  # traced again to rewrite this
 
     counting = Counting()
     ported = tpuport.convert(lambda x: counting(x), verify=False)

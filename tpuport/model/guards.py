@@ -54,12 +54,8 @@ class Guards:
         if id(module) not in self.modules:
             self.modules[id(module)] = (module, _held(module), _contents(module))
 
-    def refuse_writes(self) -> None:
-        """Refuse a call that set attributes of a module from outside, and set them back.
-
-        Raises:
-            PortError: it did: the attribute would be set once, while tracing.
-        """
+    def restore(self) -> list[str]:
+        """Set attributes of modules from outside back; the names of those that had changed."""
         changed: list[str] = []
         for module, _, before in self.modules.values():
             now = _contents(module)
@@ -72,6 +68,15 @@ class Guards:
                     module.__dict__[name].update(before[name])
                 else:
                     module.__dict__[name] = before[name]
+        return changed
+
+    def refuse_writes(self) -> None:
+        """Refuse a call that set attributes of a module from outside.
+
+        Raises:
+            PortError: it did: the attribute would be set once, while tracing.
+        """
+        changed = self.restore()
         if changed:
             raise port_error(
                 f"the call sets {', '.join(changed[:3])} of a module that is not part of the ported"

@@ -211,7 +211,7 @@ class PortedModel(PortedState):
             buffers: all other state by fqn, as `self.buffers`.
             rng: a key (`jax.random.key(0)`); None if the function draws no random numbers.
             *args: the method's arguments: torch tensors, jax arrays, or any structure of them.
-                Non-tensors are static.
+                Non-tensors are static. They are left as they are, whatever the method does to them.
             method: which method.
             **kwargs: the method's keyword arguments.
 

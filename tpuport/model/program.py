@@ -124,6 +124,9 @@ class Program:
         ):
             try:
                 outcome = self._run(trace, request)
+            except BaseException:
+                trace.guards.restore()
+                raise
             finally:
                 self.dynamic = trace.dynamic
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
