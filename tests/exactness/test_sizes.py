@@ -43,6 +43,7 @@ EXACT: dict[str, Rows] = {
     "expand_as": lambda r: torch.ones(1, 3).expand_as(r).sum(),
     "normalize": lambda r: F.normalize(r, dim=0),
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
+    "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
 }
 

@@ -30,6 +30,19 @@ def _shaped_as(
     return args[0].reshape(args[1].shape)
 
 
+@function(torch.Tensor.unflatten, torch.unflatten)
+def _unflatten(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if not extents_of(args[0]) or len(args) + len(kwargs) != 3:
+        return NotImplemented
+    source, rest = args[0], list(args[1:])
+    dim = kwargs["dim"] if "dim" in kwargs else rest.pop(0)
+    sizes = kwargs["sizes"] if "sizes" in kwargs else rest.pop(0)
+    dim %= source.dim()
+    return source.view([*source.shape[:dim], *sizes, *source.shape[dim + 1 :]])
+
+
 @function(
     torch.tensor_split,
     torch.Tensor.tensor_split,
@@ -53,8 +66,6 @@ def _shaped_as(
     torch.kron,
     torch.Tensor.kron,
     torch.cosine_similarity,
-    torch.Tensor.unflatten,
-    torch.unflatten,
     torch.stft,
     torch.Tensor.stft,
     torch.istft,
