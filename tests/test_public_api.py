@@ -92,7 +92,7 @@ def test_torch_compile_still_works_beside_a_ported_model():
 
 @pytest.mark.xfail(raises=subprocess.CalledProcessError, reason="torchax 0.0.14.dev20261026")
 def test_torch_compile_works_beside_plain_torchax():
-    run_python(_COMPILE.format(first="import torchax"))
+    assert run_python(_COMPILE.format(first="import torchax")) == "2.0"
 
 
 def test_importing_changes_no_environment_variable():
