@@ -12,7 +12,7 @@ import torch
 from jax import lax
 
 from tpuport.model.lowerings import lowering
-from tpuport.model.lowerings._numeric import at_least_1d, is_float
+from tpuport.model.lowerings._numeric import at_least_1d, is_float, value_and_gradient
 
 aten = torch.ops.aten
 
@@ -116,14 +116,29 @@ def _nanmedian_dim(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.A
     return _picked(x, dim, keepdim, functools.partial(_middle, dim=dim, skip_nan=True))
 
 
-@lowering(aten.median.default, reason="as median along a dim")
+_SHARED = "torchax gives the whole gradient to one element, torch shares it among equal ones"
+
+
+def _median_of_all(x: jax.Array, skip_nan: bool) -> jax.Array:
+    """The gradient goes to all elements equal to the median, in equal parts."""
+    flat = x.reshape(-1)
+    middle = functools.partial(_middle, dim=0, skip_nan=skip_nan)
+    value = _picked(flat, 0, False, middle)[0]
+    if not is_float(x) or not flat.size:
+        return value
+    equal = (flat == value) | (jnp.isnan(flat) & jnp.isnan(value))
+    shared = jnp.sum(jnp.where(equal, flat, 0)) / jnp.sum(equal).astype(x.dtype)
+    return value_and_gradient(value, shared.astype(x.dtype))
+
+
+@lowering(aten.median.default, reason=_SHARED)
 def _median(x: jax.Array) -> jax.Array:
-    return _picked(x.reshape(-1), 0, False, functools.partial(_middle, dim=0, skip_nan=False))[0]
+    return _median_of_all(x, skip_nan=False)
 
 
-@lowering(aten.nanmedian.default, reason="as median along a dim")
+@lowering(aten.nanmedian.default, reason=_SHARED)
 def _nanmedian(x: jax.Array) -> jax.Array:
-    return _picked(x.reshape(-1), 0, False, functools.partial(_middle, dim=0, skip_nan=True))[0]
+    return _median_of_all(x, skip_nan=True)
 
 
 @lowering(
