@@ -20,21 +20,28 @@ class Example:
         after: The same module rewritten, to the letter; None where there is no fix.
         inputs: An expression for the tuple of tensors to call `forward` with, such as
             `(torch.randn(3, 4),)`. It is evaluated once for each seed.
-        jit_error: The exception that plain torchax raises under `jax.jit` for `before`. A rule that
-            has become needless fails on it.
+        jit_error: The exception that plain torchax raises under `jax.jit` for `before`, or when the
+            module is imported; None where it raises none. A rule that has become needless fails.
+        harm: Where there is no exception, what goes wrong instead: a name of `testing/harms.py`.
+        reference: A module that computes what `before` does where its devices exist, for code that
+            cannot run on a CPU; `before` itself if left out.
         left: Part of the reason why there is no fix, where `after` is None.
     """
 
     before: str
     after: str | None = None
     inputs: str = "(torch.randn(3, 4),)"
-    jit_error: str = "ConcretizationTypeError"
+    jit_error: str | None = "ConcretizationTypeError"
+    harm: str | None = None
+    reference: str | None = None
     left: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "before", _text(self.before))
-        if self.after is not None:
-            object.__setattr__(self, "after", _text(self.after))
+        for name in ("after", "reference"):
+            source = getattr(self, name)
+            if source is not None:
+                object.__setattr__(self, name, _text(source))
 
 
 def _text(source: str) -> str:
@@ -55,6 +62,7 @@ class Rule:
         MESSAGE: What the user reads; placeholders are the keyword arguments of `context.report`.
         SAFETY: How close rewritten code stays to the original.
         SEVERITY: What happens to the program if the finding stays.
+        LIVE: Whether `convert` asks the rule to rewrite a line that its trace cannot run.
         PINS: Whether code around a finding without a fix must stay as it is too.
         EXAMPLES: Code that is found and, where there is a fix, rewritten.
         CLEAN: Modules that look alike and must stay.
@@ -64,6 +72,7 @@ class Rule:
     MESSAGE: ClassVar[str]
     SAFETY: ClassVar[Safety]
     SEVERITY: ClassVar[Severity]
+    LIVE: ClassVar[bool] = False
     PINS: ClassVar[bool] = False
     EXAMPLES: ClassVar[tuple[Example, ...]]
     CLEAN: ClassVar[tuple[str, ...]]

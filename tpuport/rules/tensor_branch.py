@@ -40,6 +40,7 @@ class TensorBranch(Rule):
     MESSAGE = "Python branches on `{test}`, which has no value while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
     PINS = True
 
     EXAMPLES = (

@@ -38,6 +38,7 @@ class TensorCheck(Rule):
     MESSAGE = "a check needs the value of `{test}`, which has none while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
     PINS = True
 
     EXAMPLES = (

@@ -33,6 +33,7 @@ class TensorToNumber(Rule):
     MESSAGE = "`{call}` makes a Python number of a value that has none while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
     PINS = True
 
     EXAMPLES = (

@@ -38,6 +38,7 @@ class TensorWhile(Rule):
     MESSAGE = "a loop ends by `{test}`, which has no value while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
     PINS = True
 
     EXAMPLES = (

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tpuport.source.finding import Finding
+from tpuport.source.finding import Finding, Severity
 from tpuport.source.flow import Flow
+from tpuport.source.imported import qualified_name
 from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
 from tpuport.source.module import Function, Module
+from tpuport.source.roles import Role, Roles
 
 if TYPE_CHECKING:
     from tpuport.rules._rule import Rule
@@ -34,22 +36,57 @@ class Context:
         matches: What was reported so far.
         imports_inside: Whether a fix imports what it needs inside the function, as live rewriting
             does, and not at the top of the file.
+        strict: Whether what is not known counts as traced inside a step.
     """
 
-    def __init__(self, module: Module, kinds: Kinds, *, imports_inside: bool = False) -> None:
+    def __init__(
+        self,
+        module: Module,
+        kinds: Kinds,
+        *,
+        imports_inside: bool = False,
+        strict: bool = False,
+    ) -> None:
         self.module = module
         self.kinds = kinds
         self.matches: list[Match] = []
         self.imports_inside = imports_inside
+        self.strict = strict
         self._flows: dict[Function, Flow] = {}
+        self._roles = Roles(module)
 
     def kind(self, node: ast.expr) -> Kind:
         """What an expression is while the program is traced."""
         return self.kinds.kind(node)
 
     def is_traced(self, node: ast.expr) -> bool:
-        """Whether an expression is known to be a value of the program."""
-        return self.kind(node) is Kind.TRACED
+        """Whether an expression is known to be a value of the program.
+
+        Always false outside the step: tensors of constructors and data loading are no values of a
+        program. With `strict`, whatever is not known to be a host value counts too.
+        """
+        kind = self.kind(node)
+        return kind is Kind.TRACED or (self.strict and kind is Kind.UNKNOWN and self.in_step(node))
+
+    def is_boolean(self, node: ast.expr) -> bool:
+        """Whether an expression is known to be a traced tensor of dtype bool."""
+        return self.kinds.is_boolean(node)
+
+    def name(self, node: ast.expr) -> str | None:
+        """The full name of an imported thing, such as `torch.nn.functional.pad` for `F.pad`.
+
+        None if the expression is no dotted name, or does not start at an import or is rebound.
+        Relative imports keep their dots: `.layers.Block`.
+        """
+        return qualified_name(node, self.module.imports)
+
+    def role(self, node: ast.AST) -> Role:
+        """What runs the code at a node: the traced step, set-up, or the host around them."""
+        return self._roles.of(node)
+
+    def in_step(self, node: ast.AST) -> bool:
+        """Whether code is part of a traced step: `forward`, a training step, or called by one."""
+        return self.role(node) is Role.STEP
 
     def asks_traced(self, test: ast.expr) -> bool:
         """Whether the truth of `test` takes that of a traced value."""
@@ -61,17 +98,29 @@ class Context:
             self._flows[function] = Flow(function)
         return self._flows[function]
 
-    def report(self, rule: "Rule", node: ast.AST, **parts: ast.AST) -> None:
+    def report(
+        self,
+        rule: "Rule",
+        node: ast.AST,
+        *,
+        severity: Severity | None = None,
+        **parts: ast.AST | str,
+    ) -> None:
         """Record a finding about a node.
 
         Args:
             rule: The rule that found it.
             node: The statement or expression that it is about. Of a compound statement the finding
                 covers the part up to the end of its test.
-            parts: Nodes whose source fills the placeholders of the rule's message.
+            severity: What happens here if the finding stays; the rule's severity if left out.
+            parts: What fills the placeholders of the rule's message: text, or nodes whose source
+                does.
         """
         module = self.module
-        quotes = {name: quote(module.source(part)) for name, part in parts.items()}
+        quotes = {
+            name: part if isinstance(part, str) else quote(module.source(part))
+            for name, part in parts.items()
+        }
         line: int = getattr(node, "lineno")  # noqa: B009 (nodes without a place have none)
         last = node.test if isinstance(node, ast.If | ast.While) else node
         end_line: int = getattr(last, "end_lineno")  # noqa: B009
@@ -85,7 +134,7 @@ class Context:
             end_column=module.text.column(end_line, end_column),
             code=rule.CODE,
             message=rule.MESSAGE.format(**quotes),
-            severity=rule.SEVERITY,
+            severity=severity or rule.SEVERITY,
             rule=type(rule).__name__,
         )
         self.matches.append(Match(rule, node, finding))
@@ -103,6 +152,7 @@ def find(
     rules: "Sequence[type[Rule]] | None" = None,
     kinds: Oracle | None = None,
     file: str = "<string>",
+    strict: bool = False,
 ) -> list[Finding]:
     """What rules have to say about Python source.
 
@@ -111,6 +161,7 @@ def find(
         rules: The rules to ask; all of them if left out.
         kinds: What decides which expressions are traced; `StaticKinds()` if left out.
         file: What findings name as the file.
+        strict: Whether what is not known counts as traced inside a step.
 
     Returns:
         The findings, sorted by place.
@@ -119,7 +170,7 @@ def find(
         SyntaxError: the source is not Python.
     """
     module = Module(normal_line_breaks(source), file=file)
-    context = Context(module, (kinds or StaticKinds()).bind(module))
+    context = Context(module, (kinds or StaticKinds()).bind(module), strict=strict)
     return sorted(match.finding for match in matches(context, make_rules(rules)))
 
 
@@ -130,6 +181,13 @@ def make_rules(rules: "Sequence[type[Rule]] | None") -> "list[Rule]":
 
         rules = find_rules()
     return [rule() for rule in rules]
+
+
+def live_rules() -> "list[type[Rule]]":
+    """The rules that a trace asks to rewrite the lines which it cannot run."""
+    from tpuport.source.discovery import find_rules
+
+    return [rule for rule in find_rules() if rule.LIVE]
 
 
 def normal_line_breaks(source: str) -> str:

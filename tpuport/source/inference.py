@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Sequence
 
+from tpuport.source.imported import qualified_name
 from tpuport.source.kinds import (
     HOST,
     HOST_ATTRIBUTES,
@@ -22,6 +23,12 @@ from tpuport.source.names import COMPREHENSIONS
 from tpuport.source.statements import is_ops_call
 
 Environment = dict[str, Kind]
+BOOLEAN_METHODS = frozenset(
+    {
+        *("bool", "isnan", "isinf", "isfinite", "logical_and", "logical_or", "logical_not"),
+        *("eq", "ne", "lt", "gt", "le", "ge"),
+    }
+)
 OPS_OF_HOST = frozenset({"check", "passes", "report"})
 HELPER = re.compile(r"(if_true|if_false|loop_test|loop_body)(_\d+)?")
 
@@ -31,7 +38,7 @@ class Inference:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self.imports = imported_names(module.tree)
+        self.imports = module.imports
         self._known: dict[ast.AST, dict[ast.AST, Kind]] = {}
 
     def kind(self, node: ast.expr) -> Kind:
@@ -45,19 +52,33 @@ class Inference:
             self._known[function] = walker.kinds
         return self._known[function].get(node, UNKNOWN)
 
+    def is_boolean(self, node: ast.expr) -> bool:
+        """Whether an expression is known to be a traced tensor of dtype bool."""
+        return self.kind(node) is TRACED and self._is_mask(node)
 
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """What each imported name stands for, such as `F` for `torch.nn.functional`."""
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.name if alias.asname else alias.name.partition(".")[0]
-                found[alias.asname or name] = name
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    return found
+    def _is_mask(self, node: ast.expr) -> bool:
+        match node:
+            case ast.Compare():
+                return True
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return self._is_mask(operand)
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() | ast.BitXor(), left=left, right=right):
+                return self._is_mask(left) or self._is_mask(right)
+            case ast.Subscript(value=value):
+                return self._is_mask(value)
+            case ast.Call(func=ast.Attribute(attr=attribute)):
+                return attribute in BOOLEAN_METHODS
+            case ast.Name(id=name):
+                function = self.module.function(node)
+                bound = [
+                    each.value
+                    for each in (() if function is None else ast.walk(function))
+                    if isinstance(each, ast.Assign)
+                    and any(isinstance(t, ast.Name) and t.id == name for t in each.targets)
+                ]
+                return bool(bound) and all(self._is_mask(value) for value in bound)
+            case _:
+                return False
 
 
 def is_helper(function: Function) -> bool:
@@ -285,7 +306,7 @@ class _Walker:
         arguments += [self.expression(keyword.value) for keyword in node.keywords]
         if is_ops_call(node):
             return self.ops_call(node)
-        name = self.qualified(node.func)
+        name = qualified_name(node.func, self.imports, hidden=self.environment)
         if name is not None:
             return self.library_call(name, arguments)
         match node.func:
@@ -323,17 +344,6 @@ class _Walker:
         if last in HOST_TORCH or name.startswith(HOST_TORCH_PACKAGES):
             return HOST
         return TRACED if root == "torch" and last in RANDOM_TORCH else combine(arguments)
-
-    def qualified(self, function: ast.expr) -> str | None:
-        """The full name of a function that was imported, or None."""
-        parts: list[str] = []
-        while isinstance(function, ast.Attribute):
-            parts.append(function.attr)
-            function = function.value
-        if not isinstance(function, ast.Name) or function.id in self.environment:
-            return None
-        root = self.imports.get(function.id)
-        return None if root is None else ".".join([root, *reversed(parts)])
 
 
 def meet(environments: Sequence[Environment]) -> Environment:

@@ -29,6 +29,10 @@ class Kinds(Protocol):
         """What an expression is; UNKNOWN where there is no proof."""
         ...
 
+    def is_boolean(self, node: ast.expr) -> bool:
+        """Whether an expression is known to be a traced tensor of dtype bool."""
+        ...
+
 
 class Oracle(Protocol):
     """Gives the answers for a parsed file; asked again after each pass of rewriting."""
@@ -181,6 +185,10 @@ class _Observed:
         if is_surely_host(node):
             return HOST
         return TRACED if self._is_site(node) else structural_kind(node)
+
+    def is_boolean(self, node: ast.expr) -> bool:
+        # A trace meets truths and numbers, not masks.
+        return False
 
     def _is_site(self, node: ast.expr) -> bool:
         # CPython attributes a jump to the test, to one of its operands or to the whole statement.

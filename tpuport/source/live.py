@@ -16,7 +16,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpuport.source import codegen
-from tpuport.source.engine import make_rules, normal_line_breaks
+from tpuport.source.engine import live_rules, make_rules, normal_line_breaks
 from tpuport.source.finding import Applied, Left
 from tpuport.source.kinds import ObservedKinds, Site
 from tpuport.source.rewriter import Session
@@ -144,7 +144,10 @@ def rewrite_function(
     except (OSError, codegen.MismatchError) as obstacle:
         return Refusal(str(obstacle))
     session = Session(
-        make_rules(rules), ObservedKinds(sites), file=code.co_filename, imports_inside=True
+        make_rules(live_rules() if rules is None else rules),
+        ObservedKinds(sites),
+        file=code.co_filename,
+        imports_inside=True,
     )
     new = session.run(text)
     left = tuple(session.left)

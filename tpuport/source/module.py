@@ -9,6 +9,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
+from tpuport.source.imported import imported_names
 from tpuport.source.text import Edit, Passage, SourceText
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -121,6 +122,11 @@ class Module:
     def is_elif(self, node: ast.If) -> bool:
         """Whether an `if` is written `elif`."""
         return self.text.text.startswith("elif", self.start(node))
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """What each imported name stands for."""
+        return imported_names(self.tree)
 
     # Layout.
 

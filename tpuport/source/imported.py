@@ -1,0 +1,43 @@
+"""What imported names stand for, and the full names of things reached through them."""
+
+import ast
+from collections.abc import Collection, Mapping
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """What each imported name of a file stands for, such as `F` for `torch.nn.functional`.
+
+    Relative imports keep their dots: `from .layers import Block` makes `Block` stand for
+    `.layers.Block`.
+    """
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or name] = name
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (f"{node.module}." if node.module else "")
+            for alias in node.names:
+                found[alias.asname or alias.name] = start + alias.name
+    return found
+
+
+def qualified_name(
+    node: ast.expr, imports: Mapping[str, str], *, hidden: Collection[str] = ()
+) -> str | None:
+    """The full name of a thing reached through an import, or None.
+
+    Args:
+        node: Any expression; only dotted names have a full name.
+        imports: What the file's imported names stand for.
+        hidden: Names that stand for something else here.
+    """
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id in hidden:
+        return None
+    root = imports.get(node.id)
+    return None if root is None else ".".join([root, *reversed(parts)])
