@@ -6,7 +6,7 @@ import io
 import itertools
 import keyword
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
 from tpuport.source.imported import imported_names
@@ -16,6 +16,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 DEFAULT_INDENT = "    "
+_MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 _BINDERS = (
     *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
     *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
@@ -43,13 +44,66 @@ class Module:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Every node's parent."""
-        return {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
+        """Every node's parent; operators and expression contexts aside."""
+        parents: dict[ast.AST, ast.AST] = {}
+        nodes: list[ast.AST] = [self.tree]
+        for node in nodes:
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    for child in value:  # pyright: ignore[reportUnknownVariableType]
+                        if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
+                            parents[child] = node
+                            nodes.append(child)
+                elif isinstance(value, ast.AST) and not isinstance(value, _MARKS):
+                    parents[value] = node
+                    nodes.append(value)
+        self.nodes = nodes
+        return parents
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree, outer ones first."""
-        return list(ast.walk(self.tree))
+        """Every node of the tree, outer ones first; operators and contexts aside."""
+        _ = self.parents
+        return self.nodes
+
+    @cached_property
+    def by_class(self) -> dict[type[ast.AST], list[ast.AST]]:
+        """The nodes of each class, outer ones first."""
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self.nodes:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        """The class definitions of the file, outer ones first."""
+        return [
+            node for node in self.by_class.get(ast.ClassDef, []) if isinstance(node, ast.ClassDef)
+        ]
+
+    @cached_property
+    def is_script(self) -> bool:
+        """Whether the file is made to be run: it has an `if __name__ == "__main__"`."""
+        return any(
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Compare)
+            and isinstance(node.test.left, ast.Name)
+            and node.test.left.id == "__name__"
+            for node in self.tree.body
+        )
+
+    def handed_to(self, names: Collection[str]) -> set[str]:
+        """The names that the file hands to a function with one of these last names."""
+        found: set[str] = set()
+        for node in self.by_class.get(ast.Call, []):
+            if isinstance(node, ast.Call) and node.args:
+                function = node.func
+                last = function.attr if isinstance(function, ast.Attribute) else None
+                last = function.id if isinstance(function, ast.Name) else last
+                if last in names:
+                    found.update(a.id for a in node.args if isinstance(a, ast.Name))
+        return found
 
     # Places.
 
