@@ -9,7 +9,6 @@ from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import (
     annotated,
-    attributes_used,
     default_value,
     defaults,
     is_used_like_a_tensor,
@@ -66,7 +65,6 @@ class Inference:
         self.roles = roles or Roles(module)
         self.values: dict[ast.AST, Value] = {}
         self._states: dict[Function, FunctionState] = {}
-        self._used: dict[Function, dict[str, set[str]]] = {}
         self._with_attributes: set[ClassInfo] = set()
         self._depth = 0
         self._walked = False
@@ -98,12 +96,6 @@ class Inference:
     def state(self, function: Function) -> FunctionState:
         """What is known of a function."""
         return self._states.setdefault(function, FunctionState())
-
-    def used(self, function: Function) -> dict[str, set[str]]:
-        """The attributes that a function asks of each name."""
-        if function not in self._used:
-            self._used[function] = attributes_used(function)
-        return self._used[function]
 
     def call(self, function: Function, owner: ClassInfo | None, passed: dict[str, Value]) -> Value:
         """What a call of a function of this file returns; walks it if it was handed news.
@@ -165,7 +157,7 @@ class Inference:
             return UNKNOWN
         is_step = self.roles.of(function) is Role.STEP
         value = annotated(argument.annotation)
-        if value is None and is_used_like_a_tensor(self.used(function).get(argument.arg, ())):
+        if value is None and is_used_like_a_tensor(self.roles.used(function).get(argument.arg, ())):
             value = TRACED if is_step else HOST_TENSOR
         if value is None:
             value = default_value(default)

@@ -23,10 +23,10 @@ _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple"
 _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args", "Arguments")
 
 
-def attributes_used(code: ast.AST) -> dict[str, set[str]]:
-    """The attributes that code asks of each name."""
+def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
+    """The attributes that nodes of code ask of each name."""
     found: dict[str, set[str]] = {}
-    for node in ast.walk(code):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found.setdefault(node.value.id, set()).add(node.attr)
     return found

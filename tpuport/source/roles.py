@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
@@ -63,6 +64,8 @@ class Roles:
     def __init__(self, module: Module, *, reached: frozenset[str] = frozenset()) -> None:
         self.module = module
         self.reached = reached
+        self._calls: dict[Function, list[Function]] = {}
+        self._used: dict[Function, dict[str, set[str]]] = {}
         self.classes = find_classes(module)
         self.owners: dict[Function, ClassInfo] = {
             method: info for info in self.classes.values() for method in info.methods.values()
@@ -141,13 +144,9 @@ class Roles:
             self._calls[function] = list(self._mentioned(function))
         return self._calls[function]
 
-    @cached_property
-    def _calls(self) -> dict[Function, list[Function]]:
-        return {}
-
-    def _mentioned(self, function: Function):
+    def _mentioned(self, function: Function) -> Iterator[Function]:
         owner = self.owners.get(function)
-        for node in ast.walk(function):
+        for node in self.module.inside(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 if node.id in self.functions:
                     yield self.functions[node.id]
@@ -200,6 +199,12 @@ class Roles:
             return Role.HOST, False
         return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
 
+    def used(self, function: Function) -> dict[str, set[str]]:
+        """The attributes that a function asks of each name."""
+        if function not in self._used:
+            self._used[function] = attributes_used(self.module.inside(function))
+        return self._used[function]
+
     def _takes_tensors(self, function: Function) -> bool:
         arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]
         known = [annotated(argument.annotation) for argument in arguments]
@@ -208,7 +213,7 @@ class Roles:
         bare = [a.arg for a, value in zip(arguments, known, strict=True) if value is None]
         if not bare:
             return False
-        used = attributes_used(function)
+        used = self.used(function)
         return any(is_used_like_a_tensor(used.get(name, ())) for name in bare)
 
     def _is_handed_to_a_tracer(self, function: Function) -> bool:
