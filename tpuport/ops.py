@@ -29,6 +29,7 @@ __all__ = [
     "passes",
     "report",
     "to_bool",
+    "to_cpu",
     "to_float",
     "to_int",
     "to_list",
@@ -317,3 +318,8 @@ def to_list(value: Any) -> Any:
 
         return plain_torchax.to_list(value)
     return value.tolist()
+
+
+def to_cpu(value: Any) -> Any:
+    """`value.cpu()`; a traced tensor stays part of the program."""
+    return value if _is_plain(value) else value.cpu()

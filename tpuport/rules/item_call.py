@@ -3,10 +3,11 @@
 import ast
 
 from tpuport.rules._expressions import OPS
+from tpuport.rules._origins import is_numpy
+from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.finding import Fix, Safety, Severity
 
 _HELPERS = {"item": "item", "tolist": "to_list"}
 
@@ -132,7 +133,8 @@ class ItemCall(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]):
-                if name in _HELPERS and context.is_traced(value):
+                # An array of numpy is on the host already: whatever made it is reported.
+                if name in _HELPERS and context.is_traced(value) and not is_numpy(value, context):
                     context.report(self, node, call=node)
             case _:
                 pass
@@ -140,15 +142,5 @@ class ItemCall(Rule):
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
-        module = context.module
-        start, end = module.span(node)
-        # Parentheses around the value are no part of it, and the name follows them.
-        value_end = module.span(node.func.value)[1]
-        dot = module.token_after(value_end, ".")
-        if module.comments(value_end, end):
-            raise NotFixable("a comment inside it would be lost")
-        call = Passage.of(f"{OPS}.{_HELPERS[node.func.attr]}(", module.origin(node))
-        inner = module.copy(start, dot).text.rstrip()
-        kept = start + len(inner)
-        close = Passage.of(")", module.text.origin(module.text.line_at(kept)))
-        return Fix((Edit(start, start, call), Edit(kept, end, close)), (OPS,))
+        helper = f"{OPS}.{_HELPERS[node.func.attr]}"
+        return Fix(wrapped(node, helper, context), (OPS,))

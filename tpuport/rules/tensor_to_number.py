@@ -3,11 +3,11 @@
 import ast
 
 from tpuport.rules._expressions import OPS
+from tpuport.rules._origins import is_numpy
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
-
 
 _BUILTINS = frozenset({"float", "int", "bool", "complex"})
 
@@ -106,7 +106,8 @@ class TensorToNumber(Rule):
                 takes_one = not node.keywords and not isinstance(argument, ast.Starred)
                 # A trace names the call, reading the code names what it is called with.
                 is_traced = context.is_traced(node) or context.is_traced(argument)
-                if takes_one and is_traced and not context.module.binds_otherwise(name):
+                known = context.module.binds_otherwise(name) or is_numpy(argument, context)
+                if takes_one and is_traced and not known:
                     context.report(self, node, call=node)
             case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):
                 if any(context.is_traced(argument) for argument in node.args):

@@ -1,0 +1,98 @@
+"""Loops that Python runs over the rows of a traced tensor."""
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from tpuport.rules._origins import bound_values, is_one_tensor
+from tpuport.source.engine import Context
+from tpuport.source.statements import walk_scope
+
+Loop = ast.For | ast.comprehension
+_WRAPPERS = frozenset({"enumerate", "zip", "reversed"})
+
+
+def tensor_by_rows(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr | None:
+    """The traced tensor whose rows a loop takes one by one, if there is one."""
+    tensor = next(_iterated(node.iter, context), None)
+    return _indexed(node, body, context) if tensor is None else tensor
+
+
+def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
+    """The tensors whose rows a loop runs over."""
+    match iterated:
+        case ast.Call(func=ast.Name(id=name), args=parts) if name in _WRAPPERS:
+            for part in parts:
+                yield from _iterated(part, context)
+        case ast.Call(func=ast.Attribute(attr="unbind", value=value)):
+            if context.name(iterated.func) == "torch.unbind" and iterated.args:
+                value = iterated.args[0]
+            if is_one_tensor(value, context):
+                yield value
+        case _ if is_one_tensor(iterated, context):
+            yield iterated
+        case _:
+            pass
+
+
+def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr | None:
+    """The tensor that a loop over a range as long as a tensor takes rows of."""
+    match node:
+        case (
+            ast.For(target=ast.Name(id=index), iter=iterated)
+            | ast.comprehension(target=ast.Name(id=index), iter=iterated)
+        ):
+            pass
+        case _:
+            return None
+    match iterated:
+        case ast.Call(func=ast.Name(id="range"), args=[stop] | [_, stop] | [_, stop, _]):
+            if not _is_length(stop, context):
+                return None
+        case _:
+            return None
+    for inner in walk_scope(body):
+        if isinstance(inner, ast.Subscript) and _mentions(inner.slice, index):
+            if is_one_tensor(inner.value, context):
+                return inner.value
+    return None
+
+
+def _mentions(node: ast.expr, name: str) -> bool:
+    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
+
+
+def _is_length(node: ast.expr, context: Context) -> bool:
+    """Whether an expression is how long a traced tensor is along some dimension."""
+    match node:
+        case ast.Call(func=ast.Name(id="len"), args=[tensor]):
+            return is_one_tensor(tensor, context)
+        case ast.Call(func=ast.Attribute(attr="size", value=tensor)):
+            return context.is_traced(tensor)
+        case ast.Subscript(value=ast.Attribute(attr="shape", value=tensor)):
+            return context.is_traced(tensor)
+        case ast.Name():
+            values = bound_values(node, context)
+            if values is not None:
+                return all(_is_length(value, context) for value in values)
+            return _unpacked(node, context)
+        case _:
+            return False
+
+
+def _unpacked(name: ast.Name, context: Context) -> bool:
+    """Whether a name is bound once, by unpacking the shape of a traced tensor."""
+    function = context.module.function(name)
+    found = [
+        inner.value
+        for inner in walk_scope([] if function is None else function.body)
+        if isinstance(inner, ast.Assign)
+        and isinstance(inner.targets[0], ast.Tuple)
+        and any(isinstance(e, ast.Name) and e.id == name.id for e in inner.targets[0].elts)
+    ]
+    match found:
+        case [ast.Attribute(attr="shape", value=tensor)]:
+            return context.is_traced(tensor)
+        case [ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[])]:
+            return context.is_traced(tensor)
+        case _:
+            return False
