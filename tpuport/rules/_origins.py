@@ -1,17 +1,13 @@
-"""Where a value comes from: the expressions that a name is bound to, and what they make."""
+"""What a name is bound to, and whether a value is a single tensor."""
 
 import ast
-from collections.abc import Callable, Iterator
 
 from tpuport.source.engine import Context
-from tpuport.source.kinds import tensor_parameters
-from tpuport.source.module import own_bindings
-from tpuport.source.statements import is_ops_call, walk_scope
+from tpuport.source.module import Function, own_bindings
+from tpuport.source.names import all_arguments
+from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.statements import walk_scope
 
-Predicate = Callable[[ast.expr], bool]
-
-_NUMBER_METHODS = frozenset({"item", "tolist"})
-_NUMBER_BUILTINS = frozenset({"float", "int", "bool", "complex"})
 # Methods of one tensor that give several, or something else than a tensor.
 _SEVERAL = frozenset(
     {
@@ -53,72 +49,6 @@ def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
     return found if found and count == len(found) else None
 
 
-def comes_from(node: ast.expr, context: Context, is_source: Predicate) -> bool:
-    """Whether a value is made by a source, through methods, operators, elements and names."""
-    return _comes_from(node, context, is_source, frozenset())
-
-
-def _comes_from(
-    node: ast.expr, context: Context, is_source: Predicate, seen: frozenset[str]
-) -> bool:
-    if is_source(node):
-        return True
-    match node:
-        case ast.Name(id=name) if name not in seen:
-            values = bound_values(node, context) or []
-            inner = seen | {name}
-            return bool(values) and all(
-                _comes_from(value, context, is_source, inner) for value in values
-            )
-        case _:
-            return any(_comes_from(part, context, is_source, seen) for part in _spine(node))
-
-
-def _spine(node: ast.expr) -> Iterator[ast.expr]:
-    """The parts of an expression whose kind of value it has."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=value)):
-            yield value
-        case ast.Attribute(value=value) | ast.Subscript(value=value) | ast.Starred(value=value):
-            yield value
-        case ast.BinOp(left=left, right=right):
-            yield from (left, right)
-        case ast.UnaryOp(operand=operand):
-            yield operand
-        case _:
-            pass
-
-
-def is_numpy(node: ast.expr, context: Context) -> bool:
-    """Whether a value is an array or number of numpy."""
-
-    def is_source(node: ast.expr) -> bool:
-        match node:
-            case ast.Call(func=ast.Attribute(attr="numpy")):
-                return True
-            case ast.Call(func=function):
-                return (context.name(function) or "").startswith("numpy.")
-            case _:
-                return False
-
-    return comes_from(node, context, is_source)
-
-
-def is_number(node: ast.expr, context: Context) -> bool:
-    """Whether a value is a Python number that was read from a tensor."""
-
-    def is_source(node: ast.expr) -> bool:
-        match node:
-            case ast.Call(func=ast.Attribute(attr=name)):
-                return name in _NUMBER_METHODS or is_ops_call(node)
-            case ast.Call(func=ast.Name(id=name)):
-                return name in _NUMBER_BUILTINS
-            case _:
-                return False
-
-    return comes_from(node, context, is_source)
-
-
 def is_one_tensor(node: ast.expr, context: Context) -> bool:
     """Whether a value is surely a single traced tensor, not several in a list or tuple."""
     return context.is_traced(node) and _is_one(node, context, frozenset())
@@ -150,7 +80,7 @@ def _is_one_name(node: ast.Name, context: Context, seen: frozenset[str]) -> bool
     if values is not None:
         return all(_is_one(value, context, seen) for value in values)
     function = context.module.function(node)
-    if function is None or node.id not in tensor_parameters(function):
+    if function is None or not _is_tensor_parameter(node.id, function, context):
         return False
     stores = [
         inner
@@ -163,6 +93,15 @@ def _is_one_name(node: ast.Name, context: Context, seen: frozenset[str]) -> bool
         or (isinstance(inner, ast.Assign) and _is_one(inner.value, context, seen))
         for inner in stores
     )
+
+
+def _is_tensor_parameter(name: str, function: Function, context: Context) -> bool:
+    for argument in all_arguments(function.args):
+        if argument.arg == name:
+            value = annotated(argument.annotation)
+            used = attributes_used(context.module.inside(function)).get(name, ())
+            return is_used_like_a_tensor(used) if value is None else value.is_tensor
+    return False
 
 
 def _stored(node: ast.stmt) -> set[str]:

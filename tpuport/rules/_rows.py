@@ -45,20 +45,27 @@ def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr 
         case _:
             return None
     match iterated:
-        case ast.Call(func=ast.Name(id="range"), args=[stop] | [_, stop] | [_, stop, _]):
+        case ast.Call(func=ast.Name(id="range"), args=[stop] | [_, stop]):
             if not _is_length(stop, context):
                 return None
         case _:
             return None
     for inner in walk_scope(body):
-        if isinstance(inner, ast.Subscript) and _mentions(inner.slice, index):
+        if isinstance(inner, ast.Subscript) and _takes_element(inner.slice, index):
             if is_one_tensor(inner.value, context):
                 return inner.value
     return None
 
 
-def _mentions(node: ast.expr, name: str) -> bool:
-    return any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))
+def _takes_element(index: ast.expr, name: str) -> bool:
+    """Whether an index takes one element by a name; the bounds of a slice take a tile."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return any(
+        isinstance(inner, ast.Name) and inner.id == name
+        for part in parts
+        if not isinstance(part, ast.Slice)
+        for inner in ast.walk(part)
+    )
 
 
 def _is_length(node: ast.expr, context: Context) -> bool:

@@ -3,7 +3,6 @@
 import ast
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._origins import is_numpy
 from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -133,8 +132,7 @@ class ItemCall(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]):
-                # An array of numpy is on the host already: whatever made it is reported.
-                if name in _HELPERS and context.is_traced(value) and not is_numpy(value, context):
+                if name in _HELPERS and context.is_traced(value):
                     context.report(self, node, call=node)
             case _:
                 pass

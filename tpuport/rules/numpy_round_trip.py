@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._origins import is_numpy
 from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -133,8 +132,7 @@ def _takes_to_host(node: ast.Call, context: Context) -> bool:
     if name is not None:
         if not name.startswith("numpy.") or name in _SHAPES:
             return False
-        # An array of numpy is on the host already: whatever made it is reported.
-        return any(context.is_traced(a) and not is_numpy(a, context) for a in _arguments(node))
+        return any(context.is_traced(argument) for argument in _arguments(node))
     match node.func:
         case ast.Attribute(value=value, attr="numpy"):
             return context.is_traced(value)

@@ -3,7 +3,6 @@
 import ast
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._origins import is_numpy
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
@@ -106,8 +105,7 @@ class TensorToNumber(Rule):
                 takes_one = not node.keywords and not isinstance(argument, ast.Starred)
                 # A trace names the call, reading the code names what it is called with.
                 is_traced = context.is_traced(node) or context.is_traced(argument)
-                known = context.module.binds_otherwise(name) or is_numpy(argument, context)
-                if takes_one and is_traced and not known:
+                if takes_one and is_traced and not context.module.binds_otherwise(name):
                     context.report(self, node, call=node)
             case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):
                 if any(context.is_traced(argument) for argument in node.args):

@@ -1,17 +1,17 @@
 """What imported names stand for, and the full names of things reached through them."""
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """What each imported name of a file stands for, such as `F` for `torch.nn.functional`.
+def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """What each name that import statements bind stands for: `F` for `torch.nn.functional`.
 
     Relative imports keep their dots: `from .layers import Block` makes `Block` stand for
     `.layers.Block`.
     """
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
