@@ -319,6 +319,10 @@ def test_many_elements_are_no_number(function: Callable[..., Any], error: str):
             call(X)
 
 
+def test_a_traced_tensor_stays_where_it_is():
+    agree(lambda x: ops.to_cpu(x[1]) + ops.to_cpu(x) * 2, X)
+
+
 def test_tensors_that_are_not_traced_do_as_in_eager_pytorch():
     with torchax.default_env():
         concrete = (X + 0).to("jax").sum()

@@ -82,6 +82,8 @@ def _is_one_name(node: ast.Name, context: Context, seen: frozenset[str]) -> bool
     function = context.module.function(node)
     if function is None or not _is_tensor_parameter(node.id, function, context):
         return False
+    if any(_asks_for_a_sequence(inner, node.id) for inner in context.module.inside(function)):
+        return False
     stores = [
         inner
         for inner in walk_scope(function.body)
@@ -102,6 +104,16 @@ def _is_tensor_parameter(name: str, function: Function, context: Context) -> boo
             used = attributes_used(context.module.inside(function)).get(name, ())
             return is_used_like_a_tensor(used) if value is None else value.is_tensor
     return False
+
+
+def _asks_for_a_sequence(node: ast.AST, name: str) -> bool:
+    """Whether code asks if a name is a list or tuple: then it may be one."""
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=asked), classes]):
+            named = {n.id for n in ast.walk(classes) if isinstance(n, ast.Name)}
+            return asked == name and bool(named & {"list", "tuple", "Sequence", "List", "Tuple"})
+        case _:
+            return False
 
 
 def _stored(node: ast.stmt) -> set[str]:

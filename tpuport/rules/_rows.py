@@ -8,7 +8,6 @@ from tpuport.source.engine import Context
 from tpuport.source.statements import walk_scope
 
 Loop = ast.For | ast.comprehension
-_WRAPPERS = frozenset({"enumerate", "zip", "reversed"})
 
 
 def tensor_by_rows(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr | None:
@@ -20,9 +19,13 @@ def tensor_by_rows(node: Loop, body: Sequence[ast.AST], context: Context) -> ast
 def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
     """The tensors whose rows a loop runs over."""
     match iterated:
-        case ast.Call(func=ast.Name(id=name), args=parts) if name in _WRAPPERS:
-            for part in parts:
-                yield from _iterated(part, context)
+        case ast.Call(func=ast.Name(id="enumerate" | "reversed"), args=[part, *_]):
+            yield from _iterated(part, context)
+        case ast.Call(func=ast.Name(id="zip"), args=parts):
+            # Beside a list, what is annotated as a tensor is often a list of them, too.
+            found = [tensor for part in parts for tensor in _iterated(part, context)]
+            if len(found) == len(parts):
+                yield from found
         case ast.Call(func=ast.Attribute(attr="unbind", value=value)):
             if context.name(iterated.func) == "torch.unbind" and iterated.args:
                 value = iterated.args[0]
@@ -73,15 +76,24 @@ def _is_length(node: ast.expr, context: Context) -> bool:
     match node:
         case ast.Call(func=ast.Name(id="len"), args=[tensor]):
             return is_one_tensor(tensor, context)
-        case ast.Call(func=ast.Attribute(attr="size", value=tensor)):
-            return context.is_traced(tensor)
-        case ast.Subscript(value=ast.Attribute(attr="shape", value=tensor)):
-            return context.is_traced(tensor)
+        case ast.Call(func=ast.Attribute(attr="size", value=tensor), args=[dim]):
+            return context.is_traced(tensor) and not _is_last(dim)
+        case ast.Subscript(value=ast.Attribute(attr="shape", value=tensor), slice=dim):
+            return context.is_traced(tensor) and not _is_last(dim)
         case ast.Name():
             values = bound_values(node, context)
             if values is not None:
                 return all(_is_length(value, context) for value in values)
             return _unpacked(node, context)
+        case _:
+            return False
+
+
+def _is_last(dim: ast.expr) -> bool:
+    """Whether a dimension is the last: the coordinates of a position, never many."""
+    match dim:
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            return True
         case _:
             return False
 

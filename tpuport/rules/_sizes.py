@@ -28,6 +28,7 @@ _METHODS: dict[str, range] = {
     "triu": _ALL,
     "new_full": range(1),
 }
+_TENSOR_ATTRIBUTES = frozenset({"T", "mT", "data", "grad", "imag", "real", "shape"})
 _KEYWORDS = frozenset(
     {
         *("size", "steps", "start", "end", "step", "n", "m", "k", "chunks", "repeats", "shifts"),
@@ -56,6 +57,46 @@ def size_arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
     for keyword in node.keywords:
         if keyword.arg in _KEYWORDS and not (positions == _STEPS and keyword.arg != "steps"):
             yield from _elements(keyword.value)
+
+
+def is_of_a_tensor(size: ast.expr, context: Context) -> bool:
+    """Whether a size that counts as traced is surely made of a tensor.
+
+    It is not if it asks for something that no tensor has, such as `attn.num_heads`, or for one of
+    several results of an unknown call: `x, height, width = self.embed(x)`.
+    """
+    called = {node.func for node in ast.walk(size) if isinstance(node, ast.Call)}
+    for node in ast.walk(size):
+        match node:
+            case ast.Attribute(attr=name, value=value) if node not in called:
+                is_own = isinstance(value, ast.Name) and value.id == "self"
+                if not is_own and name not in _TENSOR_ATTRIBUTES:
+                    return False
+            case ast.Name() if context.is_traced(node) and _is_one_of_several(node, context):
+                return False
+            case _:
+                pass
+    return True
+
+
+def _is_one_of_several(name: ast.Name, context: Context) -> bool:
+    """Whether a name is bound by unpacking what a call of an unknown thing gives."""
+    function = context.module.function(name)
+    for node in () if function is None else context.module.inside(function):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Call() as call):
+                bound = any(isinstance(t, ast.Name) and t.id == name.id for t in targets)
+                if bound and not _is_of_torch(call, context):
+                    return True
+            case _:
+                pass
+    return False
+
+
+def _is_of_torch(call: ast.Call, context: Context) -> bool:
+    if (context.name(call.func) or "").startswith("torch."):
+        return True
+    return isinstance(call.func, ast.Attribute) and context.is_traced(call.func.value)
 
 
 def _positions(node: ast.Call, context: Context) -> range | None:

@@ -5,6 +5,7 @@ import ast
 from tpuport.rules._expressions import OPS
 from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
+from tpuport.rules._texts import is_message
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, Safety, Severity
 
@@ -46,7 +47,7 @@ class ItemCall(Rule):
             def forward(x: torch.Tensor):
                 largest = x.detach().abs().max().item()  # for the scale
                 first, *_ = x.flatten().tolist()
-                return x / (largest + 1.0), first
+                return x / (largest + 1.0), largest, first
             """,
             after="""
             import torch
@@ -56,7 +57,7 @@ class ItemCall(Rule):
             def forward(x: torch.Tensor):
                 largest = tpuport.ops.item(x.detach().abs().max())  # for the scale
                 first, *_ = tpuport.ops.to_list(x.flatten())
-                return x / (largest + 1.0), first
+                return x / (largest + 1.0), largest, first
             """,
         ),
         Example(
@@ -112,6 +113,8 @@ class ItemCall(Rule):
 
 
         def forward(x: torch.Tensor, names: dict, steps: int = 4):
+            if steps < 1:
+                raise ValueError(f"no steps for {x.shape}, which starts with {x[0].tolist()}")
             table = torch.linspace(0, 1, steps)
             scale = table[0].item() + sum(table.tolist())
             for _, value in names.items():
@@ -132,7 +135,8 @@ class ItemCall(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:
             case ast.Call(func=ast.Attribute(value=value, attr=name), args=[], keywords=[]):
-                if name in _HELPERS and context.is_traced(value):
+                is_read = name in _HELPERS and context.is_traced(value)
+                if is_read and not is_message(node, context):
                     context.report(self, node, call=node)
             case _:
                 pass

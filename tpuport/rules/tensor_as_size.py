@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._sizes import size_arguments
+from tpuport.rules._sizes import is_of_a_tensor, size_arguments
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 
@@ -108,7 +108,9 @@ class TensorAsSize(Rule):
         import torch
 
 
-        def forward(x: torch.Tensor, index: torch.Tensor):
+        def forward(x: torch.Tensor, index: torch.Tensor, embed: torch.nn.Module, block):
+            x, height, width = embed(x)
+            x = x.view(-1, height * width, block.num_heads).to(block.norm(x).mean().dtype)
             y = x[index] + x[:, 0, None].roll(1, dims=0)
             return torch.linspace(0, x.max(), 5, device=x.device), y.clamp(x.min(), x.max())
         """,
@@ -116,14 +118,14 @@ class TensorAsSize(Rule):
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         for size in size_arguments(node, context):
-            if context.is_traced(size):
-                context.report(self, node, size=size)
+            if context.is_traced(size) and is_of_a_tensor(size, context):
+                context.report(self, size, size=size)
                 return
 
     def visit_Subscript(self, node: ast.Subscript, context: Context) -> None:
         for bound in _bounds(node):
-            if context.is_traced(bound):
-                context.report(self, node, size=bound)
+            if context.is_traced(bound) and is_of_a_tensor(bound, context):
+                context.report(self, bound, size=bound)
                 return
 
     def visit_BinOp(self, node: ast.BinOp, context: Context) -> None:
@@ -131,8 +133,8 @@ class TensorAsSize(Rule):
             case (
                 ast.BinOp(op=ast.Mult(), left=ast.List(), right=count)
                 | ast.BinOp(op=ast.Mult(), left=count, right=ast.List())
-            ) if context.is_traced(count):
-                context.report(self, node, size=count)
+            ) if context.is_traced(count) and is_of_a_tensor(count, context):
+                context.report(self, count, size=count)
             case _:
                 pass
 

@@ -4,6 +4,7 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
+from tpuport.rules._texts import is_message
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
@@ -49,7 +50,7 @@ class TensorToNumber(Rule):
             def forward(x: torch.Tensor):
                 scale = float(x.detach().abs().max())
                 count = int((x > 0).sum())
-                return x / scale * count, bool(x.sum() > 0)
+                return x / scale * count, count, bool(x.sum() > 0)
             """,
             after="""
             import torch
@@ -59,7 +60,7 @@ class TensorToNumber(Rule):
             def forward(x: torch.Tensor):
                 scale = tpuport.ops.to_float(x.detach().abs().max())
                 count = tpuport.ops.to_int((x > 0).sum())
-                return x / scale * count, tpuport.ops.to_bool(x.sum() > 0)
+                return x / scale * count, count, tpuport.ops.to_bool(x.sum() > 0)
             """,
         ),
         Example(
@@ -105,7 +106,10 @@ class TensorToNumber(Rule):
                 takes_one = not node.keywords and not isinstance(argument, ast.Starred)
                 # A trace names the call, reading the code names what it is called with.
                 is_traced = context.is_traced(node) or context.is_traced(argument)
-                if takes_one and is_traced and not context.module.binds_otherwise(name):
+                # Text in an error's message is made only if the error is raised.
+                is_text = context.module.in_f_string(node) and is_message(node, context)
+                is_ours = is_text or context.module.binds_otherwise(name)
+                if takes_one and is_traced and not is_ours:
                     context.report(self, node, call=node)
             case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):
                 if any(context.is_traced(argument) for argument in node.args):
