@@ -25,9 +25,11 @@ __all__ = [
     "first_truthy",
     "is_traced",
     "item",
+    "largest",
     "negate",
     "passes",
     "report",
+    "smallest",
     "to_bool",
     "to_cpu",
     "to_float",
@@ -323,3 +325,34 @@ def to_list(value: Any) -> Any:
 def to_cpu(value: Any) -> Any:
     """`value.cpu()`; a traced tensor stays part of the program."""
     return value if _is_plain(value) else value.cpu()
+
+
+def largest(*values: Any) -> Any:
+    """`max(*values)`; compared in the program if one of them is traced."""
+    return _chosen(values, max, lambda value, best: value > best)
+
+
+def smallest(*values: Any) -> Any:
+    """`min(*values)`; compared in the program if one of them is traced."""
+    return _chosen(values, min, lambda value, best: value < best)
+
+
+def _chosen(
+    values: tuple[Any, ...], choose: Callable[..., Any], is_better: Callable[[Any, Any], Any]
+) -> Any:
+    if not any(is_traced(value) for value in values):
+        return choose(*values)
+    best, *others = values
+    for value in others:
+        best = _selected(is_better(value, best), value, best)
+    return best
+
+
+def _selected(test: Any, value: Any, best: Any) -> Any:
+    """`value if test else best`; of a tensor and a number a tensor, since a program has to say."""
+    import torch
+
+    tensors = [isinstance(part, torch.Tensor) for part in (value, best)]
+    if is_traced(test) and any(tensors) and not all(tensors):
+        return torch.where(test, value, best)
+    return cond(test, lambda: value, lambda: best)

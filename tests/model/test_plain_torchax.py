@@ -268,6 +268,18 @@ def test_the_truth_of_many_elements_is_ambiguous():
         run(ops.to_bool, X[:0])
 
 
+def test_the_largest_of_tensors_and_numbers():
+    def function(x):
+        count = ops.to_int(x.sum())
+        return (
+            ops.largest(x[0, 0], x[0, 1], x[2, 3]),
+            ops.smallest(x.sum(), 0.5),
+            ops.largest(3, count, len(x)) * x,
+        )
+
+    agree(function, X)
+
+
 # Checks.
 
 

@@ -7,9 +7,10 @@ import pytest
 from tpuport.rules.item_call import ItemCall
 from tpuport.rules.numpy_round_trip import NumpyRoundTrip
 from tpuport.rules.tensor_to_number import TensorToNumber
+from tpuport.rules.truth_in_call import TruthInCall
 from tpuport.testing import equivalence
 
-RULES = {rule.CODE: rule for rule in (TensorToNumber, ItemCall, NumpyRoundTrip)}
+RULES = {rule.CODE: rule for rule in (TensorToNumber, ItemCall, NumpyRoundTrip, TruthInCall)}
 # The rule, and what a wrong fix would write in place of what.
 MUTANTS = {
     "a tensor for a number": (
@@ -22,6 +23,9 @@ MUTANTS = {
     "a method before the read": ("TPU110", ".abs()", ""),
     "another kind of number": ("TPU103", "tpuport.ops.to_int(", "tpuport.ops.to_float("),
     "a truth for a number": ("TPU103", "tpuport.ops.to_bool(", "tpuport.ops.to_int("),
+    "the other extreme": ("TPU114", "tpuport.ops.largest(", "tpuport.ops.smallest("),
+    "a candidate lost": ("TPU114", ", 0.5, x.std()", ", 0.5"),
+    "torch's own for tensors": ("TPU114", "tpuport.ops.smallest(", "torch.minimum("),
     "a factor lost": ("TPU310", ") * 2", ")"),
     "an operand lost": ("TPU310", "(x + 1)", "x"),
 }

@@ -71,6 +71,8 @@ def _is_one(node: ast.expr, context: Context, seen: frozenset[str]) -> bool:
             return _is_one(left, context, seen) or _is_one(right, context, seen)
         case ast.UnaryOp(operand=operand):
             return _is_one(operand, context, seen)
+        case ast.Compare(left=left, comparators=comparators):
+            return any(_is_one(part, context, seen) for part in [left, *comparators])
         case _:
             return False
 
