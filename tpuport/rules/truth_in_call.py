@@ -114,7 +114,7 @@ class TruthInCall(Rule):
             n = max(x.shape[0], steps, key=None) + min(x.shape) + max(len(part) for part in parts)
             if any(name in names for name in ("a", "b")) and all(p.ndim == 2 for p in parts):
                 x = x.max(-1, keepdim=True).values + torch.any(x > 0)
-            known = "x" in names and parts[0] not in ("none", "all") and x.dtype in (torch.float32, torch.float64)
+            known = parts[0] not in ("none", "all") and x.dtype in (torch.float32, torch.float64)
             return x * n, known, sum(parts), sorted(names)
         """,
         """
