@@ -35,6 +35,7 @@ __all__ = [
     "to_float",
     "to_int",
     "to_list",
+    "validate_args",
     "while_loop",
 ]
 
@@ -356,3 +357,16 @@ def _selected(test: Any, value: Any, best: Any) -> Any:
     if is_traced(test) and any(tensors) and not all(tensors):
         return torch.where(test, value, best)
     return cond(test, lambda: value, lambda: best)
+
+
+def validate_args(*values: Any) -> bool | None:
+    """What to pass for `validate_args` to a distribution of `torch.distributions`.
+
+    Args:
+        values: Its parameters.
+
+    Returns:
+        None, which asks for PyTorch's default; False if a parameter is traced, because a check
+        would need its value.
+    """
+    return False if any(map(is_traced, values)) else None

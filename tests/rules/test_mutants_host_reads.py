@@ -23,9 +23,9 @@ MUTANTS = {
     "a method before the read": ("TPU110", ".abs()", ""),
     "another kind of number": ("TPU103", "tpuport.ops.to_int(", "tpuport.ops.to_float("),
     "a truth for a number": ("TPU103", "tpuport.ops.to_bool(", "tpuport.ops.to_int("),
-    "the other extreme": ("TPU114", "tpuport.ops.largest(", "tpuport.ops.smallest("),
-    "a candidate lost": ("TPU114", ", 0.5, x.std()", ", 0.5"),
-    "torch's own for tensors": ("TPU114", "tpuport.ops.smallest(", "torch.minimum("),
+    "the other extreme": ("TPU119", "tpuport.ops.largest(", "tpuport.ops.smallest("),
+    "a candidate lost": ("TPU119", ", 0.5, x.std()", ", 0.5"),
+    "torch's own for tensors": ("TPU119", "tpuport.ops.smallest(", "torch.minimum("),
     "a factor lost": ("TPU310", ") * 2", ")"),
     "an operand lost": ("TPU310", "(x + 1)", "x"),
 }

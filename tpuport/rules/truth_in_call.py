@@ -1,4 +1,4 @@
-"""TPU114: a call that asks for the truth of traced values."""
+"""TPU119: a call that asks for the truth of traced values."""
 
 import ast
 
@@ -33,7 +33,7 @@ class TruthInCall(Rule):
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
     """
 
-    CODE = "TPU114"
+    CODE = "TPU119"
     MESSAGE = "`{call}` decides by values that do not exist while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
