@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.source.engine import Context
+from tpuport.source.kinds import Kind
 
 # These ask an object for its shape only.
 _SHAPES = frozenset({"numpy.shape", "numpy.ndim"})
@@ -17,6 +18,12 @@ def takes_to_host(node: ast.Call, context: Context) -> bool:
             return False
         return any(context.is_traced(argument) for argument in _arguments(node))
     match node.func:
+        case ast.Attribute(
+            attr="numpy" | "item" | "tolist",
+            value=ast.Call(func=ast.Attribute(attr="cpu", value=value)),
+        ) if context.kind(value) is Kind.UNKNOWN:
+            # A module has none of these methods, and a value known to Python needs no `.cpu()`.
+            return context.in_step(node)
         case ast.Attribute(value=value, attr="numpy"):
             return context.is_traced(value)
         case ast.Attribute(value=value, attr="cpu"):

@@ -88,6 +88,19 @@ class NumpyRoundTrip(Rule):
             before="""
             import torch
 
+            WAYS = {"sum": torch.sum}
+
+
+            def forward(x: torch.Tensor, way: str = "sum"):
+                return x * WAYS[way](x).cpu().item()
+            """,
+            jit_error="TracerArrayConversionError",
+            left="nothing says what",
+        ),
+        Example(
+            before="""
+            import torch
+
 
             def forward(x: torch.Tensor):
                 return x.to("cpu", torch.float64)
@@ -117,6 +130,8 @@ class NumpyRoundTrip(Rule):
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("item", "tolist"):
+            raise NotFixable("nothing says what it is called on")
         if node.func.attr not in ("cpu", "to"):
             raise NotFixable(f"{ast.unparse(node.func)} is numpy's")
         if len(node.args) + len(node.keywords) > 1 or (node.func.attr == "cpu" and node.args):
