@@ -114,7 +114,7 @@ def test_6_the_original_still_fails_under_plain_torchax(
 ):
     del rule
     if example.jit_error is not None:
-        assert error_under_plain_torchax(example, tmp_path) == example.jit_error
+        assert error_under_plain_torchax(example.before, example, tmp_path) == example.jit_error
         return
     assert example.harm is not None
     before = equivalence.load(example.before, tmp_path)
@@ -122,12 +122,12 @@ def test_6_the_original_still_fails_under_plain_torchax(
     assert HARMS[example.harm](before, inputs) is None
 
 
-def error_under_plain_torchax(example: Example, folder: Path) -> str:
+def error_under_plain_torchax(source: str, example: Example, folder: Path) -> str:
     """The name of the exception's class, or that there was none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            function = equivalence.load(example.before, folder)
+            function = equivalence.load(source, folder)
             (args,) = equivalence.make_inputs(example.inputs, seeds=1)
             equivalence.plain_jit(function, args)
         except Exception as error:
@@ -136,6 +136,22 @@ def error_under_plain_torchax(example: Example, folder: Path) -> str:
 
 
 # Beyond the six.
+
+
+@pytest.mark.parametrize(("rule", "example"), FIXED)
+def test_the_result_runs_under_plain_torchax_too(
+    rule: type[Rule], example: Example, tmp_path: Path
+):
+    if example.plain_error is not None:
+        assert example.after is not None
+        error = error_under_plain_torchax(example.after, example, tmp_path)
+        assert error == example.plain_error
+        return
+    before, after = functions(example, tmp_path)
+    inputs = equivalence.make_inputs(example.inputs)
+    passing = [args for args in inputs if equivalence.observe(before, args).error is None]
+    assert len(passing) > 1
+    equivalence.check_plain(before, after, passing, rtol=max(rule.SAFETY.rtol, 1e-5))
 
 
 @pytest.mark.parametrize(("rule", "example"), [case for case in FIXED if case.values[0].LIVE])

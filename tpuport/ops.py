@@ -1,29 +1,40 @@
 """What rewritten code calls where the original asked a tensor for its value.
 
 In eager PyTorch every function here does exactly what the Python statement that it replaces does.
-With a traced value it hands the decision to the program that is being traced. Nothing is imported
-until a traced value is met.
+With a traced value it hands the decision to the program that is being traced, whether
+`tpuport.convert` traces it or torchax alone does under `jax.jit`. Nothing is imported until a
+traced value is met.
 """
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from tpuport.errors import TpuportError
 
 __all__ = [
+    "are_checks_on",
     "both",
     "check",
     "cond",
+    "debug_checks",
     "either",
     "first_falsy",
     "first_truthy",
     "is_traced",
+    "item",
+    "largest",
     "negate",
     "passes",
     "report",
+    "smallest",
     "to_bool",
+    "to_cpu",
     "to_float",
     "to_int",
+    "to_list",
     "validate_args",
     "while_loop",
 ]
@@ -33,7 +44,36 @@ def is_traced(value: Any) -> bool:
     """Whether a value belongs to a program being traced: a traced tensor or a traced number."""
     if getattr(value, "is_traced", False) is True:
         return True
-    return getattr(getattr(value, "node", None), "is_traced", False) is True
+    return getattr(getattr(value, "node", None), "is_traced", False) is True or _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that torchax alone traces."""
+    torchax = sys.modules.get("torchax.tensor")
+    if torchax is None or not isinstance(value, torchax.Tensor | torchax.View):
+        return False
+    return not hasattr(value, "is_traced") and isinstance(value.jax(), torchax.jax.core.Tracer)
+
+
+_checks_on: ContextVar[bool] = ContextVar("_checks_on", default=False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Make programs that torchax alone traces in this context do their checks when they run.
+
+    Otherwise they drop them. A program of `tpuport.convert` always checks.
+    """
+    token = _checks_on.set(True)
+    try:
+        yield
+    finally:
+        _checks_on.reset(token)
+
+
+def are_checks_on() -> bool:
+    """Whether the program being traced by torchax alone does its checks."""
+    return _checks_on.get()
 
 
 def cond(
@@ -55,7 +95,10 @@ def cond(
         return the same structure, shapes and dtypes.
     """
     if is_traced(test):
-        from tpuport.model.branching import traced_cond
+        if _is_plain(test):
+            from tpuport.model.plain_torchax import traced_cond
+        else:
+            from tpuport.model.branching import traced_cond
 
         return traced_cond(test, then, orelse, operands)
     return then(*operands) if test else orelse(*operands)
@@ -77,7 +120,10 @@ def while_loop(
     while True:
         again = test(*operands)
         if is_traced(again):
-            from tpuport.model.looping import traced_while
+            if _is_plain(again):
+                from tpuport.model.plain_torchax import traced_while
+            else:
+                from tpuport.model.looping import traced_while
 
             return traced_while(test, body, operands)
         if not again:
@@ -94,11 +140,17 @@ def check(test: Any, make_error: Callable[[], Any]) -> None:
             While tracing it is called once, to know the exception that the program may raise.
     """
     if is_traced(test):
-        from tpuport.model.branching import traced_check
-
-        traced_check(test, lambda: _error_of(make_error))
+        _traced_check(test, lambda: _error_of(make_error))
     elif test:
         raise make_error()
+
+
+def _traced_check(test: Any, make_error: Callable[[], Any]) -> None:
+    if _is_plain(test):
+        from tpuport.model.plain_torchax import traced_check
+    else:
+        from tpuport.model.branching import traced_check
+    traced_check(test, make_error)
 
 
 def _error_of(make_error: Callable[[], Any]) -> Any:
@@ -119,9 +171,7 @@ def report(test: Any, action: Callable[[], Any]) -> None:
         action: Called only if the test holds.
     """
     if is_traced(test):
-        from tpuport.model.branching import traced_check
-
-        traced_check(test, lambda: None)
+        _traced_check(test, lambda: None)
     elif test:
         action()
 
@@ -220,6 +270,10 @@ def negate(value: Any) -> Any:
     """`not value`."""
     if not is_traced(value):
         return not value
+    if _is_plain(value):
+        from tpuport.model.plain_torchax import traced_not
+
+        return traced_not(value)
     import torch
 
     return torch.sym_not(to_bool(value))
@@ -242,10 +296,67 @@ def to_bool(value: Any) -> Any:
 
 def _number(value: Any, kind: type) -> Any:
     if is_traced(value):
-        from tpuport.model.branching import traced_number
+        if _is_plain(value):
+            from tpuport.model.plain_torchax import traced_number
+        else:
+            from tpuport.model.branching import traced_number
 
         return traced_number(value, kind)
     return kind(value)
+
+
+def item(value: Any) -> Any:
+    """`value.item()`; of a traced tensor a number that is still part of the program."""
+    if _is_plain(value):
+        from tpuport.model import plain_torchax
+
+        return plain_torchax.item(value)
+    return value.item()
+
+
+def to_list(value: Any) -> Any:
+    """`value.tolist()`; of a traced tensor nested lists of numbers that are still part of it."""
+    if _is_plain(value):
+        from tpuport.model import plain_torchax
+
+        return plain_torchax.to_list(value)
+    return value.tolist()
+
+
+def to_cpu(value: Any) -> Any:
+    """`value.cpu()`; a traced tensor stays part of the program."""
+    return value if _is_plain(value) else value.cpu()
+
+
+def largest(*values: Any) -> Any:
+    """`max(*values)`; compared in the program if one of them is traced."""
+    return _chosen(values, max, lambda value, best: value > best)
+
+
+def smallest(*values: Any) -> Any:
+    """`min(*values)`; compared in the program if one of them is traced."""
+    return _chosen(values, min, lambda value, best: value < best)
+
+
+def _chosen(
+    values: tuple[Any, ...], choose: Callable[..., Any], is_better: Callable[[Any, Any], Any]
+) -> Any:
+    if not any(is_traced(value) for value in values):
+        return choose(*values)
+    best, *others = values
+    for value in others:
+        best = _selected(is_better(value, best), value, best)
+    return best
+
+
+def _selected(test: Any, value: Any, best: Any) -> Any:
+    """`value if test else best`; of a tensor and a number a tensor, since a program has to say."""
+    import torch
+
+    tensors = [isinstance(part, torch.Tensor) for part in (value, best)]
+    if is_traced(test) and any(tensors) and not all(tensors):
+        return torch.where(test, value, best)
+    return cond(test, lambda: value, lambda: best)
 
 
 def validate_args(*values: Any) -> bool | None:

@@ -112,6 +112,28 @@ def test_negate_and_numbers_are_pythons_own():
         ops.to_float("x")
 
 
+def test_the_largest_is_the_first_of_equals():
+    a, b = torch.tensor(1.0), torch.tensor(1.0)
+    assert ops.largest(a, b) is max(a, b) is a
+    assert ops.smallest(b, a, 2) is b
+    assert (ops.largest(1, 3, 2), ops.smallest("b", "a")) == (3, "a")
+    nan = torch.tensor(float("nan"))
+    assert ops.largest(a, nan) is a
+    assert ops.largest(nan, a) is nan
+
+
+def test_reads_are_the_methods_own():
+    x = torch.arange(6).reshape(2, 3)
+    assert ops.to_list(x) == [[0, 1, 2], [3, 4, 5]]
+    assert type(ops.item(x[0, 1])) is int
+    assert ops.item(TRUE) is True
+    assert ops.to_cpu(x) is x
+    with pytest.raises(RuntimeError, match="a Tensor with 6 elements cannot be converted"):
+        ops.item(x)
+    with pytest.raises(AttributeError):
+        ops.item(1.0)
+
+
 # Traced: what is handed to the tracer, and what comes back.
 
 

@@ -64,19 +64,20 @@ def traced_cond(
 def truth(test: Any) -> jax.Array:
     """The 0-d boolean jax value of a one-element tensor or traced number."""
     if isinstance(test, torch.Tensor):
-        if test.numel() != 1:
-            msg = (
-                f"Boolean value of Tensor with {'no' if not test.numel() else 'more than one'}"
-                " value"
-            )
-            msg += "" if not test.numel() else "s"
-            raise RuntimeError(msg + " is ambiguous")
+        refuse_ambiguous(test)
         value = value_of(test).reshape(())
     elif isinstance(test, numbers.SYMBOLIC):
         value = numbers.node_value(test)
     else:
         return jnp.asarray(bool(test))
     return value != 0
+
+
+def refuse_ambiguous(test: torch.Tensor) -> None:
+    """Raise what eager PyTorch raises for the truth of a tensor without exactly one element."""
+    if test.numel() != 1:
+        what = "no values" if not test.numel() else "more than one value"
+        raise RuntimeError(f"Boolean value of Tensor with {what} is ambiguous")
 
 
 def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> None:

@@ -4,18 +4,22 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
+from tpuport.rules._texts import is_message
 from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
+
+_BUILTINS = frozenset({"float", "int", "bool", "complex"})
 
 
 class TensorToNumber(Rule):
     """A traced tensor turned into a Python number.
 
     ## What it does
-    Finds `float(t)`, `int(t)` and `bool(t)` of a tensor that depends on the program's inputs. The
-    fix calls `tpuport.ops.to_float` and its siblings, which give a Python number in eager PyTorch
-    and a number that is still part of the program while it is traced.
+    Finds `float(t)`, `int(t)`, `bool(t)` and `complex(t)` of a tensor that depends on the program's
+    inputs, and functions of `math` on one. The fix calls `tpuport.ops.to_float` and its siblings,
+    which give a Python number in eager PyTorch and a number that is still part of the program while
+    it is traced.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, and Python insists on a real `float`, so
@@ -23,7 +27,8 @@ class TensorToNumber(Rule):
 
     ## Fix safety
     The fix is exact in eager PyTorch. A `float`, `int` or `bool` that the file binds to something
-    else is left alone.
+    else is left alone. There is no fix for `complex` and for `math`, which computes in double
+    precision; torch has the same functions for tensors.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -45,7 +50,7 @@ class TensorToNumber(Rule):
             def forward(x: torch.Tensor):
                 scale = float(x.detach().abs().max())
                 count = int((x > 0).sum())
-                return x / scale * count, bool(x.sum() > 0)
+                return x / scale * count, count, bool(x.sum() > 0)
             """,
             after="""
             import torch
@@ -55,7 +60,7 @@ class TensorToNumber(Rule):
             def forward(x: torch.Tensor):
                 scale = tpuport.ops.to_float(x.detach().abs().max())
                 count = tpuport.ops.to_int((x > 0).sum())
-                return x / scale * count, tpuport.ops.to_bool(x.sum() > 0)
+                return x / scale * count, count, tpuport.ops.to_bool(x.sum() > 0)
             """,
         ),
         Example(
@@ -69,31 +74,58 @@ class TensorToNumber(Rule):
             """,
             left="inside an f-string",
         ),
+        Example(
+            before="""
+            import math
+
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                return x / math.sqrt(x.square().sum()) + math.sqrt(x.shape[-1])
+            """,
+            left="math computes with Python numbers; use torch.sqrt",
+        ),
     )
     CLEAN = (
         """
+        import math
+
         import torch
 
 
         def forward(x: torch.Tensor, ratio: str = "0.5"):
             half = int(x.shape[0] * float(ratio))
-            return x[:half] * float(len(x)) + x.float()
+            return x[:half] * float(len(x)) / math.sqrt(x.shape[-1]) + x.float() + math.pi
         """,
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:
-            case ast.Call(func=ast.Name(id="float" | "int" | "bool" as name), args=[argument]):
+            case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _BUILTINS:
                 takes_one = not node.keywords and not isinstance(argument, ast.Starred)
-                if takes_one and (context.is_traced(node) or context.is_traced(argument)):
-                    if not context.module.binds_otherwise(name):
-                        context.report(self, node, call=node)
+                # A trace names the call, reading the code names what it is called with.
+                is_traced = context.is_traced(node) or context.is_traced(argument)
+                # Text in an error's message is made only if the error is raised.
+                is_text = context.module.in_f_string(node) and is_message(node, context)
+                is_ours = is_text or context.module.binds_otherwise(name)
+                if takes_one and is_traced and not is_ours:
+                    context.report(self, node, call=node)
+            case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):
+                if any(context.is_traced(argument) for argument in node.args):
+                    context.report(self, node, call=node)
             case _:
                 pass
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
+        name = context.name(node.func)
+        if name is not None:
+            function = name.rpartition(".")[2]
+            raise NotFixable(f"math computes with Python numbers; use torch.{function}", pins=False)
         assert isinstance(node.func, ast.Name)
+        if node.func.id == "complex":
+            raise NotFixable("a complex number cannot be part of a program", pins=False)
         start, end = context.module.span(node.func)
         name = Passage.of(f"{OPS}.to_{node.func.id}", context.module.origin(node))
         return Fix((Edit(start, end, name),), (OPS,))

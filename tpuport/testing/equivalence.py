@@ -283,3 +283,51 @@ def plain_jit(function: Callable[..., Any], args: Inputs) -> Any:
         moved = [arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args]
         result = interop.jax_jit(function)(*moved)
         return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
+
+
+def check_plain(
+    reference: Callable[..., Any],
+    function: Callable[..., Any],
+    inputs: Sequence[Inputs],
+    *,
+    rtol: float = 1e-5,
+) -> None:
+    """Make sure that a function gives under torchax alone what eager PyTorch does.
+
+    Numbers count as tensors, and a dtype of 64 bits as that of 32: torchax knows no others.
+
+    Args:
+        reference: Called eagerly.
+        function: Called under `jax.jit`.
+        inputs: Arguments of each call.
+        rtol: Largest error relative to the largest expected magnitude.
+
+    Raises:
+        DifferenceError: a result differs.
+        Exception: whatever jax or torchax say about the function.
+    """
+    for seed, args in enumerate(inputs):
+        expected = observe(reference, args)
+        if expected.error is not None:
+            raise DifferenceError(f"seed {seed}: eager PyTorch raises {expected.error}")
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            got = plain_jit(function, args)
+        found = difference(_in_32_bits(expected.value), _in_32_bits(got), rtol=rtol)
+        if found is not None:
+            raise DifferenceError(f"seed {seed}: {found}")
+
+
+def _in_32_bits(value: Any) -> Any:
+    def narrow(leaf: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(leaf).detach()
+        return tensor.to(_NARROW.get(tensor.dtype, tensor.dtype))
+
+    return tree_map_only((torch.Tensor, bool, int, float, complex), narrow, value)
+
+
+_NARROW = {
+    torch.int64: torch.int32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}

@@ -47,4 +47,40 @@ def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
     return None if results[0] == results[1] else "two calls of the program differ"
 
 
-HARMS: dict[str, Harm] = {"differs": differs, "repeats": repeats}
+def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Text about a tensor that shows no value: it was made when the program was traced."""
+    expected = observe(function, inputs[0])
+    got = observe(lambda *args: plain_jit(function, args), inputs[0])
+    if got.error is not None:
+        return f"plain torchax raises {got.error[0].__name__} instead"
+    return None if "Tracer" in got.printed and expected.printed else "the same is printed"
+
+
+def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A program that is longer when its inputs have twice as many rows."""
+    args = inputs[0]
+    first, *others = args
+    longer = (torch.cat([first, first]), *others)
+    short, long = (program_length(function, given) for given in (args, longer))
+    return None if long > short else f"both programs have {short} operations"
+
+
+def program_length(function: Callable[..., Any], args: Inputs) -> int:
+    """The number of operations of a function's program under plain torchax."""
+    import jax
+    import torchax
+    from torchax import interop
+
+    with warnings.catch_warnings(), torchax.default_env():
+        warnings.simplefilter("ignore")
+        moved = tuple(arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args)
+        program = jax.make_jaxpr(interop.jax_view(function))(*interop.jax_view(moved))
+    return len(program.eqns)
+
+
+HARMS: dict[str, Harm] = {
+    "differs": differs,
+    "prints": prints,
+    "repeats": repeats,
+    "unrolls": unrolls,
+}

@@ -1,0 +1,137 @@
+"""What a name is bound to, and whether a value is a single tensor."""
+
+import ast
+
+from tpuport.source.engine import Context
+from tpuport.source.module import Function, own_bindings
+from tpuport.source.names import all_arguments
+from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.statements import walk_scope
+
+# Methods of one tensor that give several, or something else than a tensor.
+_SEVERAL = frozenset(
+    {
+        *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "dsplit", "eig", "eigh"),
+        *("frexp", "hsplit", "item", "kthvalue", "lstm", "lu", "max", "median", "meshgrid", "min"),
+        *("mode", "nonzero", "numpy", "qr", "size", "slogdet", "sort", "split", "std_mean", "svd"),
+        *(
+            "tensor_split",
+            "tolist",
+            "topk",
+            "unbind",
+            "unique",
+            "unique_consecutive",
+            "unsafe_chunk",
+        ),
+        *("var_mean", "vsplit", "where"),
+    }
+)
+
+
+def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
+    """The expressions that a local name is bound to; None if it is bound in another way, too."""
+    function = context.module.function(name)
+    if function is None:
+        return None
+    found: list[ast.expr] = []
+    count = 0
+    for node in walk_scope([*function.args.args, *function.args.kwonlyargs, *function.body]):
+        count += own_bindings(node).count(name.id)
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=target)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value)
+                | ast.NamedExpr(target=ast.Name(id=target), value=value)
+            ) if target == name.id:
+                found.append(value)
+            case _:
+                pass
+    return found if found and count == len(found) else None
+
+
+def is_one_tensor(node: ast.expr, context: Context) -> bool:
+    """Whether a value is surely a single traced tensor, not several in a list or tuple."""
+    return context.is_traced(node) and _is_one(node, context, frozenset())
+
+
+def _is_one(node: ast.expr, context: Context, seen: frozenset[str]) -> bool:
+    match node:
+        case ast.Name(id=name):
+            return name not in seen and _is_one_name(node, context, seen | {name})
+        case ast.Call(func=ast.Attribute(attr=attribute, value=value)):
+            if attribute in _SEVERAL:
+                return False
+            name = context.name(node.func) or ""
+            return name.startswith("torch.") or _is_one(value, context, seen)
+        case ast.Attribute(attr="T" | "mT" | "data" | "H", value=value):
+            return _is_one(value, context, seen)
+        case ast.Subscript(value=value):
+            return _is_one(value, context, seen)
+        case ast.BinOp(left=left, right=right):
+            return _is_one(left, context, seen) or _is_one(right, context, seen)
+        case ast.UnaryOp(operand=operand):
+            return _is_one(operand, context, seen)
+        case ast.Compare(left=left, comparators=comparators):
+            return any(_is_one(part, context, seen) for part in [left, *comparators])
+        case _:
+            return False
+
+
+def _is_one_name(node: ast.Name, context: Context, seen: frozenset[str]) -> bool:
+    values = bound_values(node, context)
+    if values is not None:
+        return all(_is_one(value, context, seen) for value in values)
+    function = context.module.function(node)
+    if function is None or not _is_tensor_parameter(node.id, function, context):
+        return False
+    if any(_asks_for_a_sequence(inner, node.id) for inner in context.module.inside(function)):
+        return False
+    stores = [
+        inner
+        for inner in walk_scope(function.body)
+        if isinstance(inner, ast.Assign | ast.AugAssign | ast.For | ast.With)
+        and node.id in _stored(inner)
+    ]
+    return all(
+        isinstance(inner, ast.AugAssign)
+        or (isinstance(inner, ast.Assign) and _is_one(inner.value, context, seen))
+        for inner in stores
+    )
+
+
+def _is_tensor_parameter(name: str, function: Function, context: Context) -> bool:
+    for argument in all_arguments(function.args):
+        if argument.arg == name:
+            value = annotated(argument.annotation)
+            used = attributes_used(context.module.inside(function)).get(name, ())
+            return is_used_like_a_tensor(used) if value is None else value.is_tensor
+    return False
+
+
+def _asks_for_a_sequence(node: ast.AST, name: str) -> bool:
+    """Whether code asks if a name is a list or tuple: then it may be one."""
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=asked), classes]):
+            named = {n.id for n in ast.walk(classes) if isinstance(n, ast.Name)}
+            return asked == name and bool(named & {"list", "tuple", "Sequence", "List", "Tuple"})
+        case _:
+            return False
+
+
+def _stored(node: ast.stmt) -> set[str]:
+    targets: list[ast.expr] = []
+    match node:
+        case ast.Assign(targets=targets):
+            pass
+        case ast.AugAssign(target=target) | ast.For(target=target):
+            targets = [target]
+        case ast.With(items=items):
+            targets = [item.optional_vars for item in items if item.optional_vars is not None]
+        case _:
+            pass
+    return {
+        inner.id
+        for target in targets
+        for inner in ast.walk(target)
+        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+    }

@@ -1,0 +1,32 @@
+"""Method calls turned into calls of a helper: `value.method()` into `helper(value)`."""
+
+import ast
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
+from tpuport.source.text import Edit, Passage
+
+
+def wrapped(node: ast.Call, helper: str, context: Context) -> tuple[Edit, Edit]:
+    """The edits that put what a method is called on into a call of a helper.
+
+    Args:
+        node: The method's call; its arguments are dropped.
+        helper: The helper's full name.
+        context: What may be asked about the file.
+
+    Raises:
+        NotFixable: a comment between the value and the method would be lost.
+    """
+    assert isinstance(node.func, ast.Attribute)
+    module = context.module
+    start, end = module.span(node)
+    # Parentheses around the value are no part of it, and the dot follows them.
+    value_end = module.span(node.func.value)[1]
+    dot = module.token_after(value_end, ".")
+    if module.comments(value_end, end):
+        raise NotFixable("a comment inside it would be lost")
+    kept = start + len(module.text.text[start:dot].rstrip())
+    opening = Passage.of(f"{helper}(", module.origin(node))
+    closing = Passage.of(")", module.text.origin(module.text.line_at(kept)))
+    return Edit(start, start, opening), Edit(kept, end, closing)

@@ -1,0 +1,139 @@
+"""TPU310: a traced tensor handed to numpy or moved to the host."""
+
+import ast
+
+from tpuport.rules._expressions import OPS
+from tpuport.rules._host import takes_to_host
+from tpuport.rules._receivers import wrapped
+from tpuport.rules._rule import Example, Rule
+from tpuport.source.engine import Context
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+
+
+class NumpyRoundTrip(Rule):
+    """A traced tensor handed to numpy, or moved to the host.
+
+    ## What it does
+    Finds `t.numpy()`, `t.cpu()`, `t.to("cpu")` and functions of numpy called with a tensor that
+    depends on the program's inputs, in code that is part of a step. The fix of `t.cpu()` calls
+    `tpuport.ops.to_cpu`, which moves the tensor in eager PyTorch and leaves it where it is while a
+    program is traced.
+
+    ## Why is this bad?
+    While a program is traced the tensor has no value yet, so the call raises
+    `TracerArrayConversionError`. In eager mode each such call waits for the device.
+
+    ## Fix safety
+    The fix is exact in eager PyTorch. There is none for numpy: torch has most of its functions,
+    but not always with the same dtype of the result.
+
+    ## References
+    https://docs.jax.dev/en/latest/errors.html#jax.errors.TracerArrayConversionError
+    """
+
+    CODE = "TPU310"
+    MESSAGE = "`{call}` takes a value to the host that does not exist while the program is traced"
+    SAFETY = Safety.EXACT
+    SEVERITY = Severity.ERROR
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                y = x.detach().cpu() * 2  # on the host
+                z = (x + 1).to("cpu")
+                return y + z.to(device="cpu")
+            """,
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                y = tpuport.ops.to_cpu(x.detach()) * 2  # on the host
+                z = tpuport.ops.to_cpu((x + 1))
+                return y + tpuport.ops.to_cpu(z)
+            """,
+            jit_error="TracerArrayConversionError",
+        ),
+        Example(
+            before="""
+            import numpy as np
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                array = x.detach().cpu().numpy()
+                return x + torch.from_numpy(np.fft.fftshift(array))
+            """,
+            jit_error="TracerArrayConversionError",
+            left="is numpy's",
+        ),
+        Example(
+            before="""
+            import numpy as np
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                return x * torch.as_tensor(np.sqrt(x.abs()))
+            """,
+            jit_error="TracerArrayConversionError",
+            left="is numpy's",
+        ),
+        Example(
+            before="""
+            import torch
+
+            WAYS = {"sum": torch.sum}
+
+
+            def forward(x: torch.Tensor, way: str = "sum"):
+                return x * WAYS[way](x).cpu().item()
+            """,
+            jit_error="TracerArrayConversionError",
+            left="nothing says what",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                return x.to("cpu", torch.float64)
+            """,
+            jit_error="TracerArrayConversionError",
+            left="another dtype",
+        ),
+    )
+    CLEAN = (
+        """
+        import numpy as np
+        import torch
+
+
+        def forward(x: torch.Tensor, table: np.ndarray, y, device="cuda"):
+            scale = np.sqrt(x.shape[-1]) * float(np.prod(x.shape)) + np.ndim(x)
+            noise = torch.from_numpy(np.linspace(0, 1, 4, dtype=np.float32)).to(x.device)
+            weights = torch.arange(4).cpu().numpy()
+            return x.to(torch.float32) * scale + noise.to(x) + np.float32(2) + float(weights[0])
+        """,
+    )
+
+    def visit_Call(self, node: ast.Call, context: Context) -> None:
+        if takes_to_host(node, context):
+            context.report(self, node, call=node)
+
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        assert isinstance(node, ast.Call)
+        assert isinstance(node.func, ast.Attribute)
+        if node.func.attr in ("item", "tolist"):
+            raise NotFixable("nothing says what it is called on")
+        if node.func.attr not in ("cpu", "to"):
+            raise NotFixable(f"{ast.unparse(node.func)} is numpy's")
+        if len(node.args) + len(node.keywords) > 1 or (node.func.attr == "cpu" and node.args):
+            raise NotFixable("it asks for another dtype or a copy, too")
+        return Fix(wrapped(node, f"{OPS}.to_cpu", context), (OPS,))
