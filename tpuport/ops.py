@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_masked import inverse, masked, masked_select, mismatched, rowwise
 
 __all__ = [
     "both",
@@ -17,10 +18,15 @@ __all__ = [
     "either",
     "first_falsy",
     "first_truthy",
+    "inverse",
     "is_traced",
+    "masked",
+    "masked_select",
+    "mismatched",
     "negate",
     "passes",
     "report",
+    "rowwise",
     "to_bool",
     "to_float",
     "to_int",
