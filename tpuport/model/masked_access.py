@@ -128,8 +128,9 @@ def _is_traced_mask(item: Any) -> bool:
 
 
 def _key(mask: Any) -> tuple[Any, ...]:
-    if hasattr(mask, "source_jax"):
-        return (mask, mask.source_jax())  # a view: the same while what it looks at stays
+    """The array of a mask; of a view that of its source, and how it looks at that."""
+    if hasattr(mask, "get_transformation_chain"):
+        return (mask.source_jax(), *mask.get_transformation_chain())
     return (array_of(mask),)
 
 
@@ -159,22 +160,25 @@ def _joined(part: jax.Array, place: Place) -> jax.Array:
 def written(
     part: jax.Array, place: Place, value: Any, *, cut: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """An array after `part[mask] = value`, and whether the number of rows was wrong."""
+    """An array after `part[mask] = value`, and whether the number of rows was wrong.
+
+    A tensor of integers that does not fit is the one thing that goes unnoticed: there is no NaN to
+    write, and torchax does not notice it for the plain `x[mask] = rows` either.
+    """
     joined = _joined(part, place)
     target = Rows(wrap(joined), place.keep, joined.ndim - place.axis, (place.piece,))
-    if not isinstance(value, Rows):
+    if isinstance(value, Rows):
+        new, wrong = _matched(value, target)
+    else:
         value = value if isinstance(value, torch.Tensor) else wrap(jnp.asarray(value, part.dtype))
         axis = value.ndim - target.right
         if axis < 0 or value.shape[axis] == 1:
-            made = jnp.where(target.spread(place.keep), array_of(value).astype(part.dtype), joined)
-            return made.reshape(part.shape), None
-        value = fixed(value, target.right)
-    if value.right != target.right:
-        raise refuse("be written along another axis than the mask selects")
-    if is_same_selection(value, target):
-        new, wrong = array_of(value.values), value.wrong
-    else:
-        new, wrong = _in_place(value, target)
+            new, wrong = array_of(value), None
+        else:
+            value = fixed(value, target.right)
+            new, wrong = _in_place(value, target)
+            if not jnp.issubdtype(part.dtype, jnp.inexact):
+                wrong = None
     new = new.astype(part.dtype)
     if not cut:
         new, wrong = poisoned(new, wrong), None
@@ -182,6 +186,15 @@ def written(
         new = poisoned(new, value.count < target.count)
     made = jnp.where(target.spread(place.keep), new, joined)
     return made.reshape(part.shape), wrong
+
+
+def _matched(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
+    """Rows at the places that a mask selects."""
+    if value.right != target.right:
+        raise refuse("be written along another axis than the mask selects")
+    if is_same_selection(value, target):
+        return array_of(value.values), value.wrong
+    return _in_place(value, target)
 
 
 def _in_place(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:

@@ -20,7 +20,7 @@ from tpuport.model.masked_rows import (
     refuse,
     wrap,
 )
-from tpuport.source.rowwise import ELEMENTWISE, JOINS, LOSSES, REDUCTIONS
+from tpuport.source.rowwise import ELEMENTWISE, JOINS, LOSS_MODULES, LOSSES, REDUCTIONS
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -51,6 +51,8 @@ def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywor
     Raises:
         PortError: its result is not known of rows whose number is not.
     """
+    if isinstance(function, torch.nn.Module):
+        function, kwargs = _function_of(function, kwargs)
     name = function.__name__
     if name in JOINS:
         return join(*args, **kwargs)
@@ -61,6 +63,25 @@ def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywor
     if name in ELEMENTWISE:
         return elementwise(function, args, kwargs)
     raise refuse(f"be given to {name}")
+
+
+def _function_of(module: torch.nn.Module, kwargs: Keywords) -> tuple[Callable[..., Any], Keywords]:
+    """The function that a module of a loss calls, and the options that it gives it."""
+    name = LOSS_MODULES.get(type(module).__name__)
+    if name is None:
+        raise refuse(f"be given to {type(module).__name__}")
+    named = (
+        "reduction",
+        "weight",
+        "pos_weight",
+        "ignore_index",
+        "label_smoothing",
+        "beta",
+        "delta",
+    )
+    options = {option: getattr(module, option) for option in named if hasattr(module, option)}
+    given = {option: value for option, value in options.items() if value is not None}
+    return getattr(torch.nn.functional, name), {**given, **kwargs}
 
 
 def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Rows:
@@ -166,7 +187,9 @@ def loss(
     """
     if reduction not in ("mean", "sum", "none"):
         raise refuse(f"be reduced by {reduction}")
-    if {"size_average", "reduce", "weight"} & {k for k, v in options.items() if v is not None}:
+    if {"size_average", "reduce", "weight", "pos_weight"} & {
+        k for k, v in options.items() if v is not None
+    }:
         raise refuse(f"be weighted in {function.__name__}")
     each = function if reduction == "none" else partial(function, reduction="none")
     if function.__name__ != "cross_entropy":

@@ -46,7 +46,7 @@ def array_of(value: Any) -> jax.Array:
 class Piece:
     """A run of rows: those of one mask, or with `negated` those that it leaves out.
 
-    `key` is what the mask is known by: objects that are the same ones for the same mask.
+    `key` is what the mask is known by: its array, and for a view how that looks at the array.
     """
 
     key: tuple[Any, ...]
@@ -59,8 +59,8 @@ class Piece:
 
     def is_of_same_mask(self, other: "Piece") -> bool:
         """Whether both come from one mask."""
-        pairs = zip(self.key, other.key, strict=False)
-        return len(self.key) == len(other.key) and all(a is b for a, b in pairs)
+        (array, *steps), (other_array, *other_steps) = self.key, other.key
+        return array is other_array and steps == other_steps
 
 
 @dataclass(frozen=True, eq=False)

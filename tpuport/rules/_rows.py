@@ -12,6 +12,12 @@ from collections.abc import Sequence
 from tpuport.rules._expressions import OPS
 from tpuport.rules._guards import guard_of
 from tpuport.rules._masks import is_leading, is_ours, masks, parts
+from tpuport.rules._row_calls import (
+    is_other_axis,
+    is_plain_loss,
+    loss_modules,
+    starts_with_minus_one,
+)
 from tpuport.source.engine import Context, quote
 from tpuport.source.finding import Fix, NotFixable
 from tpuport.source.module import FUNCTIONS, SCOPES
@@ -134,7 +140,7 @@ class RowFix:
 
     def _shape(self, node: ast.Attribute) -> None:
         match self.module.parents[node]:
-            case ast.Subscript(slice=ast.Constant(value=int(n))) if n > 0 and self.leading:
+            case ast.Subscript(slice=axis) if self.leading and is_other_axis(axis):
                 pass
             case ast.FormattedValue():
                 pass  # it is only printed
@@ -148,13 +154,13 @@ class RowFix:
             self.follow(call)
         elif name in REDUCTIONS:
             self._reduction(name, call, call.args)
-        elif name in RESHAPES and self.leading and _starts_with_minus_one(call.args):
+        elif name in RESHAPES and self.leading and starts_with_minus_one(call.args):
             self.follow(call)
         elif name == "flatten" and self.leading and not call.args and not call.keywords:
             self.follow(call)
-        elif name == "dim":
+        elif name == "size" and self.leading and call.args and is_other_axis(call.args[0]):
             pass
-        else:
+        elif name != "dim":
             raise self._unknown(call)
 
     def _reduction(self, name: str, call: ast.Call, options: Sequence[ast.expr]) -> None:
@@ -195,7 +201,7 @@ class RowFix:
             self.follow(call)
         elif name in REDUCTIONS:
             self._reduction(name, call, call.args[1:])
-        elif name not in LOSSES or not _is_plain_loss(call):
+        elif name not in LOSSES or not is_plain_loss(call):
             raise self._unknown(call)
         if not ast.unparse(call.func).startswith(_ROWWISE):
             self.around(call.func, _ROWWISE)
@@ -204,6 +210,9 @@ class RowFix:
         function = call.func
         if isinstance(function, ast.Call) and ast.unparse(function).startswith(_ROWWISE):
             function = function.args[0]
+        made = loss_modules(function, self.context)
+        if made is not None:
+            return made
         root, _, last = (self.context.name(function) or "").rpartition(".")
         if root not in ("torch", "torch.nn.functional"):
             raise self._unknown(call)
@@ -365,34 +374,9 @@ def _is_special(call: ast.Call, name: str) -> bool:
     return in_place or is_where
 
 
-def _starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
-    first = args[0] if args else None
-    if isinstance(first, ast.Tuple | ast.List):
-        first = first.elts[0] if first.elts else None
-    return first is not None and ast.unparse(first) == "-1"
-
-
 def _is_plain(part: ast.expr) -> bool:
     """Whether a part of an index is written as a number, a slice between numbers, or None."""
     return all(
         isinstance(node, ast.Slice | ast.Constant | ast.UnaryOp | ast.USub)
         for node in ast.walk(part)
     )
-
-
-def _is_plain_loss(call: ast.Call) -> bool:
-    """Whether a loss sums or averages over all rows."""
-    for keyword in call.keywords:
-        if keyword.arg == "reduction":
-            if ast.unparse(keyword.value) not in ("'mean'", "'sum'"):
-                return False
-        elif keyword.arg not in (
-            "input",
-            "target",
-            "ignore_index",
-            "label_smoothing",
-            "beta",
-            "delta",
-        ):
-            return False
-    return len(call.args) <= 2

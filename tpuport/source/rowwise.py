@@ -29,6 +29,15 @@ LOSSES = frozenset(
         *("mse_loss", "smooth_l1_loss"),
     }
 )
+# The modules that compute them.
+LOSS_MODULES = {
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "HuberLoss": "huber_loss",
+    "L1Loss": "l1_loss",
+    "MSELoss": "mse_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+}
 JOINS = frozenset({"cat", "concat", "concatenate"})
 RESHAPES = frozenset({"reshape", "view"})
 # Known of rows although their number is not.
