@@ -33,11 +33,16 @@ def qualified_name(
         imports: What the file's imported names stand for.
         hidden: Names that stand for something else here.
     """
+    name = dotted_name(node)
+    first, dot, rest = (name or "").partition(".")
+    root = None if first in hidden else imports.get(first)
+    return None if root is None else root + dot + rest
+
+
+def dotted_name(node: ast.AST) -> str | None:
+    """A dotted name as written, such as `a.b.c`; None for any other node."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or node.id in hidden:
-        return None
-    root = imports.get(node.id)
-    return None if root is None else ".".join([root, *reversed(parts)])
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None

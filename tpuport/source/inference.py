@@ -108,7 +108,10 @@ class Inference:
         state = self.state(function)
         parameters = self._parameters(function, owner, passed, state.parameters)
         known = state.walks and parameters == state.parameters
-        if state.running or known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
+        if state.running:
+            # Recursion: what it returns is what its other paths return.
+            return state.result if state.walks > 1 else NONE
+        if known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
             return state.result
         state.parameters, state.running = parameters, True
         state.walks += 1

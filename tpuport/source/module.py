@@ -106,6 +106,15 @@ class Module:
             node for node in self.by_class.get(ast.ClassDef, []) if isinstance(node, ast.ClassDef)
         ]
 
+    def assigned(self, function: Function, name: str) -> list[ast.expr]:
+        """The expressions that statements of a function assign to a name."""
+        return [
+            node.value
+            for node in self.inside(function)
+            if isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+        ]
+
     @cached_property
     def is_script(self) -> bool:
         """Whether the file is made to be run: it has an `if __name__ == "__main__"`."""

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable
 
 from tpuport.source.module import Function
-from tpuport.source.torch_facts import HOST_ANNOTATIONS, TENSOR_METHODS
+from tpuport.source.torch_facts import HOST_ANNOTATIONS, OTHER_METHODS, TENSOR_METHODS
 from tpuport.source.values import (
     ARRAY,
     HOST,
@@ -34,7 +34,7 @@ def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
 
 def is_used_like_a_tensor(used: Iterable[str]) -> bool:
     """Whether one of these attributes belongs to tensors and to nothing else that is common."""
-    return not TENSOR_METHODS.isdisjoint(used)
+    return not TENSOR_METHODS.isdisjoint(used) and OTHER_METHODS.isdisjoint(used)
 
 
 def annotated(annotation: ast.expr | None) -> Value | None:
