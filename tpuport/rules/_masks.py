@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.source.engine import Context
+from tpuport.source.finding import Severity
 from tpuport.source.kinds import Kind
 from tpuport.source.module import FUNCTIONS
 from tpuport.source.statements import is_ops_call
@@ -16,6 +17,8 @@ _SEVERAL = frozenset(
         *("unique", "vsplit", "values", "keys", "items", "tolist"),
     }
 )
+# In the names of functions that prepare the input of flash attention's kernels.
+_PACKING = ("flash", "unpad", "upad", "varlen", "xformers")
 _TO_NUMBER = frozenset({"item", "tolist", "to_int", "to_float", "to_bool"})
 _NUMBER_BUILTINS = frozenset({"int", "float", "bool", "round", "len"})
 
@@ -82,6 +85,31 @@ def is_leading(node: ast.Subscript, context: Context) -> bool:
 def is_ours(node: ast.expr) -> bool:
     """Whether a mask may stand in the brackets after an expression: a fix put it there."""
     return is_ops_call(node) and ast.unparse(node).startswith("tpuport.ops.masked(")
+
+
+def holds_rows(node: ast.expr, context: Context, depth: int = 4) -> bool:
+    """Whether an expression may hold the rows that a read has which a fix put there."""
+    match node:
+        case ast.Subscript(value=value) if depth:
+            return is_ours(value) or holds_rows(value, context, depth)
+        case ast.Call(func=ast.Attribute(value=value)) if depth:
+            return holds_rows(value, context, depth)
+        case ast.Name() if depth:
+            return any(
+                isinstance(value, ast.expr) and holds_rows(value, context, depth - 1)
+                for _, value in bindings(node, context)
+            )
+        case _:
+            return False
+
+
+def severity(node: ast.AST, context: Context) -> Severity:
+    """What a finding does: code that packs tokens for a CUDA kernel never runs without one."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
+            if any(word in parent.name.lower() for word in _PACKING):
+                return Severity.NOTE
+    return Severity.ERROR
 
 
 def is_basic(part: ast.expr, context: Context) -> bool:

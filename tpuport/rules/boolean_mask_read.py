@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._masks import is_ours, masks, takes_one_mask
+from tpuport.rules._masks import is_ours, masks, severity, takes_one_mask
 from tpuport.rules._rows import RowFix
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -142,7 +142,7 @@ class BooleanMaskRead(Rule):
 
     def visit_Subscript(self, node: ast.Subscript, context: Context) -> None:
         if isinstance(node.ctx, ast.Load) and masks(node, context) and not is_ours(node.value):
-            context.report(self, node, read=node)
+            context.report(self, node, severity=severity(node, context), read=node)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Subscript)

@@ -4,6 +4,7 @@ import ast
 
 from tpuport.rules._dynamic import dynamic_end, why_dynamic
 from tpuport.rules._expressions import OPS
+from tpuport.rules._masks import holds_rows, severity
 from tpuport.rules._rows import RowFix
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -117,7 +118,7 @@ class DataDependentShape(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         decides = why_dynamic(node, context)
         if decides is not None:
-            context.report(self, node, made=node, decides=decides)
+            context.report(self, node, severity=severity(node, context), made=node, decides=decides)
 
     def visit_Subscript(self, node: ast.Subscript, context: Context) -> None:
         slices = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.Slice)]
@@ -125,8 +126,8 @@ class DataDependentShape(Rule):
             slices += [part for part in node.slice.elts if isinstance(part, ast.Slice)]
         for part in slices:
             end = dynamic_end(part, context)
-            if end is not None:
-                context.report(self, node, made=node, decides=end)
+            if end is not None and not holds_rows(node.value, context):
+                context.report(self, node, severity=severity(node, context), made=node, decides=end)
                 return
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
