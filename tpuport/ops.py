@@ -9,12 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 from tpuport.errors import TpuportError
-from tpuport.ops_masked import inverse, masked, masked_select, mismatched, rowwise
+from tpuport.ops_masked import (
+    count_elements,
+    count_rows,
+    inverse,
+    masked,
+    masked_select,
+    mismatched,
+    rowwise,
+)
 
 __all__ = [
     "both",
     "check",
     "cond",
+    "count_elements",
+    "count_rows",
     "either",
     "first_falsy",
     "first_truthy",

@@ -6,10 +6,19 @@ select by position instead: see `tpuport.model.masked_rows`. Nothing is imported
 is met.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["inverse", "masked", "masked_select", "mismatched", "rowwise"]
+__all__ = [
+    "count_elements",
+    "count_rows",
+    "inverse",
+    "masked",
+    "masked_select",
+    "mismatched",
+    "rowwise",
+]
 
 
 def masked(tensor: Any, *, cut: bool = False) -> Any:
@@ -35,6 +44,24 @@ def masked_select(tensor: Any, mask: Any) -> Any:
         return torch.masked_select(tensor, mask)
     tensor, mask = torch.broadcast_tensors(tensor, mask)
     return masked(tensor)[mask]
+
+
+def count_rows(tensor: Any, mask: Any) -> Any:
+    """`len(tensor[mask])`; in a program of torchax alone int32[], a tensor."""
+    if not is_plain_torchax(mask):
+        return tensor[mask].shape[0]
+    from tpuport.model.masked_access import count
+
+    return count(tensor, mask)
+
+
+def count_elements(tensor: Any, mask: Any) -> Any:
+    """`tensor[mask].numel()`; in a program of torchax alone int32[], a tensor."""
+    if not is_plain_torchax(mask):
+        return tensor[mask].numel()
+    from tpuport.model.masked_access import count
+
+    return count(tensor, mask) * math.prod(tensor.shape[mask.ndim :])
 
 
 def inverse(mask: Any) -> Any:

@@ -33,6 +33,7 @@ BODIES = {
     "x[m] = y[m]": ANY,
     "x[m] = 2 * (1 - x[m])": ANY,
     "x[m] -= x[m].mean()": ANY,
+    "x = x.sum() / x[m].shape[0] - len(y[m]) * y + x[~m].numel() * y": ANY,
     "x[m] = x[m] * y[0]": ROWS,
     "x[m, 0] = 5": ROWS,
     "x[m, 1:] += y.sum()": ROWS,
@@ -170,8 +171,10 @@ def test_integers_that_might_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("x = x[m].shape[0] * y", "how many rows"),
-        ("x = len(x[m]) * y", "how many rows"),
+        ("x = torch.zeros(x[m].shape[0])", "a Python number"),
+        ("x = y[: len(x[m])]", "a Python number"),
+        ("n = x[m].numel()\nx = y[:n]", "a Python number"),
+        ("x = list(range(len(x[m])))", "a Python number"),
         ("x = F.softmax(x[m], 0).sum()", "how many rows"),
         ("x = x[m].sort()[0].sum()", "how many rows"),
         ("x = helper(x[m])", "how many rows"),

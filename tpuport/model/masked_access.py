@@ -157,6 +157,13 @@ def _joined(part: jax.Array, place: Place) -> jax.Array:
     )
 
 
+def count(tensor: Any, mask: Any) -> torch.Tensor:
+    """int32[]: how many rows a mask selects."""
+    place = find_place(tensor, mask)
+    keep = array_of(mask) if place is None else place.keep
+    return wrap(jnp.sum(keep, dtype=jnp.int32))
+
+
 def written(
     part: jax.Array, place: Place, value: Any, *, cut: bool
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -2,6 +2,7 @@
 
 import ast
 
+from tpuport.rules._counts import count_fix, counted
 from tpuport.rules._masks import is_ours, masks, severity, takes_one_mask
 from tpuport.rules._rows import RowFix
 from tpuport.rules._rule import Example, Rule
@@ -27,8 +28,8 @@ class BooleanMaskRead(Rule):
     ## Fix safety
     The fix is exact in eager PyTorch. In a program sums come in another order, and rows whose
     number does not fit, for which eager PyTorch raises an error, give NaN. Values that are not
-    selected never take part, whatever they are. There is no fix where the number of rows is asked
-    for, or where rows reach code that is not known to treat each of them by itself.
+    selected never take part, whatever they are. There is no fix where the number of rows has to be
+    a Python number, or where rows reach code that may not treat each of them by itself.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.NonConcreteBooleanIndexError
@@ -106,10 +107,10 @@ class BooleanMaskRead(Rule):
 
 
             def forward(x: torch.Tensor):
-                return x.sum() / x[x > 0].shape[0]
+                return torch.zeros(x[x > 0].shape[0])
             """,
             jit_error=_JIT_ERROR,
-            left="may depend on how many rows the mask selects",
+            left="may be needed as a Python number",
         ),
     )
     CLEAN = (
@@ -148,6 +149,9 @@ class BooleanMaskRead(Rule):
         assert isinstance(node, ast.Subscript)
         if not takes_one_mask(node, context):
             raise NotFixable("other parts of the index may be tensors, too")
+        found = counted(node, context)
+        if found is not None:
+            return count_fix(node, *found, context)
         rows = RowFix(node, context)
         rows.follow(node)
         rows.mark(node)

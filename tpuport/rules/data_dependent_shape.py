@@ -29,7 +29,8 @@ class DataDependentShape(Rule):
     ## Fix safety
     The fix is exact in eager PyTorch; in a program sums come in another order. For the other calls
     there is none: `torch.where` with three arguments, a `topk` of fixed size, or counting with
-    `one_hot(x, n).sum(0)` are what to write instead.
+    `one_hot(x, n).sum(0)` are what to write instead. Code that packs tokens for flash attention is
+    only noted: it never runs without a CUDA device.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -112,6 +113,10 @@ class DataDependentShape(Rule):
             filled = torch.full((2,), 1.0) + torch.linspace(0, 1, x.shape[1])[:2]
             total = x.count_nonzero() + torch.isin(x, x).sum()
             return found, filled, total, x.new_zeros(x.shape[0], 2), torch.full_like(x, 2)
+
+
+        def unpad(mask: torch.Tensor):
+            return mask.sum(-1), torch.nonzero(mask.flatten()).flatten()
         """,
     )
 
