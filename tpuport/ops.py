@@ -13,22 +13,38 @@ from contextvars import ContextVar
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_masked import (
+    count_elements,
+    count_rows,
+    inverse,
+    masked,
+    masked_select,
+    mismatched,
+    rowwise,
+)
 
 __all__ = [
     "are_checks_on",
     "both",
     "check",
     "cond",
+    "count_elements",
+    "count_rows",
     "debug_checks",
     "either",
     "first_falsy",
     "first_truthy",
+    "inverse",
     "is_traced",
     "item",
     "largest",
+    "masked",
+    "masked_select",
+    "mismatched",
     "negate",
     "passes",
     "report",
+    "rowwise",
     "smallest",
     "to_bool",
     "to_cpu",

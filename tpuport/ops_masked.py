@@ -1,0 +1,121 @@
+"""What rewritten code calls where the original indexed a tensor with a boolean mask.
+
+In eager PyTorch, and where tpuport itself traces, every function here does exactly what the code
+that it replaces does. Under plain torchax and `jax.jit`, where no size can depend on data, masks
+select by position instead: see `tpuport.model.masked_rows`. Nothing is imported until a traced mask
+is met.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "count_elements",
+    "count_rows",
+    "inverse",
+    "masked",
+    "masked_select",
+    "mismatched",
+    "rowwise",
+]
+
+
+def masked(tensor: Any, *, cut: bool = False) -> Any:
+    """The tensor, for `masked(x)[mask]` in the place of `x[mask]`, on both sides of `=`.
+
+    Args:
+        tensor: What is indexed.
+        cut: Whether rows beyond those that a mask selects are left out of what is written, where
+            the program cannot raise the error about their number.
+    """
+    if not is_plain_torchax(tensor):
+        return tensor
+    from tpuport.model.masked_access import Access
+
+    return Access(tensor, cut=cut)
+
+
+def masked_select(tensor: Any, mask: Any) -> Any:
+    """`torch.masked_select(tensor, mask)`."""
+    import torch
+
+    if not is_plain_torchax(mask):
+        return torch.masked_select(tensor, mask)
+    tensor, mask = torch.broadcast_tensors(tensor, mask)
+    return masked(tensor)[mask]
+
+
+def count_rows(tensor: Any, mask: Any) -> Any:
+    """`len(tensor[mask])`; in a program of torchax alone int32[], a tensor."""
+    if not is_plain_torchax(mask):
+        return tensor[mask].shape[0]
+    from tpuport.model.masked_access import count
+
+    return count(tensor, mask)
+
+
+def count_elements(tensor: Any, mask: Any) -> Any:
+    """`tensor[mask].numel()`; in a program of torchax alone int32[], a tensor."""
+    if not is_plain_torchax(mask):
+        return tensor[mask].numel()
+    from tpuport.model.masked_access import count
+
+    return count(tensor, mask) * math.prod(tensor.shape[mask.ndim :])
+
+
+def inverse(mask: Any) -> Any:
+    """`~mask`, as an index."""
+    if not is_plain_torchax(mask):
+        return ~mask
+    from tpuport.model.masked_access import Inverse
+
+    return Inverse(mask)
+
+
+def rowwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch's that also takes the rows that `masked(x)[mask]` gives in a program."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not any(_has_rows(value) for value in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        from tpuport.model.masked_functions import call_with_rows
+
+        return call_with_rows(function, args, kwargs)
+
+    return call
+
+
+def mismatched(tensor: Any, mask: Any, otherwise: Any, value: Any) -> Any:
+    """What a name holds after a `try` that writes rows, where a program cannot raise.
+
+    Args:
+        tensor: The tensor that the `try` wrote to.
+        mask: The mask that it wrote through.
+        otherwise: What the name holds where nothing was raised, or what it holds in eager PyTorch.
+        value: What the handler gives the name.
+
+    Returns:
+        `otherwise`; in a program a traced value, which is `value` if the number of rows written was
+        not that of the rows that the mask selects.
+    """
+    del mask
+    wrong = getattr(tensor, "_tpuport_mismatched", None)
+    if wrong is None:
+        return otherwise
+    from tpuport.model.masked_access import chosen
+
+    return chosen(wrong, value, otherwise)
+
+
+def is_plain_torchax(value: Any) -> bool:
+    """Whether a value is a tensor of torchax that tpuport does not trace."""
+    if not type(value).__module__.startswith("torchax."):
+        return False
+    return hasattr(value, "jax") and getattr(value, "is_traced", False) is not True
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return any(_has_rows(part) for part in value)  # pyright: ignore[reportUnknownVariableType]
+    return getattr(type(value), "is_rows", False) is True

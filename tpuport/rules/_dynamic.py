@@ -1,0 +1,115 @@
+"""Which calls and slices give a tensor whose shape depends on traced values."""
+
+import ast
+
+from tpuport.rules._masks import is_number, is_tensor
+from tpuport.source.engine import Context
+
+# By name: which argument decides the size (-1 is the tensor that a method is called on), and under
+# which keywords it may be given.
+_COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "argwhere": (0, ("input",)),
+    "bincount": (0, ("input",)),
+    "combinations": (0, ("input",)),
+    "masked_select": (1, ("mask",)),
+    "nonzero": (0, ("input",)),
+    "nonzero_static": (0, ("input",)),
+    "unique": (0, ("input",)),
+    "unique_consecutive": (0, ("input",)),
+}
+_METHODS = frozenset(_COUNTED) - {"combinations"}
+_SIZED = frozenset(
+    {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "randperm"}
+) | {"tril_indices", "triu_indices", "zeros"}
+_SIZED_METHODS = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
+# Of these only the first argument, or the third, is a size.
+_FIRST = frozenset({"full", "new_full"})
+_THIRD = frozenset({"linspace", "logspace"})
+
+
+def why_dynamic(call: ast.Call, context: Context) -> str | None:
+    """What the size of a call's result depends on, or None if that is known while tracing."""
+    name, arguments = _called(call, context)
+    if name is None:
+        return None
+    if name in _COUNTED:
+        position, keywords = _COUNTED[name]
+        decides = _argument(call, arguments, position, keywords)
+        return _text(decides) if _is_value(decides, context) else None
+    if name in ("where", "one_hot"):
+        return _of_where_or_one_hot(name, call, arguments, context)
+    if name == "repeat_interleave":
+        return _of_repeat(call, arguments, context)
+    sizes = _sizes(name, arguments)
+    found = next((size for size in sizes if _is_size(size, context)), None)
+    return None if found is None else ast.unparse(found)
+
+
+def _called(call: ast.Call, context: Context) -> tuple[str | None, list[ast.expr]]:
+    """The name of torch's function and all its arguments, the tensor of a method first."""
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
+        return None, []
+    root, _, last = (context.name(call.func) or "").rpartition(".")
+    if root in ("torch", "torch.nn.functional", "torch.Tensor"):
+        known = last in _COUNTED or last in _SIZED or last in ("where", "one_hot")
+        return (last if known or last == "repeat_interleave" else None), call.args
+    if not isinstance(call.func, ast.Attribute) or root:
+        return None, []
+    last, receiver = call.func.attr, call.func.value
+    if last in _METHODS or last == "repeat_interleave":
+        return (last if context.is_traced(receiver) else None), [receiver, *call.args]
+    return (last, call.args) if last in _SIZED_METHODS else (None, [])
+
+
+def _argument(
+    call: ast.Call, arguments: list[ast.expr], position: int, keywords: tuple[str, ...]
+) -> ast.expr | None:
+    if position < len(arguments):
+        return arguments[position]
+    return next((k.value for k in call.keywords if k.arg in keywords), None)
+
+
+def _is_value(node: ast.expr | None, context: Context) -> bool:
+    return node is not None and context.is_traced(node) and not is_number(node, context)
+
+
+def _text(node: ast.expr | None) -> str:
+    return "" if node is None else ast.unparse(node)
+
+
+def _of_where_or_one_hot(
+    name: str, call: ast.Call, arguments: list[ast.expr], context: Context
+) -> str | None:
+    if not arguments or not _is_value(arguments[0], context):
+        return None
+    if name == "where":
+        return _text(arguments[0]) if len(arguments) == 1 and not call.keywords else None
+    classes = _argument(call, arguments, 1, ("num_classes",))
+    if classes is None or ast.unparse(classes) == "-1":
+        return f"the largest of {_text(arguments[0])}"
+    return None
+
+
+def _of_repeat(call: ast.Call, arguments: list[ast.expr], context: Context) -> str | None:
+    repeats = _argument(call, arguments, 1, ("repeats",))
+    if repeats is None and len(arguments) == 1:
+        repeats = arguments[0]
+    return _text(repeats) if _is_value(repeats, context) else None
+
+
+def _sizes(name: str, arguments: list[ast.expr]) -> list[ast.expr]:
+    chosen = arguments[:1] if name in _FIRST else arguments[2:3] if name in _THIRD else arguments
+    found: list[ast.expr] = []
+    for argument in chosen:
+        found += argument.elts if isinstance(argument, ast.Tuple | ast.List) else [argument]
+    return found
+
+
+def _is_size(node: ast.expr, context: Context) -> bool:
+    return is_tensor(node, context)
+
+
+def dynamic_end(node: ast.Slice, context: Context) -> ast.expr | None:
+    """The end of a slice that is a traced tensor."""
+    ends = [end for end in (node.lower, node.upper, node.step) if end is not None]
+    return next((end for end in ends if is_tensor(end, context)), None)

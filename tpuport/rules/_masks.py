@@ -1,0 +1,240 @@
+"""Where code indexes with a boolean mask, and what of an index is a mask, a view or a number."""
+
+import ast
+from collections.abc import Iterator
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import Severity
+from tpuport.source.kinds import Kind
+from tpuport.source.module import FUNCTIONS
+from tpuport.source.statements import is_ops_call
+
+# They give several tensors, so that indexing the result picks one of them.
+_SEVERAL = frozenset(
+    {
+        *("broadcast_tensors", "chunk", "dsplit", "hsplit", "kthvalue", "meshgrid", "mode", "qr"),
+        *("slogdet", "sort", "split", "split_with_sizes", "svd", "tensor_split", "topk", "unbind"),
+        *("unique", "vsplit", "values", "keys", "items", "tolist"),
+    }
+)
+# In the names of functions that prepare the input of flash attention's kernels.
+_PACKING = ("flash", "unpad", "upad", "varlen", "xformers")
+_TO_NUMBER = frozenset({"item", "tolist", "to_int", "to_float", "to_bool"})
+_NUMBER_BUILTINS = frozenset({"int", "float", "bool", "round", "len"})
+
+
+def parts(index: ast.expr) -> list[ast.expr]:
+    """What stands between the brackets, separated by commas."""
+    return index.elts if isinstance(index, ast.Tuple) else [index]
+
+
+def masks(node: ast.Subscript, context: Context) -> list[ast.expr]:
+    """The traced boolean masks in an index; `x[[mask]]` counts as one."""
+    found: list[ast.expr] = []
+    for part in parts(node.slice):
+        inner = part.elts[0] if isinstance(part, ast.List) and len(part.elts) == 1 else part
+        if is_mask(inner, context):
+            found.append(inner)
+    return found
+
+
+def is_mask(node: ast.expr, context: Context) -> bool:
+    """Whether an index is a traced boolean tensor.
+
+    With `--strict` what is written like a mask counts too, as long as it is not known to be none.
+    """
+    if isinstance(node, ast.Slice | ast.Constant | ast.Starred | ast.List | ast.Tuple):
+        return False
+    if context.is_boolean(node):
+        return True
+    unknown = context.kind(node) is Kind.UNKNOWN and context.is_traced(node)
+    return unknown and _looks_like_a_mask(node)
+
+
+def _looks_like_a_mask(node: ast.expr) -> bool:
+    match node:
+        case ast.Compare(ops=operators):
+            return not any(
+                isinstance(o, ast.Is | ast.IsNot | ast.In | ast.NotIn) for o in operators
+            )
+        case ast.UnaryOp(op=ast.Invert()):
+            return True
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return "mask" in name.lower()
+        case _:
+            return False
+
+
+def takes_one_mask(node: ast.Subscript, context: Context) -> bool:
+    """Whether an index is one mask, and slices or numbers known while tracing."""
+    found = masks(node, context)
+    others = [part for part in parts(node.slice) if part not in found]
+    return len(found) == 1 and all(is_basic(part, context) for part in others)
+
+
+def is_leading(node: ast.Subscript, context: Context) -> bool:
+    """Whether what a mask selects is the first axis of the result."""
+    for part in parts(node.slice):
+        if is_mask(part, context):
+            return True
+        if not (isinstance(part, ast.Constant) and type(part.value) is int):
+            return False
+    return False
+
+
+def is_ours(node: ast.expr) -> bool:
+    """Whether a mask may stand in the brackets after an expression: a fix put it there."""
+    return is_ops_call(node) and ast.unparse(node).startswith("tpuport.ops.masked(")
+
+
+def holds_rows(node: ast.expr, context: Context, depth: int = 4) -> bool:
+    """Whether an expression may hold the rows that a read has which a fix put there."""
+    match node:
+        case ast.Subscript(value=value) if depth:
+            return is_ours(value) or holds_rows(value, context, depth)
+        case ast.Call(func=ast.Attribute(value=value)) if depth:
+            return holds_rows(value, context, depth)
+        case ast.Name() if depth:
+            return any(
+                isinstance(value, ast.expr) and holds_rows(value, context, depth - 1)
+                for _, value in bindings(node, context)
+            )
+        case _:
+            return False
+
+
+def severity(node: ast.AST, context: Context) -> Severity:
+    """What a finding does: code that packs tokens for a CUDA kernel never runs without one."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
+            if any(word in parent.name.lower() for word in _PACKING):
+                return Severity.NOTE
+    return Severity.ERROR
+
+
+def is_basic(part: ast.expr, context: Context) -> bool:
+    """Whether a part of an index is a slice, a number or None that is known while tracing."""
+    match part:
+        case ast.Constant(value=value):
+            return value is None or value is Ellipsis or type(value) is int
+        case ast.Slice(lower=lower, upper=upper, step=step):
+            ends = [end for end in (lower, upper, step) if end is not None]
+            return all(is_basic(end, context) for end in ends)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return is_basic(operand, context)
+        case ast.Name():
+            return is_counter(part, context)
+        case _:
+            return False
+
+
+def is_counter(name: ast.Name, context: Context) -> bool:
+    """Whether a name only ever counts through a `range` or an `enumerate`."""
+    found = list(bindings(name, context))
+    return bool(found) and all(_counts(target, value) for target, value in found)
+
+
+def _counts(target: ast.AST, loop: ast.AST | None) -> bool:
+    if not isinstance(loop, ast.For | ast.comprehension) or not isinstance(loop.iter, ast.Call):
+        return False
+    match loop.iter.func, loop.target:
+        case ast.Name(id="range"), _:
+            return loop.target is target
+        case ast.Name(id="enumerate"), ast.Tuple(elts=[first, *_]):
+            return first is target
+        case _:
+            return False
+
+
+def bindings(name: ast.Name, context: Context) -> Iterator[tuple[ast.AST, ast.AST | None]]:
+    """Every place in the function that binds a name, with the value or loop that it comes from.
+
+    The value is None where it is not one expression. A parameter comes with its `ast.arg`.
+    """
+    function = context.module.outermost_function(name)
+    if not isinstance(function, FUNCTIONS):
+        return
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg) and node.arg == name.id:
+            yield node, node
+        elif isinstance(node, ast.Name) and node.id == name.id:
+            if not isinstance(node.ctx, ast.Load):
+                yield node, _bound_value(node, context)
+
+
+def _bound_value(node: ast.Name, context: Context) -> ast.AST | None:
+    parents = context.module.parents
+    parent = parents[node]
+    if isinstance(parent, ast.Tuple):
+        parent = parents[parent]
+        return parent if isinstance(parent, ast.For | ast.comprehension) else None
+    match parent:
+        case ast.Assign(value=value) | ast.NamedExpr(value=value):
+            return value
+        case ast.For() | ast.comprehension():
+            return parent
+        case _:
+            return None
+
+
+def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
+    """Whether a traced value is one tensor, and not a sequence of them or a number."""
+    if not context.is_traced(node) or is_number(node, context) or not depth:
+        return False
+    match node:
+        case ast.Name():
+            found = [value for _, value in bindings(node, context)]
+            return bool(found) and all(
+                isinstance(value, ast.arg)
+                or (isinstance(value, ast.expr) and is_tensor(value, context, depth - 1))
+                for value in found
+            )
+        case ast.Subscript(value=value):
+            return is_tensor(value, context, depth)
+        case ast.Call(func=ast.Attribute(attr=name)):
+            # A second argument makes `max` give indices, too.
+            return name not in _SEVERAL and not (name in ("max", "min", "median") and node.args)
+        case ast.BinOp(left=left, right=right):
+            return is_tensor(left, context, depth) or is_tensor(right, context, depth)
+        case ast.UnaryOp(operand=operand):
+            return is_tensor(operand, context, depth)
+        case _:
+            return False
+
+
+def is_view(node: ast.expr, context: Context) -> bool:
+    """Whether an expression is what torchax calls a view: a tensor by slices or numbers."""
+    match node:
+        case ast.Subscript(value=value, slice=index):
+            basic = all(is_basic(part, context) for part in parts(index))
+            return basic and is_tensor(value, context)
+        case ast.Name():
+            found = [value for _, value in bindings(node, context)]
+            return bool(found) and all(
+                isinstance(value, ast.Subscript) and is_view(value, context) for value in found
+            )
+        case _:
+            return False
+
+
+def is_number(node: ast.expr, context: Context, depth: int = 4) -> bool:
+    """Whether an expression was made a Python number: another rule speaks of that."""
+    if not depth:
+        return False
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _NUMBER_BUILTINS
+        case ast.Call(func=ast.Attribute(attr=name)) if name in _TO_NUMBER:
+            return True
+        case ast.BinOp(left=left, right=right):
+            return any(is_number(side, context, depth - 1) for side in (left, right))
+        case ast.Subscript(value=value):
+            return is_number(value, context, depth - 1)
+        case ast.Name():
+            found = [value for _, value in bindings(node, context)]
+            return any(
+                isinstance(value, ast.expr) and is_number(value, context, depth - 1)
+                for value in found
+            )
+        case _:
+            return False

@@ -1,0 +1,60 @@
+"""What calls with rows of unknown number may be: losses, reshapes, sizes of other axes."""
+
+import ast
+from collections.abc import Sequence
+
+from tpuport.rules._masks import bindings
+from tpuport.source.engine import Context
+from tpuport.source.rowwise import LOSS_MODULES
+
+_LOSS_OPTIONS = ("beta", "delta", "ignore_index", "input", "label_smoothing", "target")
+
+
+def loss_modules(function: ast.expr, context: Context) -> str | None:
+    """The function of torch's that a loss module computes, if an expression is surely such one."""
+    match function:
+        case ast.Call(func=made, args=[]):
+            root, _, last = (context.name(made) or "").rpartition(".")
+            is_loss = root in ("torch.nn", "torch.nn.modules.loss") and is_plain_loss(function)
+            return LOSS_MODULES.get(last) if is_loss else None
+        case ast.Name():
+            values = [value for _, value in bindings(function, context)]
+            found = {
+                loss_modules(value, context) if isinstance(value, ast.Call) else None
+                for value in values
+            }
+            return found.pop() if len(found) == 1 else None
+        case _:
+            return None
+
+
+def is_plain_loss(call: ast.Call) -> bool:
+    """Whether a loss sums or averages over all rows."""
+    for keyword in call.keywords:
+        if keyword.arg == "reduction":
+            if ast.unparse(keyword.value) not in ("'mean'", "'sum'"):
+                return False
+        elif keyword.arg not in _LOSS_OPTIONS:
+            return False
+    return len(call.args) <= 2
+
+
+def starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
+    first = args[0] if args else None
+    if isinstance(first, ast.Tuple | ast.List):
+        first = first.elts[0] if first.elts else None
+    return first is not None and ast.unparse(first) == "-1"
+
+
+def is_other_axis(axis: ast.expr) -> bool:
+    """Whether a number names another axis than the first, that of the rows.
+
+    The last one could be the first, too: then the helper refuses the size when it runs.
+    """
+    match axis:
+        case ast.Constant(value=int(number)):
+            return number > 0
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            return True
+        case _:
+            return False
