@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "tpuport"
 GROUPS = (
     {"errors"},
     {"source", "rules"},
-    {"shims", "model", "ops"},
+    {"shims", "model", "ops", "ops_device"},
     {"sharding"},
     {"program"},
     {"training"},

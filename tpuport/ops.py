@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_device import cuda
 
 __all__ = [
     "both",
     "check",
     "cond",
+    "cuda",
     "either",
     "first_falsy",
     "first_truthy",
