@@ -2,13 +2,14 @@
 
 import ast
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
+from tpuport.rules._devices import AVAILABLE
 from tpuport.source.engine import Context
 from tpuport.source.finding import Severity
-from tpuport.source.module import FUNCTIONS
+from tpuport.source.module import FUNCTIONS, Function
 from tpuport.source.names import all_arguments
+from tpuport.source.roles import Role
+from tpuport.source.text import Edit, Passage
 
 _NAME = re.compile(r"^cuda(:\d+)?$")
 _DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$")
@@ -23,27 +24,41 @@ _OTHERS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Use:
-    """How a device's name is used.
+# Around an expression here a conditional expression needs no parentheses.
+_FREE_PARENTS = (
+    *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
+    *(ast.Dict, ast.List, ast.Tuple, ast.Set),
+)
 
-    Attributes:
-        severity: What happens in the step or in set-up if the finding stays.
+
+def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
+    """Whether a string reads `cuda`, `cuda:0` or f"cuda:{...}"."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return _NAME.match(text) is not None
+        case ast.JoinedStr(values=[ast.Constant(value="cuda:"), ast.FormattedValue()]):
+            return True
+        case _:
+            return False
+
+
+def choice(node: ast.expr, context: Context) -> Edit:
+    """The edit that makes a device's name a choice between it and the CPU."""
+    module, origin = context.module, context.module.origin(node)
+    start, end = module.span(node)
+    made = module.copy(start, end) + f' if {AVAILABLE} else "cpu"'
+    if not isinstance(module.parents[node], _FREE_PARENTS):
+        made = Passage.of("(", origin) + made + ")"
+    return Edit(start, end, made)
+
+
+def device_use(node: ast.expr, context: Context) -> Severity | None:
+    """What happens in the step or in set-up where a string names a device; None where it does not.
+
+    Args:
+        node: A string for which `is_device_name` holds.
+        context: What may be asked about the file.
     """
-
-    severity: Severity
-
-    # Around an expression here a conditional expression needs no parentheses.
-    FREE_PARENTS: ClassVar = (
-        *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
-        *(ast.Dict, ast.List, ast.Tuple, ast.Set),
-    )
-
-
-def device_use(node: ast.expr, context: Context) -> Use | None:
-    """How a string constant or f-string names a device, or None if it does not."""
-    if isinstance(node, ast.Constant) and not _NAME.match(str(node.value)):
-        return None
     inner, parent = _outermost_choice(node, context)
     match parent:
         case ast.Call():
@@ -56,7 +71,7 @@ def device_use(node: ast.expr, context: Context) -> Use | None:
         case ast.Dict(keys=keys, values=values):
             key = keys[values.index(inner)] if inner in values else None
             is_device = isinstance(key, ast.Constant) and _DEVICE.search(str(key.value))
-            return Use(Severity.ERROR) if is_device else None
+            return Severity.ERROR if is_device else None
         case ast.arguments():
             return _default_use(parent, inner)
         case _:
@@ -73,7 +88,7 @@ def _outermost_choice(node: ast.expr, context: Context) -> tuple[ast.expr, ast.A
     return node, parent
 
 
-def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Use | None:
+def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Severity | None:
     if argument not in call.args:
         return None
     place = call.args.index(argument)
@@ -82,7 +97,7 @@ def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Use |
     name = context.name(call.func)
     if name is not None:
         return _call_use(call, context) if _POSITIONS.get(name) == place else None
-    return Use(Severity.ERROR) if _DEVICE.search(_parameter(call, place, context)) else None
+    return Severity.ERROR if _DEVICE.search(_parameter(call, place, context)) else None
 
 
 def _parameter(call: ast.Call, place: int, context: Context) -> str:
@@ -101,7 +116,7 @@ def _parameter(call: ast.Call, place: int, context: Context) -> str:
     return ""
 
 
-def _call_use(call: ast.Call, context: Context) -> Use | None:
+def _call_use(call: ast.Call, context: Context) -> Severity | None:
     """What a call makes of the name: torchax puts new tensors where it likes, inside the step."""
     written = ast.unparse(call.func)
     if _OTHERS.search(context.name(call.func) or written):
@@ -109,8 +124,8 @@ def _call_use(call: ast.Call, context: Context) -> Use | None:
     if isinstance(context.module.parents[call], ast.Compare):
         return None
     if not context.in_step(call) or not _redirected(call, context):
-        return Use(Severity.ERROR)
-    return Use(Severity.SLOW)
+        return Severity.ERROR
+    return Severity.SLOW
 
 
 def _redirected(call: ast.Call, context: Context) -> bool:
@@ -124,21 +139,72 @@ def _redirected(call: ast.Call, context: Context) -> bool:
     )
 
 
-def _variable_use(target: ast.expr, node: ast.expr, context: Context) -> Use | None:
+def _variable_use(target: ast.expr, node: ast.expr, context: Context) -> Severity | None:
     name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
     if not _DEVICE.search(name):
         return None
     if isinstance(context.module.scope(node), ast.ClassDef):
-        return Use(Severity.NOTE)  # a default that callers may change
+        return Severity.NOTE  # a default that callers may change
     in_process = isinstance(node, ast.JoinedStr) or context.in_step(node)
-    return Use(Severity.SLOW if in_process else Severity.ERROR)
+    return Severity.SLOW if in_process else Severity.ERROR
 
 
-def _default_use(arguments: ast.arguments, default: ast.expr) -> Use | None:
+def _default_use(arguments: ast.arguments, default: ast.expr) -> Severity | None:
+    pairs = _with_defaults(arguments)
+    taken = any(value is default and _DEVICE.search(argument.arg) for argument, value in pairs)
+    return Severity.NOTE if taken else None
+
+
+def default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:
+    """The argument with which a constructor puts something on its parameter's default CUDA device.
+
+    Args:
+        call: A call of `.to(...)`, or one that takes `device=` or `device_map=`.
+        context: What may be asked about the file.
+    """
+    function = context.module.function(call)
+    argument = _device_argument(call)
+    if argument is None or function is None or context.role(call) is not Role.SETUP:
+        return None
+    name = _parameter_behind(argument, function)
+    defaults = {p.arg for p, value in _with_defaults(function.args) if _is_cuda(value)}
+    rebound = any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(function)
+    )
+    return argument if name in defaults and not rebound else None
+
+
+def _device_argument(call: ast.Call) -> ast.expr | None:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and call.args:
+        return call.args[0]
+    named = (k.value for k in call.keywords if k.arg in ("device", "device_map"))
+    loads = ast.unparse(call.func).rpartition(".")[2] in ("from_pretrained", "to", "from_config")
+    return next(named, None) if loads else None
+
+
+def _parameter_behind(argument: ast.expr, function: Function) -> str | None:
+    """The parameter that a name, or an attribute of `self` set from it, stands for."""
+    if isinstance(argument, ast.Name):
+        return argument.id
+    written = ast.unparse(argument)
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Name(id=name)):
+                if isinstance(argument, ast.Attribute) and ast.unparse(target) == written:
+                    return name
+            case _:
+                pass
+    return None
+
+
+def _is_cuda(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and _NAME.match(str(value.value)) is not None
+
+
+def _with_defaults(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
     positional = [*arguments.posonlyargs, *arguments.args]
-    pairs = [
+    return [
         *zip(reversed(positional), reversed(arguments.defaults), strict=False),
         *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
     ]
-    taken = any(value is default and _DEVICE.search(argument.arg) for argument, value in pairs)
-    return Use(Severity.NOTE) if taken else None

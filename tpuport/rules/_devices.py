@@ -15,13 +15,23 @@ CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
     *("RuntimeError", "ValueError", "AttributeError", "OSError"),
 }
+# Functions that are for CUDA alone, and calls that raise unless there is CUDA.
+FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia", re.IGNORECASE)
+REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
 EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 AVAILABLE = "torch.cuda.is_available()"
 
 
 def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR) -> Severity:
-    """What a site means for a port: `reached` in the step and in set-up, a note elsewhere."""
-    if context.role(node) is Role.HOST or _in_main(node, context.module):
+    """What a site means for a port: `reached` in the step and in set-up, a note elsewhere.
+
+    It is a note, too, in a function whose name says that it is for CUDA.
+    """
+    module = context.module
+    if context.role(node) is Role.HOST or _in_main(node, module):
+        return Severity.NOTE
+    function = module.function(node)
+    if function is not None and FOR_CUDA.search(function.name):
         return Severity.NOTE
     return reached
 
@@ -100,6 +110,8 @@ def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
             return _mentions(test, words)
         case ast.If(test=test, body=[*_, last]):
             return isinstance(last, EXITS) and _mentions(test, words)
+        case ast.Expr(value=ast.Call(func=function)):
+            return words is ASKS_CUDA and REQUIRES.search(ast.unparse(function)) is not None
         case _:
             return False
 

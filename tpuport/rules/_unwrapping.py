@@ -7,21 +7,48 @@ from tpuport.source.finding import Fix, NotFixable
 from tpuport.source.text import Edit, Passage
 
 
-def without_decorator(decorator: ast.expr, context: Context) -> Fix:
-    """The fix that removes the lines of a decorator.
+def without_wrapper(wrapper: ast.expr, context: Context) -> Fix:
+    """The fix that takes a wrapper away: a decorator, the call that makes one, or a plain call.
+
+    Args:
+        wrapper: The name of the wrapper where it is used.
+        context: What may be asked about the file.
 
     Raises:
-        NotFixable: a comment would go with them.
+        NotFixable: what is wrapped is not clear, or code on the same lines would go, too.
     """
-    return _without_lines(decorator, context)
+    if is_decorator(wrapper, context):
+        return _without_lines(wrapper, context)
+    call = context.module.parents[wrapper]
+    assert isinstance(call, ast.Call)
+    return (
+        _without_lines(call, context) if is_decorator(call, context) else _unwrapped(call, context)
+    )
 
 
-def unwrapped_call(call: ast.Call, context: Context) -> Fix:
-    """The fix that puts a call's first argument in its place, or drops `f = wrapper(f)`.
+def is_wrapping(wrapper: ast.expr, context: Context) -> bool:
+    """Whether a name is used as a wrapper: called, or a decorator."""
+    call = context.module.parents[wrapper]
+    return is_decorator(wrapper, context) or (isinstance(call, ast.Call) and call.func is wrapper)
 
-    Raises:
-        NotFixable: there is no argument, or a statement cannot go.
-    """
+
+def has_true(call: ast.AST, name: str) -> bool:
+    """Whether a node is a call with `name=True`."""
+    return isinstance(call, ast.Call) and any(
+        keyword.arg == name
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
+        for keyword in call.keywords
+    )
+
+
+def is_decorator(node: ast.expr, context: Context) -> bool:
+    """Whether an expression is a decorator."""
+    return node in getattr(context.module.parents[node], "decorator_list", [])
+
+
+def _unwrapped(call: ast.Call, context: Context) -> Fix:
+    """Put a call's first argument in its place, or drop `f = wrapper(f)`."""
     module = context.module
     if not call.args or isinstance(call.args[0], ast.Starred):
         raise NotFixable("it is not clear what is wrapped")

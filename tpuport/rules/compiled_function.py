@@ -1,15 +1,14 @@
 """TPU517: a function compiled by torch.compile or TorchScript."""
 
 import ast
-import re
 
+from tpuport.rules._compiling import ASKS, fate, is_candidate
 from tpuport.rules._devices import is_guarded
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._unwrapping import unwrapped_call, without_decorator
+from tpuport.rules._unwrapping import is_wrapping, without_wrapper
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 
-_ASKS = re.compile(r"compil|dynamo|inductor|cuda|gpu|available|script|trace", re.IGNORECASE)
 _SCRIPT = ("torch.jit.script", "torch.jit.script_method")
 _TRACE = ("torch.jit.trace", "torch.jit.trace_module")
 
@@ -42,32 +41,21 @@ class CompiledFunction(Rule):
     EXAMPLES = (
         Example(
             before="""
-            import torch
+            from torch import compile
 
 
-            @torch.compile
-            def act(x):
-                return x.sigmoid() * x
-
-
-            def forward(x: torch.Tensor):
-                return act(x)
-            """,
-            after="""
-            import torch
-
-
-            def act(x):
-                return x.sigmoid() * x
-
-
-            def forward(x: torch.Tensor):
-                return act(x)
-            """,
-            reference="""
+            @compile
             def forward(x):
                 return x.sigmoid() * x
             """,
+            after="""
+            from torch import compile
+
+
+            def forward(x):
+                return x.sigmoid() * x
+            """,
+            reference="def forward(x): return x.sigmoid() * x",
             jit_error=None,
             harm="fails_beside_torchax",
         ),
@@ -76,56 +64,35 @@ class CompiledFunction(Rule):
             import torch
 
 
-            class Block:
-                def __init__(self):
-                    self.scale = 2
-                    self.double = torch.compile(self.double)
-
-                def double(self, x):
-                    return x * self.scale
-
-                @torch.no_grad()
-                @torch.compile(
-                    fullgraph=True,
-                )
-                def run(self, x):
-                    return self.double(x)
+            relu, abs = torch.compile(torch.relu, mode="max-autotune"), torch.abs
+            abs = torch.compile(abs)
 
 
-            relu = torch.compile(torch.relu, mode="max-autotune")
-            block = Block()
+            @torch.compile(
+                fullgraph=True,
+            )
+            def double(x):
+                return x * 2
 
 
             def forward(x: torch.Tensor):
-                return block.run(relu(x))
+                return double(relu(x)) + abs(x)
             """,
             after="""
             import torch
 
 
-            class Block:
-                def __init__(self):
-                    self.scale = 2
-
-                def double(self, x):
-                    return x * self.scale
-
-                @torch.no_grad()
-                def run(self, x):
-                    return self.double(x)
+            relu, abs = torch.relu, torch.abs
 
 
-            relu = torch.relu
-            block = Block()
+            def double(x):
+                return x * 2
 
 
             def forward(x: torch.Tensor):
-                return block.run(relu(x))
+                return double(relu(x)) + abs(x)
             """,
-            reference="""
-            def forward(x):
-                return x.relu() * 2
-            """,
+            reference="def forward(x): return x.relu() * 2 + x.abs()",
             jit_error="RuntimeError",
         ),
         Example(
@@ -143,63 +110,39 @@ class CompiledFunction(Rule):
     CLEAN = (
         """
         import torch
-        from torch.nn.attention.flex_attention import flex_attention
 
         torch._dynamo.config.cache_size_limit = 64
 
 
-        @torch.compiler.disable
-        def plain(x):
-            return x
-
-
         @torch.jit.ignore
+        @torch.compiler.disable
         @torch._dynamo.disable(recursive=False)
         def forward(x: torch.Tensor):
             if torch.jit.is_scripting() or torch.compiler.is_compiling() or torch.jit.is_tracing():
                 return x
-            return plain(x) * 2
+            return x * 2
 
 
-        def pattern(re, text):
-            return re.compile(text), compile(text, "a", "exec")
-
-
-        def maybe(model, compile_model: bool):
+        def maybe(re, model, text, compile_model: bool):
+            re.compile(text), compile(text, "a", "exec")
             return torch.compile(model) if compile_model else model
         """,
     )
 
     def visit_Attribute(self, node: ast.Attribute | ast.Name, context: Context) -> None:
-        name = context.name(node)
-        if name == "torch.compile":
-            self._compiled(node, context)
+        name = context.name(node) if is_candidate(node, context) else None
+        if name == "torch.compile" and is_wrapping(node, context):
+            found, consequence = fate(node, context)
         elif name in _SCRIPT:
-            self._report(node, context, Severity.NOTE, "rewriting does not see the code inside")
+            found, consequence = Severity.NOTE, "rewriting does not see the code inside"
         elif name in _TRACE:
-            reached = Severity.ERROR if context.in_step(node) else Severity.NOTE
-            self._report(node, context, reached, "tracing again inside a traced step raises")
+            found = Severity.ERROR if context.in_step(node) else Severity.NOTE
+            consequence = "tracing again inside a traced step raises"
+        else:
+            return
+        context.report(self, node, code=node, consequence=consequence, severity=found)
 
     visit_Name = visit_Attribute
-
-    def _compiled(self, node: ast.expr, context: Context) -> None:
-        call = context.module.parents[node]
-        is_call = isinstance(call, ast.Call) and call.func is node
-        if not is_call and not _is_decorator(node, context):
-            return
-        guarded = is_guarded(node, context.module, _ASKS)
-        reached = Severity.NOTE if guarded else Severity.SLOW
-        if isinstance(call, ast.Call) and _is_strict(call) and not guarded:
-            self._report(node, context, Severity.ERROR, "under torchax `fullgraph=True` raises")
-        else:
-            self._report(
-                node, context, reached, "skipped under torchax, and raises elsewhere beside it"
-            )
-
-    def _report(
-        self, node: ast.expr, context: Context, severity: Severity, consequence: str
-    ) -> None:
-        context.report(self, node, code=node, consequence=consequence, severity=severity)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.expr)
@@ -207,25 +150,6 @@ class CompiledFunction(Rule):
             raise NotFixable("it is not `torch.compile`")
         if "_orig_mod" in context.module.text.text:
             raise NotFixable("the file looks for the wrapped module")
-        if is_guarded(node, context.module, _ASKS):
+        if is_guarded(node, context.module, ASKS):
             raise NotFixable("a test chooses whether to compile")
-        if _is_decorator(node, context):
-            return without_decorator(node, context)
-        call = context.module.parents[node]
-        assert isinstance(call, ast.Call)
-        if _is_decorator(call, context):
-            return without_decorator(call, context)
-        return unwrapped_call(call, context)
-
-
-def _is_decorator(node: ast.expr, context: Context) -> bool:
-    return node in getattr(context.module.parents[node], "decorator_list", [])
-
-
-def _is_strict(call: ast.Call) -> bool:
-    return any(
-        keyword.arg == "fullgraph"
-        and isinstance(keyword.value, ast.Constant)
-        and keyword.value.value is True
-        for keyword in call.keywords
-    )
+        return without_wrapper(node, context)

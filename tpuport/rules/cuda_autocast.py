@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity
+from tpuport.rules._devices import AVAILABLE, is_guarded
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
@@ -110,16 +110,12 @@ class CudaAutocast(Rule):
             return y
         """,
         """
-        import contextlib
-
         import torch
 
 
         def forward(x: torch.Tensor):
-            device_type = x.device.type if x.device.type != "mps" else "cpu"
-            plain = contextlib.nullcontext()
-            context = torch.autocast("cuda") if torch.cuda.is_available() else plain
-            with context, torch.autocast(device_type, enabled=False):
+            region = torch.autocast("cuda") if torch.cuda.is_available() else torch.no_grad()
+            with region, torch.autocast(x.device.type, enabled=False):
                 return x + 1
         """,
     )
@@ -132,9 +128,7 @@ class CudaAutocast(Rule):
             context.report(self, node, call=node, severity=Severity.NOTE)
         elif name in _CUDA or (name in _GENERAL and _device(node) is not None):
             if not is_guarded(node, context.module):
-                context.report(
-                    self, node, call=node, severity=severity(node, context, Severity.SILENT)
-                )
+                context.report(self, node, call=node)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)

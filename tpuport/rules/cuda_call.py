@@ -43,8 +43,7 @@ class CudaCall(Rule):
 
 
             def forward(x: torch.Tensor, scale: torch.Tensor):
-                x = x.cuda()
-                return x * scale.sum().cuda(non_blocking=True)
+                return x.cuda() * scale.sum().cuda(non_blocking=True)
             """,
             after="""
             import torch
@@ -52,16 +51,9 @@ class CudaCall(Rule):
 
 
             def forward(x: torch.Tensor, scale: torch.Tensor):
-                x = tpuport.ops.cuda(x)
-                return x * tpuport.ops.cuda(scale.sum(), non_blocking=True)
+                return tpuport.ops.cuda(x) * tpuport.ops.cuda(scale.sum(), non_blocking=True)
             """,
-            reference="""
-            import torch
-
-
-            def forward(x: torch.Tensor, scale: torch.Tensor):
-                return x * scale.sum()
-            """,
+            reference="def forward(x, scale): return x * scale.sum()",
             inputs="(torch.randn(3, 4), torch.randn(3, 4))",
             jit_error="AssertionError",
         ),
@@ -74,12 +66,10 @@ class CudaCall(Rule):
 
 
             def forward(x):
-                # to the accelerator
-                features = {"x": (
+                return model((
                     x
                     .abs()
-                ).cuda()}
-                return model(features["x"] - 1)
+                ).cuda() - 1)
             """,
             after="""
             from torch import nn
@@ -90,41 +80,31 @@ class CudaCall(Rule):
 
 
             def forward(x):
-                # to the accelerator
-                features = {"x": tpuport.ops.cuda((
+                return model(tpuport.ops.cuda((
                     x
                     .abs()
-                ))}
-                return model(features["x"] - 1)
+                )) - 1)
             """,
-            reference="""
-            def forward(x):
-                return (x.abs() - 1).relu()
-            """,
+            reference="def forward(x): return (x.abs() - 1).relu()",
             jit_error="AssertionError",
         ),
     )
     CLEAN = (
         """
         import torch
+        from numba import cuda
 
 
         def forward(x: torch.Tensor, use_cuda: bool = False):
             if torch.cuda.is_available():
                 x = x.cuda()
             return x.cuda() if use_cuda else x.cpu()
-        """,
-        """
-        import torch
-        from numba import cuda
 
 
         class Rotation:
             def __init__(self, matrix, quantizer, gpu=None):
-                self.matrix = matrix
+                self.matrix = matrix if gpu is None else matrix.cuda(gpu)
                 self.quantizer = quantizer
-                if gpu is not None:
-                    self.matrix = self.matrix.cuda(gpu)
 
             def cuda(self):
                 return Rotation(self.matrix.cuda(), self.quantizer)
@@ -133,27 +113,19 @@ class CudaCall(Rule):
                 self.quantizer.cuda(x, meta=meta, device=x.device)
                 return torch.cuda.is_available() and x.cuda()
 
-
-        class Model(torch.nn.Module):
-            def to_device(self, *args):
+            def place(self, *args):
                 if not torch.cuda.is_available():
                     return self
-                return self.cuda(*args)
+                return self.matrix.cuda(*args)
 
-            def kernel(self, stream):
-                return cuda.jit(stream.cuda)
-        """,
-        """
-        import torch
+            def to_gpu(self):
+                require_cuda()
+                return self.matrix.cuda()
 
 
-        def load(model):
-            \"\"\"`load(model).cuda()` puts it on a GPU.\"\"\"
-            try:
-                model = model.cuda()
-            except (AssertionError, RuntimeError):
-                print("running on the CPU")
-            return model
+        def load(model, stream):
+            '''`load(model).cuda()` puts it on a GPU.'''
+            return model, cuda.jit(stream.cuda)
         """,
     )
 

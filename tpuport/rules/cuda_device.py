@@ -2,27 +2,25 @@
 
 import ast
 
-from tpuport.rules._device_uses import Use, device_use
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity
+from tpuport.rules._device_uses import choice, default_passed_on, device_use, is_device_name
+from tpuport.rules._devices import is_guarded, severity
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 
 
 class CudaDevice(Rule):
     """A CUDA device written into the code.
 
     ## What it does
-    Finds `"cuda"` and `"cuda:0"` where they name the device that something is put on: in `.to`,
-    `torch.device`, `device=`, `device_map=`, `map_location=`, in a variable or a parameter's
-    default. The fix asks PyTorch whether there is CUDA, and takes the CPU if there is none:
-    tensors made on the CPU join the program that is being traced.
+    Finds `"cuda"` and `"cuda:0"` where they name a device to put things on: in `.to`, `device=`,
+    `map_location=`, a variable or a parameter's default. The fix asks PyTorch whether there is
+    CUDA and takes the CPU if not: what is made there joins the program that is being traced.
 
     ## Why is this bad?
-    A TPU machine has no CUDA: constructors, weight loading and eager PyTorch raise "Torch not
-    compiled with CUDA enabled". Inside its environment torchax puts *new* tensors on its own device
-    whatever the name says, but moving a traced tensor raises there, too.
+    A TPU machine has no CUDA: constructors, weight loading and eager PyTorch raise. Inside its
+    environment torchax puts *new* tensors on its own device whatever the name says, but moving a
+    traced tensor raises there, too.
 
     ## Fix safety
     The fix is exact: with CUDA the same name is used. Without it the original raises, or reads
@@ -53,10 +51,7 @@ class CudaDevice(Rule):
             def forward(x: torch.Tensor):
                 return x.to("cuda" if torch.cuda.is_available() else "cpu") + 1
             """,
-            reference="""
-            def forward(x):
-                return x + 1
-            """,
+            reference="def forward(x): return x + 1",
             jit_error="TracerArrayConversionError",
         ),
         Example(
@@ -64,28 +59,19 @@ class CudaDevice(Rule):
             import torch
 
 
-            def forward(x: torch.Tensor, device: str | None = None):
-                device = torch.device(device or 'cuda:0')
-                ones = torch.ones(3, device="cuda")
-                return x * torch.arange(3, device=device) + ones
+            def forward(x: torch.Tensor, name: str | None = None):
+                device = torch.device(name or 'cuda:0')
+                return x * torch.ones((), device=device) + x.new_ones(())
             """,
             after="""
             import torch
 
 
-            def forward(x: torch.Tensor, device: str | None = None):
-                device = torch.device(device or ('cuda:0' if torch.cuda.is_available() else "cpu"))
-                ones = torch.ones(3, device="cuda" if torch.cuda.is_available() else "cpu")
-                return x * torch.arange(3, device=device) + ones
+            def forward(x: torch.Tensor, name: str | None = None):
+                device = torch.device(name or ('cuda:0' if torch.cuda.is_available() else "cpu"))
+                return x * torch.ones((), device=device) + x.new_ones(())
             """,
-            reference="""
-            import torch
-
-
-            def forward(x, device=None):
-                return x * torch.arange(3) + torch.ones(3)
-            """,
-            inputs="(torch.randn(2, 3),)",
+            reference="def forward(x): return x * 1.0 + 1",
             jit_error=None,
             harm="needs_cuda",
         ),
@@ -93,32 +79,37 @@ class CudaDevice(Rule):
             before="""
             from torch import nn
 
-            layer = nn.LayerNorm(4, device="cuda")
+
+            class Shift(nn.Linear):
+                def __init__(self, device: str = "cuda"):
+                    super().__init__(4, 4)
+                    self.to(device)
+
+
+            shift = Shift().bias.new_zeros(())
 
 
             def forward(x):
-                return layer(x)
+                return x + shift
             """,
             after="""
             from torch import nn
             import torch
 
-            layer = nn.LayerNorm(4, device="cuda" if torch.cuda.is_available() else "cpu")
+
+            class Shift(nn.Linear):
+                def __init__(self, device: str = "cuda" if torch.cuda.is_available() else "cpu"):
+                    super().__init__(4, 4)
+                    self.to(device)
+
+
+            shift = Shift().bias.new_zeros(())
 
 
             def forward(x):
-                return layer(x)
+                return x + shift
             """,
-            reference="""
-            import torch
-            from torch import nn
-
-            layer = nn.LayerNorm(4)
-
-
-            def forward(x):
-                return layer(x)
-            """,
+            reference="def forward(x): return x + 0.0",
             jit_error="AssertionError",
         ),
     )
@@ -126,75 +117,44 @@ class CudaDevice(Rule):
         """
         import torch
 
-
-        def forward(x: torch.Tensor, device_type: str = "cpu"):
-            \"\"\"Move the model with `model.to("cuda")` first.\"\"\"
-            if x.device.type == "cuda" or "cuda" in str(x.device):
-                x = x.to("cuda")
-            assert x.device != torch.device("cuda"), "sent to device='cuda'"
-            with torch.autocast("cuda", enabled=False):
-                return x.float().to(x.device) + torch.ones_like(x)
-        """,
-        """
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        device_type = torch.device("cuda:0" if torch.cuda.is_available() else "cpu").type
         NAMES = {"cuda": "NVIDIA", "xpu": "Intel"}
-        backends = ("cuda", "xpu")
-
-
-        def supports(name):
-            return name.startswith("cuda") and NAMES.get("cuda") is not None
 
 
         def make(args, parser):
             parser.add_argument("--device", default="cuda", help="cuda or cpu")
-            kind = "cuda" if args.gpu else "cpu"
-            return torch.zeros(3, device=kind)
+            kind = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+            return torch.zeros(3, device="cuda" if args.gpu else kind), NAMES["cuda"]
 
 
         def place(model):
+            '''Move the model with `model.to("cuda")`.'''
             if not torch.cuda.is_available():
-                return model
-            return model.to("cuda:0")
-        """,
-        """
-        import torch
-
-        AUTO = torch.get_autocast_dtype("cuda")
+                return model, torch.get_autocast_dtype("cuda")
+            return model.to("cuda:0"), torch.autocast("cuda", enabled=False)
 
 
-        class Loader:
-            def pick(self, table):
-                try:
-                    return torch.zeros(1, device="cuda")
-                except (RuntimeError, AssertionError):
-                    return table["cuda"]
+        def forward(x: torch.Tensor, device_type: str = "cpu"):
+            if x.device.type.startswith("cuda") or "cuda" in str(x.device):
+                x = x.to("cuda")
+            assert x.device != torch.device("cuda"), "sent to device='cuda'"
+            return x.float().to(x.device) + torch.ones_like(x)
         """,
     )
 
-    def visit_Constant(self, node: ast.Constant, context: Context) -> None:
-        if isinstance(node.value, str) and node.value.startswith("cuda"):
-            self._look(node, context)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr, context: Context) -> None:
-        match node.values:
-            case [ast.Constant(value="cuda:"), ast.FormattedValue()]:
-                self._look(node, context)
-            case _:
-                pass
-
-    def _look(self, node: ast.expr, context: Context) -> None:
-        use = device_use(node, context)
+    def visit_Constant(self, node: ast.Constant | ast.JoinedStr, context: Context) -> None:
+        use = device_use(node, context) if is_device_name(node) else None
         if use is not None and not is_guarded(node, context.module):
-            found = severity(node, context, use.severity)
-            context.report(self, node, device=node, severity=found)
+            context.report(self, node, device=node, severity=severity(node, context, use))
+
+    visit_JoinedStr = visit_Constant
+
+    def visit_Call(self, node: ast.Call, context: Context) -> None:
+        argument = default_passed_on(node, context)
+        if argument is not None and not is_guarded(node, context.module):
+            source = context.module.source(argument)
+            context.report(self, argument, device=f'`{source}`, "cuda" if left out,')
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
-        module, origin = context.module, context.module.origin(node)
-        start, end = module.span(node)
-        made = module.copy(start, end) + f' if {AVAILABLE} else "cpu"'
-        if not isinstance(module.parents[node], Use.FREE_PARENTS):
-            made = Passage.of("(", origin) + made + ")"
-        return Fix((Edit(start, end, made),), ("torch",))
+        if not isinstance(node, ast.Constant | ast.JoinedStr):
+            raise NotFixable("the parameter's default is rewritten instead")
+        return Fix((choice(node, context),), ("torch",))

@@ -3,27 +3,13 @@
 import ast
 import re
 
+from tpuport.rules._cuda_facts import CUDA_PACKAGES
 from tpuport.rules._devices import is_guarded, severity
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Safety, Severity
 from tpuport.source.module import Function, Module
 
-# Packages of kernels for NVIDIA GPUs. Without one they cannot be installed, or fail to import or
-# at the first call.
-PACKAGES = frozenset(
-    {
-        *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
-        *("xformers", "triton", "apex", "amp_C", "deepspeed", "bitsandbytes", "mamba_ssm"),
-        *("causal_conv1d", "causal_conv1d_cuda", "selective_scan_cuda", "tensorrt", "fla"),
-        *("torch_tensorrt", "sageattention", "sageattn3", "spas_sage_attn", "vllm", "sgl_kernel"),
-        *("transformer_engine", "liger_kernel", "flex_block_attn", "block_sparse_attn", "cupy"),
-        *("pycuda", "cuda", "cutlass", "deep_gemm", "deep_ep", "nunchaku", "exllamav2"),
-        *("auto_gptq", "gptqmodel", "awq", "spconv", "torchsparse", "MinkowskiEngine"),
-        *("nvdiffrast", "gsplat", "diff_gaussian_rasterization", "tinycudann", "lightseq"),
-        *("rotary_emb", "dropout_layer_norm", "fused_dense_lib", "xentropy_cuda_lib", "tilelang"),
-    }
-)
 # At the top of a file any test decides whether the package is there.
 _ANY = re.compile("")
 
@@ -146,7 +132,7 @@ class CudaImport(Rule):
             self._look(node, [node.module], context)
 
     def _look(self, node: ast.stmt, names: list[str], context: Context) -> None:
-        packages = [n.partition(".")[0] for n in names if n.partition(".")[0] in PACKAGES]
+        packages = [n.partition(".")[0] for n in names if n.partition(".")[0] in CUDA_PACKAGES]
         if not packages or is_guarded(node, context.module, _ANY):
             return
         function = context.module.function(node)

@@ -2,36 +2,12 @@
 
 import ast
 
+from tpuport.rules._cuda_facts import CUDA_ACTIONS, CUDA_VALUES
 from tpuport.rules._devices import AVAILABLE, is_guarded, severity
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-
-# What raises where PyTorch has no CUDA, of torch 2.13. The others answer (`is_available`,
-# `device_count`, `memory_allocated`, `max_memory_allocated`) or do nothing (`empty_cache`,
-# `manual_seed`).
-_ACTIONS = frozenset(
-    {
-        *("synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"),
-        *("reset_max_memory_cached", "reset_accumulated_memory_stats", "ipc_collect", "init"),
-        *("set_per_process_memory_fraction", "set_sync_debug_mode"),
-        *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
-    }
-)
-_VALUES = frozenset(
-    {
-        *("current_device", "get_device_properties", "get_device_name", "get_device_capability"),
-        *("current_stream", "default_stream", "Event", "Stream", "ExternalStream", "CUDAGraph"),
-        *("graph", "graph_pool_handle", "is_current_stream_capturing", "mem_get_info"),
-        *("make_graphed_callables", "get_rng_state", "initial_seed", "memory_summary"),
-        *("memory_snapshot", "can_device_access_peer", "get_per_process_memory_fraction"),
-        *("get_sync_debug_mode", "cudart", "current_blas_handle", "get_allocator_backend"),
-        *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor"),
-        *("IntTensor", "BoolTensor", "ByteTensor", "utilization", "temperature", "power_draw"),
-        *("clock_rate", "memory_usage", "nvtx.range", "nccl.version", "device"),
-    }
-)
 
 
 class CudaRuntime(Rule):
@@ -167,7 +143,7 @@ class CudaRuntime(Rule):
         if name is None or not name.startswith("torch.cuda."):
             return
         name = name.removeprefix("torch.cuda.")
-        if name not in _ACTIONS and name not in _VALUES:
+        if name not in CUDA_ACTIONS and name not in CUDA_VALUES:
             return
         if name == "device" and not isinstance(context.module.parents[node], ast.withitem):
             return  # only entering it raises
