@@ -115,6 +115,20 @@ def test_a_collective_of_some_configurations_is_a_note(forward: str, expected: S
     assert severities("TPU515", model(forward=forward)) == [expected]
 
 
+def test_what_makes_a_group_is_an_error():
+    body = "assert self.world_size % 8 == 0\n        mesh = dist.init_device_mesh('cpu', (1,))"
+    assert severities("TPU515", model(init=body)) == [Severity.ERROR]
+    assert severities("TPU515", model(init="assert dist.is_initialized(); dist.barrier()")) == []
+
+
+def test_code_on_the_host_counts_unless_a_port_does_without_it():
+    body = "(model):\n    return model.cuda()\n"
+    assert severities("TPU510", "def main" + body) == [Severity.ERROR]
+    assert severities("TPU510", "def test_model" + body) == [Severity.NOTE]
+    assert severities("TPU510", "def is_fast" + body) == [Severity.NOTE]
+    assert severities("TPU510", "if __name__ == '__main__':\n    model.cuda()\n") == [Severity.NOTE]
+
+
 def test_a_file_that_starts_the_group_itself_is_noted():
     source = model(forward="dist.all_reduce(x)") + "\ndef setup_model():\n    init_dist('nccl')\n"
     assert severities("TPU515", source) == [Severity.NOTE]

@@ -9,12 +9,15 @@ from tpuport.source.module import Module
 from tpuport.source.roles import Role
 
 # Words of a test after which code may take CUDA for granted.
-ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available", re.IGNORECASE)
+ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available|initialized", re.IGNORECASE)
 # Exceptions that code without CUDA, without a package or without a process group raises.
 CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
     *("RuntimeError", "ValueError", "AttributeError", "OSError"),
 }
+# Host code that a port does without, or that looks for devices itself.
+_ASIDE = re.compile(r"(^|_)(tests?|bench\w*|demo|eval\w*|example|profile\w*|plot\w*|debug)(_|$)")
+_PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
 # Functions that are for CUDA alone, and calls that raise unless there is CUDA.
 FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia", re.IGNORECASE)
 REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
@@ -31,9 +34,25 @@ def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR
     if context.role(node) is Role.HOST or _in_main(node, module):
         return Severity.NOTE
     function = module.function(node)
-    if function is not None and FOR_CUDA.search(function.name):
-        return Severity.NOTE
-    return reached
+    return Severity.NOTE if function and FOR_CUDA.search(function.name) else reached
+
+
+def severity_anywhere(
+    node: ast.AST, context: Context, reached: Severity = Severity.ERROR
+) -> Severity:
+    """What a site means that raises on a TPU machine whoever runs it: host code, too.
+
+    It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, and in
+    functions that are for CUDA or find out about devices.
+    """
+    module = context.module
+    function = module.function(node)
+    aside = function is not None and (
+        _PREDICATE.search(function.name)
+        or FOR_CUDA.search(function.name)
+        or (context.role(node) is Role.HOST and _ASIDE.search(function.name))
+    )
+    return Severity.NOTE if aside or _in_main(node, module) else reached
 
 
 def _in_main(node: ast.AST, module: Module) -> bool:
@@ -107,7 +126,8 @@ def _exits(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
 def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
     match statement:
         case ast.Assert(test=test):
-            return _mentions(test, words)
+            # `assert world_size % 8 == 0` asks for no process group.
+            return _mentions(test, ASKS_CUDA) and _mentions(test, words)
         case ast.If(test=test, body=[*_, last]):
             return isinstance(last, EXITS) and _mentions(test, words)
         case ast.Expr(value=ast.Call(func=function)):

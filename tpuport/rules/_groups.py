@@ -21,13 +21,13 @@ def is_chosen(call: ast.Call, module: Module) -> bool:
     if any(isinstance(parent, ast.If | ast.IfExp) for parent in module.ancestors(call)):
         return True
     function = module.function(call)
-    if function is not None and _GROUP.search(ast.unparse(function)):
+    if function is not None and not _makes_group(call) and _GROUP.search(ast.unparse(function)):
         return True
-    return _STARTS.search(module.text.text) is not None and not _starts(call)
+    return _STARTS.search(module.text.text) is not None and not _makes_group(call)
 
 
-def _starts(call: ast.Call) -> bool:
-    return ast.unparse(call.func).endswith("init_process_group")
+def _makes_group(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith(("init_process_group", "new_group", "init_device_mesh"))
 
 
 def has_group(call: ast.Call) -> bool:

@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._devices import is_guarded, severity, within
+from tpuport.rules._devices import is_guarded, severity_anywhere, within
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -137,7 +137,7 @@ class CudaCall(Rule):
             return
         if within(node, context.module, "cuda") or is_guarded(node, context.module):
             return
-        context.report(self, node, call=node, severity=severity(node, context))
+        context.report(self, node, call=node, severity=severity_anywhere(node, context))
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._device_uses import choice, default_passed_on, device_use, is_device_name
-from tpuport.rules._devices import is_guarded, severity
+from tpuport.rules._devices import is_guarded, severity_anywhere
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
@@ -144,7 +144,7 @@ class CudaDevice(Rule):
     def visit_Constant(self, node: ast.Constant | ast.JoinedStr, context: Context) -> None:
         use = device_use(node, context) if is_device_name(node) else None
         if use is not None and not is_guarded(node, context.module):
-            context.report(self, node, device=node, severity=severity(node, context, use))
+            context.report(self, node, device=node, severity=severity_anywhere(node, context, use))
 
     visit_JoinedStr = visit_Constant
 

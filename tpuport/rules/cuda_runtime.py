@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._cuda_facts import CUDA_ACTIONS, CUDA_VALUES
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity
+from tpuport.rules._devices import AVAILABLE, is_guarded, severity_anywhere
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -148,7 +148,7 @@ class CudaRuntime(Rule):
         if name == "device" and not isinstance(context.module.parents[node], ast.withitem):
             return  # only entering it raises
         if not is_guarded(node, context.module):
-            context.report(self, node, call=node, severity=severity(node, context))
+            context.report(self, node, call=node, severity=severity_anywhere(node, context))
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         statement = context.module.parents[node]

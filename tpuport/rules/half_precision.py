@@ -12,7 +12,7 @@ from tpuport.source.text import Edit, Passage
 _HALF = ("torch.float16", "torch.half")
 # Words of a test after which code knows which precision it has or was asked for.
 _ASKS_PRECISION = re.compile(r"cuda|gpu|available|half|fp16|float16|dtype|precision", re.IGNORECASE)
-_ONLY_ASK = re.compile(r"autocast|finfo|isinstance|promote_types|can_cast")
+_ONLY_ASK = re.compile(r"autocast|finfo|isinstance|promote_types|can_cast|\bview$")
 
 
 class HalfPrecision(Rule):
@@ -73,7 +73,7 @@ class HalfPrecision(Rule):
         def forward(x: torch.Tensor, half: bool = False):
             if x.dtype == torch.float16 or x.dtype in (torch.half, torch.bfloat16):
                 x = x.clip(-65504, 65504)
-            limit = torch.finfo(torch.float16).max
+            limit = torch.finfo(torch.float16).max + x.view(torch.float16).max()
             if half:
                 x = x.half()
             return x.to(torch.float16 if half else torch.float32).clamp(max=limit)
