@@ -90,7 +90,8 @@ def test_in_the_step_only_what_torchax_does_not_redirect_is_an_error(
         ("self.to(device)", [Severity.NOTE, Severity.ERROR]),
         ("self.device = device; self.to(self.device)", [Severity.NOTE, Severity.ERROR]),
         ("device = device or 'cpu'; self.to(device)", [Severity.NOTE]),
-        ("device = torch.device('cuda')", [Severity.NOTE, Severity.ERROR]),
+        ("DEVICE = torch.device('cuda')", [Severity.NOTE, Severity.ERROR]),
+        ("DEVICE = 'cuda'", [Severity.NOTE, Severity.ERROR]),
         ("self.place('cuda')", [Severity.NOTE]),
     ],
 )

@@ -4,15 +4,16 @@ import ast
 import re
 
 from tpuport.rules._devices import AVAILABLE
+from tpuport.rules._guarding import chosen
 from tpuport.source.engine import Context
 from tpuport.source.finding import Severity
 from tpuport.source.module import FUNCTIONS, Function
 from tpuport.source.names import all_arguments
 from tpuport.source.roles import Role
-from tpuport.source.text import Edit, Passage
+from tpuport.source.text import Edit
 
 _NAME = re.compile(r"^cuda(:\d+)?$")
-_DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$")
+_DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$", re.IGNORECASE)
 # Calls that take the name of a device by position, and where.
 _POSITIONS = {
     **dict.fromkeys(("torch.device", "torch.Generator", "torch.set_default_device"), 0),
@@ -21,13 +22,6 @@ _POSITIONS = {
 # Calls that only ask, or that other rules look after.
 _OTHERS = re.compile(
     r"autocast|amp\.|GradScaler|custom_fwd|add_argument|library|profil|skip|mark\."
-)
-
-
-# Around an expression here a conditional expression needs no parentheses.
-_FREE_PARENTS = (
-    *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
-    *(ast.Dict, ast.List, ast.Tuple, ast.Set),
 )
 
 
@@ -44,12 +38,7 @@ def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
 
 def choice(node: ast.expr, context: Context) -> Edit:
     """The edit that makes a device's name a choice between it and the CPU."""
-    module, origin = context.module, context.module.origin(node)
-    start, end = module.span(node)
-    made = module.copy(start, end) + f' if {AVAILABLE} else "cpu"'
-    if not isinstance(module.parents[node], _FREE_PARENTS):
-        made = Passage.of("(", origin) + made + ")"
-    return Edit(start, end, made)
+    return chosen(node, AVAILABLE, '"cpu"', context)
 
 
 def device_use(node: ast.expr, context: Context) -> Severity | None:

@@ -9,7 +9,8 @@ from tpuport.source.module import Module
 from tpuport.source.roles import Role
 
 # Words of a test after which code may take CUDA for granted.
-ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available|initialized", re.IGNORECASE)
+ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available", re.IGNORECASE)
+_ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
 # Exceptions that code without CUDA, without a package or without a process group raises.
 CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
@@ -127,7 +128,7 @@ def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
     match statement:
         case ast.Assert(test=test):
             # `assert world_size % 8 == 0` asks for no process group.
-            return _mentions(test, ASKS_CUDA) and _mentions(test, words)
+            return _mentions(test, _ASSERTED) and _mentions(test, words)
         case ast.If(test=test, body=[*_, last]):
             return isinstance(last, EXITS) and _mentions(test, words)
         case ast.Expr(value=ast.Call(func=function)):

@@ -1,10 +1,16 @@
-"""Puts a test before a statement."""
+"""Puts a test before a statement or an expression."""
 
 import ast
 
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable
 from tpuport.source.text import Edit, Passage
+
+# Around an expression here a conditional expression needs no parentheses.
+_FREE_PARENTS = (
+    *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
+    *(ast.Dict, ast.List, ast.Tuple, ast.Set),
+)
 
 
 def guarded_statement(
@@ -31,3 +37,13 @@ def guarded_statement(
     moved = module.copy(line, end).indented(module.indent)
     head = Passage.of(f"{indentation}if {test}:", module.origin(statement))
     return Fix((Edit(line, end, Passage.stack([head, moved])),), imports)
+
+
+def chosen(node: ast.expr, test: str, otherwise: str, context: Context) -> Edit:
+    """The edit that makes an expression `expression if test else otherwise`."""
+    module, origin = context.module, context.module.origin(node)
+    start, end = module.span(node)
+    made = module.copy(start, end) + f" if {test} else {otherwise}"
+    if not isinstance(module.parents[node], _FREE_PARENTS):
+        made = Passage.of("(", origin) + made + ")"
+    return Edit(start, end, made)

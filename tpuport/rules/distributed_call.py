@@ -5,11 +5,10 @@ import ast
 from tpuport.rules._cuda_facts import GROUP_WRAPPERS, NEED_GROUP, NOTHING_ALONE, VALUES_ALONE
 from tpuport.rules._devices import is_guarded, severity
 from tpuport.rules._groups import ASKS_GROUP, has_group, is_chosen
-from tpuport.rules._guarding import guarded_statement
+from tpuport.rules._guarding import chosen, guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
 
 PACKAGE = "torch.distributed."
 
@@ -151,9 +150,5 @@ class DistributedCall(Rule):
         if function in NOTHING_ALONE and isinstance(parent, ast.Expr):
             return guarded_statement(parent, test, context)
         if function in VALUES_ALONE and not node.args and not node.keywords:
-            origin = context.module.origin(node)
-            start, end = context.module.span(node)
-            call = Passage.of("(", origin) + context.module.copy_node(node)
-            made = call + f" if {test} else {VALUES_ALONE[function]})"
-            return Fix((Edit(start, end, made),))
+            return Fix((chosen(node, test, VALUES_ALONE[function], context),))
         raise NotFixable("its result depends on the other processes")
