@@ -35,7 +35,7 @@ def static(
     "expression",
     [
         *("x", "x + 1", "-x", "x[0]", "x.T", "x.sum()", "x > 0", "x.max().values", "[x][0]"),
-        *("torch.sum(x)", "F.relu(x)", "torch.rand(3)", "randn(2)", "math.sqrt(x)", "y.abs()"),
+        *("torch.sum(x)", "F.relu(x)", "torch.rand_like(x)", "math.sqrt(x)", "y.abs()"),
         *("(x > 0).any() and True", "1 if m else x", "x if m else -x"),
         *("torch.where(x > 0, x, 0)", "x @ x", "x.shape[0] * x", "(x, 1)[0]", "(z := x)"),
     ],
@@ -52,7 +52,14 @@ def test_values_of_the_program(expression: str):
     [
         *("1", "None", "'a'", "f'{x}'", "x.shape", "x.shape[0] > 1", "x.size(0)", "x.dim() == 2"),
         *("len(x)", "x is None", "x is not None and x.ndim > 1", "isinstance(x, int)", "x.dtype"),
-        *("torch.zeros(3)", "torch.arange(len(x)).max()", "torch.is_tensor(x)", "self.training"),
+        *(
+            "torch.zeros(3)",
+            "torch.rand(3)",
+            "randn(2)",
+            "torch.arange(len(x)).max()",
+            "torch.is_tensor(x)",
+            "self.training",
+        ),
         *("x.device.type == 'cuda'", "torch.cuda.is_available()", "hasattr(x, 'y')", "x.numel()"),
         *(
             "torch.finfo(x.dtype).max",

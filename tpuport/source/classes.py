@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tpuport.source.imported import qualified_name
+from tpuport.source.imported import dotted_name, qualified_name
 from tpuport.source.module import FUNCTIONS, Function, Module
 from tpuport.source.values import Value
 
@@ -104,16 +104,6 @@ def find_classes(module: Module) -> dict[str, ClassInfo]:
             if isinstance(base, ast.Name) and base.id in found and found[base.id] is not info:
                 info.parents.append(found[base.id])
             else:
-                outside.append(qualified_name(base, module.imports) or _dotted(base))
+                outside.append(qualified_name(base, module.imports) or dotted_name(base) or "")
         info.bases = tuple(outside)
     return found
-
-
-def _dotted(node: ast.expr) -> str:
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=name):
-            return f"{_dotted(value)}.{name}"
-        case _:
-            return ""

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tpuport.source.classes import ClassInfo
 from tpuport.source.kinds import structural_kind
 from tpuport.source.names import all_arguments
-from tpuport.source.torch_facts import HOST_ATTRIBUTES, MASK_KEEPERS, SURELY_TENSOR_METHODS
+from tpuport.source.torch_facts import (
+    HOST_ATTRIBUTES,
+    MASK_KEEPERS,
+    OUTPUT_SEQUENCES,
+    SURELY_TENSOR_METHODS,
+)
 from tpuport.source.values import (
     HOST,
     MASK,
@@ -85,7 +90,8 @@ class Evaluator:
     def _attribute(self, node: ast.Attribute) -> Value:
         value = self.expression(node.value)
         name = node.attr
-        if name in HOST_ATTRIBUTES:
+        if name in HOST_ATTRIBUTES or name == "size":
+            # A tensor's `size` is called; as an attribute it is a picture's or an array's.
             return HOST
         if value.form is Form.INSTANCE and value.owner is not None:
             return self._attribute_of(value.owner, name)
@@ -94,6 +100,8 @@ class Evaluator:
         if value.form is Form.MASK:
             return MASK if name in MASK_KEEPERS else TRACED
         if value.form is Form.NONE or value.form is Form.SEQUENCE:
+            return UNKNOWN
+        if name in OUTPUT_SEQUENCES:
             return UNKNOWN
         if value.kind is Kind.UNKNOWN and (name == "config" or name.endswith("_config")):
             return HOST

@@ -9,7 +9,6 @@ from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import (
     annotated,
-    attributes_used,
     default_value,
     defaults,
     is_used_like_a_tensor,
@@ -66,7 +65,6 @@ class Inference:
         self.roles = roles or Roles(module)
         self.values: dict[ast.AST, Value] = {}
         self._states: dict[Function, FunctionState] = {}
-        self._used: dict[Function, dict[str, set[str]]] = {}
         self._with_attributes: set[ClassInfo] = set()
         self._depth = 0
         self._walked = False
@@ -99,12 +97,6 @@ class Inference:
         """What is known of a function."""
         return self._states.setdefault(function, FunctionState())
 
-    def used(self, function: Function) -> dict[str, set[str]]:
-        """The attributes that a function asks of each name."""
-        if function not in self._used:
-            self._used[function] = attributes_used(function)
-        return self._used[function]
-
     def call(self, function: Function, owner: ClassInfo | None, passed: dict[str, Value]) -> Value:
         """What a call of a function of this file returns; walks it if it was handed news.
 
@@ -116,7 +108,10 @@ class Inference:
         state = self.state(function)
         parameters = self._parameters(function, owner, passed, state.parameters)
         known = state.walks and parameters == state.parameters
-        if state.running or known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
+        if state.running:
+            # Recursion: what it returns is what its other paths return.
+            return state.result if state.walks > 1 else NONE
+        if known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
             return state.result
         state.parameters, state.running = parameters, True
         state.walks += 1
@@ -165,7 +160,7 @@ class Inference:
             return UNKNOWN
         is_step = self.roles.of(function) is Role.STEP
         value = annotated(argument.annotation)
-        if value is None and is_used_like_a_tensor(self.used(function).get(argument.arg, ())):
+        if value is None and is_used_like_a_tensor(self.roles.used(function).get(argument.arg, ())):
             value = TRACED if is_step else HOST_TENSOR
         if value is None:
             value = default_value(default)

@@ -162,14 +162,22 @@ class _Observed:
 
 
 class StaticKinds:
-    """What reading one function alone can prove.
+    """What reading a file can prove.
 
-    Tensor parameters, random numbers and results of torch calls on those are TRACED; shapes,
-    dtypes, lengths and tensors made of Python numbers are HOST; module calls are UNKNOWN.
+    In steps, tensor parameters, parameters and buffers of modules, and what torch and modules make
+    of those are TRACED; shapes, dtypes, lengths and tensors made of Python numbers are HOST.
+
+    Args:
+        reached: Functions of the file that a step in another file calls, as
+            `tpuport.source.project.find_reached` gives them.
     """
 
-    def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file; each function is read when it is first asked about."""
-        from tpuport.source.inference import Inference
+    def __init__(self, reached: frozenset[str] = frozenset()) -> None:
+        self.reached = reached
 
-        return Inference(module)
+    def bind(self, module: Module) -> Kinds:
+        """The answers for one parsed file, which is read when they are first asked for."""
+        from tpuport.source.inference import Inference
+        from tpuport.source.roles import Roles
+
+        return Inference(module, Roles(module, reached=self.reached))

@@ -126,9 +126,7 @@ def _torch_call(name: str, root: str, last: str, call: Call) -> Value:
         return NONE
     if name.startswith("torch.distributions."):
         return TRACED if call.takes_traced else UNKNOWN
-    if root == "torch" and last in RANDOM_TORCH:
-        return TRACED if call.step else HOST_TENSOR
-    if root == "torch" and last in CREATION_TORCH:
+    if root == "torch" and (last in CREATION_TORCH or last in RANDOM_TORCH):
         return _created(call)
     return _operation(last, call)
 
@@ -219,20 +217,27 @@ def _tensor_method(name: str, call: Call) -> Value:
     return _shaped(name, MASK if keeps else TRACED, mask=False)
 
 
+def _names_dtype(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
+            return attr != "device"
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name.endswith("dtype")
+        case _:
+            return False
+
+
 def _changes_dtype(call: Call) -> bool:
-    """Whether an argument names a dtype: `torch.float32`, `x.dtype` or `dtype=...`."""
-
-    def names_dtype(node: ast.expr) -> bool:
-        match node:
-            case ast.Attribute(value=ast.Name(id="torch"), attr=attr):
-                return attr != "bool"
-            case ast.Attribute(attr="dtype") | ast.Name(id="dtype"):
-                return True
-            case _:
-                return False
-
+    """Whether an argument names a dtype other than bool: `torch.float32`, `x.dtype`, `dtype=`."""
     named = [k for k in call.node.keywords if k.arg == "dtype" and not _names_bool(k.value)]
-    return bool(named) or any(map(names_dtype, call.node.args))
+    return bool(named) or any(_names_dtype(a) and not _names_bool(a) for a in call.node.args)
+
+
+def _moves(call: Call) -> bool:
+    """Whether `.to(...)` or `.cuda()` puts a host tensor onto the device of the program."""
+    if any(k.arg == "device" for k in call.node.keywords):
+        return True
+    return any(not _names_dtype(argument) for argument in call.node.args) or not call.passed
 
 
 def _host_method(name: str, call: Call) -> Value:
@@ -240,6 +245,8 @@ def _host_method(name: str, call: Call) -> Value:
     if receiver.is_tensor:
         if call.takes_traced:
             return TRACED
+        if call.step and name in ("to", "cuda") and _moves(call):
+            return MASK if receiver.form is Form.MASK else TRACED
         if name in HOST_METHODS or name in NUMBER_METHODS:
             return HOST
         if name in HOST_COPIES:

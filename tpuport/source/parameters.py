@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable
 
 from tpuport.source.module import Function
-from tpuport.source.torch_facts import HOST_ANNOTATIONS, TENSOR_METHODS
+from tpuport.source.torch_facts import HOST_ANNOTATIONS, OTHER_METHODS, TENSOR_METHODS
 from tpuport.source.values import (
     ARRAY,
     HOST,
@@ -23,10 +23,10 @@ _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple"
 _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args", "Arguments")
 
 
-def attributes_used(code: ast.AST) -> dict[str, set[str]]:
-    """The attributes that code asks of each name."""
+def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
+    """The attributes that nodes of code ask of each name."""
     found: dict[str, set[str]] = {}
-    for node in ast.walk(code):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found.setdefault(node.value.id, set()).add(node.attr)
     return found
@@ -34,7 +34,7 @@ def attributes_used(code: ast.AST) -> dict[str, set[str]]:
 
 def is_used_like_a_tensor(used: Iterable[str]) -> bool:
     """Whether one of these attributes belongs to tensors and to nothing else that is common."""
-    return not TENSOR_METHODS.isdisjoint(used)
+    return not TENSOR_METHODS.isdisjoint(used) and OTHER_METHODS.isdisjoint(used)
 
 
 def annotated(annotation: ast.expr | None) -> Value | None:

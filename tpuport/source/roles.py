@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
 from pathlib import PurePath
@@ -29,6 +30,8 @@ class Role(Enum):
 STEP_FUNCTION = re.compile(
     r"^(forward\w*|__call__|training_step|train_step|loss_fn|compute_loss|get_action|step_fn)$"
 )
+# Of a module: entry points beside `forward`, whatever their parameters look like.
+SAMPLING = re.compile(r"^(sample|generate|predict|infer|denoise|decode|encode|act|select_action)")
 SETUP_FUNCTION = re.compile(
     r"^(__init__|__post_init__|__new__|__init_subclass__|_?init_\w+|_?initiali[sz]e\w*"
     r"|reset_parameters|post_init|setup\w*|from_\w+|_?load_\w+|_?build_\w*|make_config|create_\w+"
@@ -44,7 +47,7 @@ HOST_FUNCTION = re.compile(
 # Files whose functions run on the host unless a step calls them.
 HOST_FILE = re.compile(
     r"(^|_)(data|datasets?|dataloaders?|loader|tokeniz\w*|tokenization|preprocess\w*|processing"
-    r"|processors?|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
+    r"|processors?|extraction|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
     r"|configuration|download|convert\w*|conversion|scheduling|schedulers?|pipelines?|scripts?|tests?"
     r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation)"
     r"(_|$)"
@@ -63,6 +66,8 @@ class Roles:
     def __init__(self, module: Module, *, reached: frozenset[str] = frozenset()) -> None:
         self.module = module
         self.reached = reached
+        self._calls: dict[Function, list[Function]] = {}
+        self._used: dict[Function, dict[str, set[str]]] = {}
         self.classes = find_classes(module)
         self.owners: dict[Function, ClassInfo] = {
             method: info for info in self.classes.values() for method in info.methods.values()
@@ -70,6 +75,11 @@ class Roles:
         self.functions: dict[str, Function] = {
             node.name: node for node in module.tree.body if isinstance(node, FUNCTIONS)
         }
+
+    @property
+    def everything(self) -> list[Function]:
+        """The functions and methods of the file, nested ones aside."""
+        return [*self.functions.values(), *self.owners]
 
     def of(self, node: ast.AST) -> Role:
         """What runs the code at a node."""
@@ -102,8 +112,7 @@ class Roles:
 
     @cached_property
     def _roles(self) -> dict[Function, Role]:
-        everything = [*self.functions.values(), *self.owners]
-        own = {function: self._own(function) for function in everything}
+        own = {function: self._own(function) for function in self.everything}
         sure = [f for f, (role, is_sure) in own.items() if role is Role.STEP and is_sure]
         reached = self._closure(sure)
         by_host = self._closure(
@@ -113,13 +122,18 @@ class Roles:
         for function, (role, is_sure) in own.items():
             if function in reached:
                 roles[function] = Role.STEP
-            elif role is Role.STEP and not is_sure and function in by_host:
+            elif role is Role.STEP and not is_sure and self._is_helper(function, by_host):
                 roles[function] = Role.HOST
             else:
                 roles[function] = role
         for function in self._closure([f for f, role in roles.items() if role is Role.STEP]):
             roles[function] = Role.STEP
         return roles
+
+    def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
+        """Whether a function that might be part of a step only helps host code of this file."""
+        owner = self.owners.get(function)
+        return function in by_host and (owner is None or not owner.is_module)
 
     def _closure(self, roots: list[Function]) -> set[Function]:
         found: set[Function] = set()
@@ -141,13 +155,9 @@ class Roles:
             self._calls[function] = list(self._mentioned(function))
         return self._calls[function]
 
-    @cached_property
-    def _calls(self) -> dict[Function, list[Function]]:
-        return {}
-
-    def _mentioned(self, function: Function):
+    def _mentioned(self, function: Function) -> Iterator[Function]:
         owner = self.owners.get(function)
-        for node in ast.walk(function):
+        for node in self.module.inside(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 if node.id in self.functions:
                     yield self.functions[node.id]
@@ -193,12 +203,30 @@ class Roles:
         if owner.is_module:
             if STEP_FUNCTION.search(name):
                 return Role.STEP, True
+            if SAMPLING.search(name) and self._uses_a_module(function):
+                return Role.STEP, True
             return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
         if STEP_FUNCTION.search(name) and self._takes_tensors(function):
             return Role.STEP, True
         if self.is_host_file:
             return Role.HOST, False
         return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+
+    def used(self, function: Function) -> dict[str, set[str]]:
+        """The attributes that a function asks of each name."""
+        if function not in self._used:
+            self._used[function] = attributes_used(self.module.inside(function))
+        return self._used[function]
+
+    def _uses_a_module(self, function: Function) -> bool:
+        """Whether a method calls `self.something(...)`."""
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "self"
+            for node in self.module.inside(function)
+        )
 
     def _takes_tensors(self, function: Function) -> bool:
         arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]
@@ -208,7 +236,7 @@ class Roles:
         bare = [a.arg for a, value in zip(arguments, known, strict=True) if value is None]
         if not bare:
             return False
-        used = attributes_used(function)
+        used = self.used(function)
         return any(is_used_like_a_tensor(used.get(name, ())) for name in bare)
 
     def _is_handed_to_a_tracer(self, function: Function) -> bool:

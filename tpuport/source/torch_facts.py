@@ -45,8 +45,16 @@ TENSOR_METHODS = frozenset(
     {
         *("abs", "all", "amax", "amin", "any", "argmax", "bool", "chunk", "clamp", "contiguous"),
         *("detach", "dim", "expand", "flatten", "float", "item", "long", "masked_fill", "max"),
-        *("mean", "min", "norm", "permute", "repeat", "reshape", "shape", "size", "softmax"),
+        *("mean", "min", "norm", "permute", "repeat", "reshape", "shape", "softmax"),
         *("squeeze", "std", "sum", "to", "transpose", "unsqueeze", "view"),
+    }
+)
+# These say that a parameter is none: it is a list, a dict, text or a picture.
+OTHER_METHODS = frozenset(
+    {
+        *("append", "convert", "crop", "endswith", "extend", "get", "height", "items", "join"),
+        *("keys", "lower", "mode", "pop", "resize", "startswith", "strip", "update", "upper"),
+        *("width", "tobytes", "insert", "fromarray", "thumbnail"),
     }
 )
 # These say so of any expression in a step: numpy's arrays and modules lack them, too.
@@ -96,6 +104,14 @@ SEQUENCE_FUNCTIONS = frozenset(
 NUMBER_METHODS = frozenset({"item", "tolist"})
 HOST_COPIES = frozenset({"numpy", "__array__"})
 BOOL_DTYPES = frozenset({"torch.bool"})
+# Of what a model returns: tuples and objects, whose truth and length are Python's.
+OUTPUT_SEQUENCES = frozenset(
+    {
+        *("hidden_states", "attentions", "past_key_values", "cross_attentions", "router_logits"),
+        *("encoder_hidden_states", "encoder_attentions", "decoder_hidden_states"),
+        *("decoder_attentions", "all_hidden_states", "all_attentions", "latent_dist"),
+    }
+)
 # Annotations of values that Python knows.
 HOST_ANNOTATIONS = frozenset(
     {

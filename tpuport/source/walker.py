@@ -64,7 +64,7 @@ class Walker(Caller):
     def run(self, function: Function, parameters: Environment) -> Value:
         """What the function returns, given what its parameters are."""
         self.environment = dict(parameters)
-        self.evidence = self.inference.used(function)
+        self.evidence = self.inference.roles.used(function)
         self.block(function.body)
         return join(self.returned) if self.returned else NONE
 
