@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "tpuport"
 GROUPS = (
     {"errors"},
     {"source", "rules"},
-    {"shims", "model", "ops", "ops_masked"},
+    {"shims", "model", "ops", "ops_device", "ops_masked"},
     {"sharding"},
     {"program"},
     {"training"},

@@ -12,7 +12,7 @@ import pytest
 from tpuport.rules._rule import HEADINGS, Example, Rule
 from tpuport.source.discovery import find_rules
 from tpuport.source.engine import find
-from tpuport.source.finding import Finding, Severity
+from tpuport.source.finding import Finding, Safety, Severity
 from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
@@ -77,7 +77,7 @@ def test_1_the_rule_finds_the_example(rule: type[Rule], example: Example):
 
 @pytest.mark.parametrize(("rule", "example"), FIXED)
 def test_2_it_is_rewritten_to_the_letter(rule: type[Rule], example: Example):
-    result = rewrite(example.before)
+    result = rewrite(example.before, unsafe=rule.SAFETY is Safety.UNSAFE)
     assert result.source == example.after
     assert result.left == []
     assert rule.CODE in {applied.code for applied in result.applied}
@@ -166,7 +166,7 @@ def test_the_original_ports_by_live_rewriting(rule: type[Rule], example: Example
 
 @pytest.mark.parametrize(("rule", "example"), LEFT)
 def test_what_cannot_be_fixed_is_left_with_a_reason(rule: type[Rule], example: Example):
-    result = rewrite(example.before)
+    result = rewrite(example.before, unsafe=rule.SAFETY is Safety.UNSAFE)
     reasons = [left.reason for left in result.left if left.finding.code == rule.CODE]
     assert example.left is not None
     assert any(example.left in reason for reason in reasons), reasons

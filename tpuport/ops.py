@@ -22,6 +22,7 @@ from tpuport.ops_masked import (
     mismatched,
     rowwise,
 )
+from tpuport.ops_device import cuda
 
 __all__ = [
     "are_checks_on",
@@ -30,6 +31,7 @@ __all__ = [
     "cond",
     "count_elements",
     "count_rows",
+    "cuda",
     "debug_checks",
     "either",
     "first_falsy",

@@ -78,8 +78,59 @@ def program_length(function: Callable[..., Any], args: Inputs) -> int:
     return len(program.eqns)
 
 
+def needs_cuda(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Code that eager PyTorch cannot run without CUDA, so that nothing can be compared with it."""
+    error = observe(function, inputs[0]).error
+    if error is None or "CUDA" not in error[1]:
+        return f"eager PyTorch without CUDA says {error}"
+    return None
+
+
+def ignores_autocast(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A region of mixed precision that computes in the float32 of its operands."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that it turns the region off
+        result = plain_jit(function, inputs[0])
+    if result.dtype is not torch.float32:
+        return f"the region computes in {result.dtype}"
+    return None
+
+
+def computes_in_half(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A program that computes in float16, which no TPU multiplies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = plain_jit(function, inputs[0])
+    return None if result.dtype is torch.float16 else f"the program computes in {result.dtype}"
+
+
+def fails_beside_torchax(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Code that eager PyTorch cannot run any more once torchax alone is imported.
+
+    torchax announces an accelerator that PyTorch is not linked with; `tpuport` takes that back. In
+    a module with a function `load` that is what runs: loading data is no part of the step.
+    """
+    import torchax.device_module as announced
+
+    if "load" in function.__globals__:
+        function, inputs = function.__globals__["load"], [()]
+    before = announced.is_available
+    announced.is_available = lambda: True
+    try:
+        error = observe(function, inputs[0]).error
+    finally:
+        announced.is_available = before
+    if error is None or not ("jax devices" in error[1] or "PrivateUse1" in error[1]):
+        return f"eager PyTorch beside torchax says {error}"
+    return None
+
+
 HARMS: dict[str, Harm] = {
+    "computes_in_half": computes_in_half,
     "differs": differs,
+    "fails_beside_torchax": fails_beside_torchax,
+    "ignores_autocast": ignores_autocast,
+    "needs_cuda": needs_cuda,
     "prints": prints,
     "repeats": repeats,
     "unrolls": unrolls,

@@ -1,0 +1,199 @@
+"""Where the name of a device is used as one, and what becomes of that on a TPU machine."""
+
+import ast
+import re
+
+from tpuport.rules._devices import AVAILABLE
+from tpuport.rules._guarding import chosen
+from tpuport.source.engine import Context
+from tpuport.source.finding import Severity
+from tpuport.source.module import FUNCTIONS, Function
+from tpuport.source.names import all_arguments
+from tpuport.source.roles import Role
+from tpuport.source.text import Edit
+
+_NAME = re.compile(r"^cuda(:\d+)?$")
+_DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$", re.IGNORECASE)
+# Calls that take the name of a device by position, and where.
+_POSITIONS = {
+    **dict.fromkeys(("torch.device", "torch.Generator", "torch.set_default_device"), 0),
+    **{"torch.distributed.device_mesh.init_device_mesh": 0, "torch.load": 1},
+}
+# Calls that only ask, or that other rules look after.
+_OTHERS = re.compile(
+    r"autocast|amp\.|GradScaler|custom_fwd|add_argument|library|profil|skip|mark\."
+)
+
+
+def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
+    """Whether a string reads `cuda`, `cuda:0` or f"cuda:{...}"."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return _NAME.match(text) is not None
+        case ast.JoinedStr(values=[ast.Constant(value="cuda:"), ast.FormattedValue()]):
+            return True
+        case _:
+            return False
+
+
+def choice(node: ast.expr, context: Context) -> Edit:
+    """The edit that makes a device's name a choice between it and the CPU."""
+    return chosen(node, AVAILABLE, '"cpu"', context)
+
+
+def device_use(node: ast.expr, context: Context) -> Severity | None:
+    """What happens in the step or in set-up where a string names a device; None where it does not.
+
+    Args:
+        node: A string for which `is_device_name` holds.
+        context: What may be asked about the file.
+    """
+    inner, parent = _outermost_choice(node, context)
+    match parent:
+        case ast.Call():
+            return _argument_use(parent, inner, context)
+        case ast.keyword(arg=str(name)) if _DEVICE.search(name):
+            call = context.module.parents[parent]
+            return _call_use(call, context) if isinstance(call, ast.Call) else None
+        case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+            return _variable_use(target, node, context)
+        case ast.Dict(keys=keys, values=values):
+            key = keys[values.index(inner)] if inner in values else None
+            is_device = isinstance(key, ast.Constant) and _DEVICE.search(str(key.value))
+            return Severity.ERROR if is_device else None
+        case ast.arguments():
+            return _default_use(parent, inner)
+        case _:
+            return None
+
+
+def _outermost_choice(node: ast.expr, context: Context) -> tuple[ast.expr, ast.AST]:
+    """The choice between values that an expression is part of, and what that is part of."""
+    parent = context.module.parents[node]
+    while isinstance(parent, ast.BoolOp) or (
+        isinstance(parent, ast.IfExp) and parent.test is not node
+    ):
+        node, parent = parent, context.module.parents[parent]
+    return node, parent
+
+
+def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Severity | None:
+    if argument not in call.args:
+        return None
+    place = call.args.index(argument)
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and place == 0:
+        return _call_use(call, context)
+    name = context.name(call.func)
+    if name is not None:
+        return _call_use(call, context) if _POSITIONS.get(name) == place else None
+    return Severity.ERROR if _DEVICE.search(_parameter(call, place, context)) else None
+
+
+def _parameter(call: ast.Call, place: int, context: Context) -> str:
+    """The name of the parameter that takes an argument, where this file has the function."""
+    match call.func:
+        case ast.Name(id=name):
+            skipped = 0
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+            skipped = 1
+        case _:
+            return ""
+    for node in context.module.nodes:
+        if isinstance(node, FUNCTIONS) and node.name == name:
+            arguments = [a.arg for a in all_arguments(node.args)][skipped:]
+            return arguments[place] if place < len(arguments) else ""
+    return ""
+
+
+def _call_use(call: ast.Call, context: Context) -> Severity | None:
+    """What a call makes of the name: torchax puts new tensors where it likes, inside the step."""
+    written = ast.unparse(call.func)
+    if _OTHERS.search(context.name(call.func) or written):
+        return None
+    if isinstance(context.module.parents[call], ast.Compare):
+        return None
+    if not context.in_step(call) or not _redirected(call, context):
+        return Severity.ERROR
+    return Severity.SLOW
+
+
+def _redirected(call: ast.Call, context: Context) -> bool:
+    name = context.name(call.func)
+    if name is not None:
+        return name.startswith("torch.") and name.count(".") == 1 and not name.endswith("_like")
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == "to"
+        and not context.is_traced(call.func.value)
+    )
+
+
+def _variable_use(target: ast.expr, node: ast.expr, context: Context) -> Severity | None:
+    name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+    if not _DEVICE.search(name):
+        return None
+    if isinstance(context.module.scope(node), ast.ClassDef):
+        return Severity.NOTE  # a default that callers may change
+    in_process = isinstance(node, ast.JoinedStr) or context.in_step(node)
+    return Severity.SLOW if in_process else Severity.ERROR
+
+
+def _default_use(arguments: ast.arguments, default: ast.expr) -> Severity | None:
+    pairs = _with_defaults(arguments)
+    taken = any(value is default and _DEVICE.search(argument.arg) for argument, value in pairs)
+    return Severity.NOTE if taken else None
+
+
+def default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:
+    """The argument with which a constructor puts something on its parameter's default CUDA device.
+
+    Args:
+        call: A call of `.to(...)`, or one that takes `device=` or `device_map=`.
+        context: What may be asked about the file.
+    """
+    function = context.module.function(call)
+    argument = _device_argument(call)
+    if argument is None or function is None or context.role(call) is not Role.SETUP:
+        return None
+    name = _parameter_behind(argument, function)
+    defaults = {p.arg for p, value in _with_defaults(function.args) if _is_cuda(value)}
+    rebound = any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)
+        for node in ast.walk(function)
+    )
+    return argument if name in defaults and not rebound else None
+
+
+def _device_argument(call: ast.Call) -> ast.expr | None:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and call.args:
+        return call.args[0]
+    named = (k.value for k in call.keywords if k.arg in ("device", "device_map"))
+    loads = ast.unparse(call.func).rpartition(".")[2] in ("from_pretrained", "to", "from_config")
+    return next(named, None) if loads else None
+
+
+def _parameter_behind(argument: ast.expr, function: Function) -> str | None:
+    """The parameter that a name, or an attribute of `self` set from it, stands for."""
+    if isinstance(argument, ast.Name):
+        return argument.id
+    written = ast.unparse(argument)
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Name(id=name)):
+                if isinstance(argument, ast.Attribute) and ast.unparse(target) == written:
+                    return name
+            case _:
+                pass
+    return None
+
+
+def _is_cuda(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and _NAME.match(str(value.value)) is not None
+
+
+def _with_defaults(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    return [
+        *zip(reversed(positional), reversed(arguments.defaults), strict=False),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]

@@ -1,0 +1,143 @@
+"""What the rules about devices share: who runs the code, and whether it asks for the device."""
+
+import ast
+import re
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import Severity
+from tpuport.source.module import Module
+from tpuport.source.roles import Role
+
+# Words of a test after which code may take CUDA for granted.
+ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available", re.IGNORECASE)
+_ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
+# Exceptions that code without CUDA, without a package or without a process group raises.
+CATCHING = {
+    *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
+    *("RuntimeError", "ValueError", "AttributeError", "OSError"),
+}
+# Host code that a port does without, or that looks for devices itself.
+_ASIDE = re.compile(r"(^|_)(tests?|bench\w*|demo|eval\w*|example|profile\w*|plot\w*|debug)(_|$)")
+_PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
+# Functions that are for CUDA alone, and calls that raise unless there is CUDA.
+FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia", re.IGNORECASE)
+REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
+EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+AVAILABLE = "torch.cuda.is_available()"
+
+
+def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR) -> Severity:
+    """What a site means for a port: `reached` in the step and in set-up, a note elsewhere.
+
+    It is a note, too, in a function whose name says that it is for CUDA.
+    """
+    module = context.module
+    if context.role(node) is Role.HOST or _in_main(node, module):
+        return Severity.NOTE
+    function = module.function(node)
+    return Severity.NOTE if function and FOR_CUDA.search(function.name) else reached
+
+
+def severity_anywhere(
+    node: ast.AST, context: Context, reached: Severity = Severity.ERROR
+) -> Severity:
+    """What a site means that raises on a TPU machine whoever runs it: host code, too.
+
+    It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, and in
+    functions that are for CUDA or find out about devices.
+    """
+    module = context.module
+    function = module.function(node)
+    aside = function is not None and (
+        _PREDICATE.search(function.name)
+        or FOR_CUDA.search(function.name)
+        or (context.role(node) is Role.HOST and _ASIDE.search(function.name))
+    )
+    return Severity.NOTE if aside or _in_main(node, module) else reached
+
+
+def _in_main(node: ast.AST, module: Module) -> bool:
+    return any(
+        isinstance(parent, ast.If)
+        and isinstance(parent.test, ast.Compare)
+        and isinstance(parent.test.left, ast.Name)
+        and parent.test.left.id == "__name__"
+        for parent in module.ancestors(node)
+    )
+
+
+def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA) -> bool:
+    """Whether code around a node, or an exit before it, asks for what the node needs.
+
+    Which side of the test the node is on does not count: whoever asks knows about machines that
+    have none.
+
+    Args:
+        node: The node that needs something.
+        module: The file.
+        words: What the source of a test that asks contains.
+    """
+    child = node
+    for parent in module.ancestors(node):
+        if _asks(parent, child, words) or _is_caught(parent, child) or _exits(parent, child, words):
+            return True
+        child = parent
+    return False
+
+
+def _asks(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
+    match parent:
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+            return child is not test and _mentions(test, words)
+        case ast.BoolOp(values=values):
+            before = values[: next(i for i, value in enumerate(values) if value is child)]
+            return any(_mentions(value, words) for value in before)
+        case _:
+            return False
+
+
+def _mentions(test: ast.AST, words: re.Pattern[str]) -> bool:
+    return words.search(ast.unparse(test)) is not None
+
+
+def _is_caught(parent: ast.AST, child: ast.AST) -> bool:
+    if not isinstance(parent, ast.Try) or child not in parent.body:
+        return False
+    return any(
+        handler.type is None
+        or any(
+            (isinstance(name, ast.Name) and name.id in CATCHING)
+            or (isinstance(name, ast.Attribute) and name.attr in CATCHING)
+            for name in ast.walk(handler.type)
+        )
+        for handler in parent.handlers
+    )
+
+
+def _exits(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
+    """Whether a statement before `child` in its block leaves unless its test holds."""
+    for field in ("body", "orelse", "finalbody", "handlers"):
+        block: list[ast.AST] | ast.AST = getattr(parent, field, [])
+        if isinstance(block, list) and child in block:
+            before = block[: block.index(child)]
+            return any(_leaves(statement, words) for statement in before)
+    return False
+
+
+def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
+    match statement:
+        case ast.Assert(test=test):
+            # `assert world_size % 8 == 0` asks for no process group.
+            return _mentions(test, _ASSERTED) and _mentions(test, words)
+        case ast.If(test=test, body=[*_, last]):
+            return isinstance(last, EXITS) and _mentions(test, words)
+        case ast.Expr(value=ast.Call(func=function)):
+            return words is ASKS_CUDA and REQUIRES.search(ast.unparse(function)) is not None
+        case _:
+            return False
+
+
+def within(node: ast.AST, module: Module, name: str) -> bool:
+    """Whether a node is inside a function with this name."""
+    function = module.function(node)
+    return function is not None and function.name == name

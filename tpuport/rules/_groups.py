@@ -1,0 +1,36 @@
+"""Whether code deals with groups of processes: then it knows that there may be none."""
+
+import ast
+import re
+
+from tpuport.source.module import Module
+
+# What code that has a group calls it.
+_GROUP = re.compile(r"\b(\w*_)?(group|mesh|pg)\b")
+_STARTS = re.compile(r"\b(init_process_group|init_dist\w*|PartialState|Accelerator)\(")
+# Words of a test after which code may take a process group for granted.
+ASKS_GROUP = re.compile(
+    r"initiali[sz]ed|is_available|world_size|rank|group|distributed|parallel|ddp|fsdp|dist\b"
+    r"|num_processes|enable_sp|use_sp|multi_?(gpu|node|process)|torchrun|launch|WORLD|RANK",
+    re.IGNORECASE,
+)
+
+
+def is_chosen(call: ast.Call, module: Module) -> bool:
+    """Whether a call is for a configuration with several processes only."""
+    if any(isinstance(parent, ast.If | ast.IfExp) for parent in module.ancestors(call)):
+        return True
+    function = module.function(call)
+    if function is not None and not _makes_group(call) and _GROUP.search(ast.unparse(function)):
+        return True
+    return _STARTS.search(module.text.text) is not None and not _makes_group(call)
+
+
+def _makes_group(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith(("init_process_group", "new_group", "init_device_mesh"))
+
+
+def has_group(call: ast.Call) -> bool:
+    """Whether a call is handed a group, by name or as an argument that is called one."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(_GROUP.search(ast.unparse(value)) for value in values)

@@ -1,0 +1,78 @@
+"""Takes a wrapper away: a decorator, or a call that gives back a function like its argument."""
+
+import ast
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import Fix, NotFixable
+from tpuport.source.text import Edit, Passage
+
+
+def without_wrapper(wrapper: ast.expr, context: Context) -> Fix:
+    """The fix that takes a wrapper away: a decorator, the call that makes one, or a plain call.
+
+    Args:
+        wrapper: The name of the wrapper where it is used.
+        context: What may be asked about the file.
+
+    Raises:
+        NotFixable: what is wrapped is not clear, or code on the same lines would go, too.
+    """
+    if is_decorator(wrapper, context):
+        return _without_lines(wrapper, context)
+    call = context.module.parents[wrapper]
+    assert isinstance(call, ast.Call)
+    return (
+        _without_lines(call, context) if is_decorator(call, context) else _unwrapped(call, context)
+    )
+
+
+def is_wrapping(wrapper: ast.expr, context: Context) -> bool:
+    """Whether a name is used as a wrapper: called, or a decorator."""
+    call = context.module.parents[wrapper]
+    return is_decorator(wrapper, context) or (isinstance(call, ast.Call) and call.func is wrapper)
+
+
+def has_true(call: ast.AST, name: str) -> bool:
+    """Whether a node is a call with `name=True`."""
+    return isinstance(call, ast.Call) and any(
+        keyword.arg == name
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
+        for keyword in call.keywords
+    )
+
+
+def is_decorator(node: ast.expr, context: Context) -> bool:
+    """Whether an expression is a decorator."""
+    return node in getattr(context.module.parents[node], "decorator_list", [])
+
+
+def _unwrapped(call: ast.Call, context: Context) -> Fix:
+    """Put a call's first argument in its place, or drop `f = wrapper(f)`."""
+    module = context.module
+    if not call.args or isinstance(call.args[0], ast.Starred):
+        raise NotFixable("it is not clear what is wrapped")
+    statement = module.parents[call]
+    match statement:
+        case ast.Assign(targets=[target]) if ast.unparse(target) == ast.unparse(call.args[0]):
+            block, _ = module.block(statement)
+            if len(block) == 1:
+                raise NotFixable("the block would be empty")
+            return _without_lines(statement, context)
+        case _:
+            start, end = module.span(call)
+            if module.comments(start, end):
+                raise NotFixable("a comment would be lost")
+            return Fix((Edit(start, end, module.copy_node(call.args[0])),))
+
+
+def _without_lines(node: ast.expr | ast.stmt, context: Context) -> Fix:
+    text, module = context.module.text, context.module
+    start, end = module.span(node)
+    first, last = text.line_at(start), text.line_at(end)
+    line_start, line_end = text.line_start(first), text.line_end(last)
+    around = text.text[line_start:start].strip(" \t@") + text.text[end:line_end].strip()
+    if around or module.comments(line_start, line_end):
+        raise NotFixable("something else stands on its lines")
+    nothing = Passage.of("", module.origin(node))
+    return Fix((Edit(line_start, line_end + 1, nothing),))
