@@ -4,7 +4,6 @@ import ast
 
 from tpuport.source.engine import Context
 from tpuport.source.module import FUNCTIONS
-from tpuport.source.statements import walk_scope
 
 CREATORS = frozenset(
     {
@@ -49,7 +48,7 @@ def made_on_device(node: ast.expr, context: Context) -> bool:
                 device = device_of(inner)
                 if isinstance(device, ast.Attribute) and device.attr == "device":
                     return True
-            case ast.Name(id=name, ctx=ast.Load()):
+            case ast.Name(ctx=ast.Load()):
                 value = only_value(inner, context)
                 made = None if value is None else creation(value, context)
                 if made is not None and is_placed(made[0]):
