@@ -111,6 +111,19 @@ def is_set_up(method: Function, state: ClassState) -> bool:
     return method.name in state.reached_from("__init__")
 
 
+def runs_in_step(node: ast.AST, context: Context) -> bool:
+    """Whether code is part of a step, and of no method that sets a module up."""
+    if not context.in_step(node):
+        return False
+    function = context.module.outermost_function(node)
+    around = context.module.parents.get(function)
+    if not isinstance(function, FUNCTIONS):
+        return False
+    if not isinstance(around, ast.ClassDef):
+        return not function.name.lstrip("_").startswith(_SET_UP)
+    return not is_set_up(function, class_state(around))
+
+
 def attribute_of(node: ast.AST, owner: str) -> str | None:
     """`x` for `self.x`, where `self` is the owner's name."""
     match node:

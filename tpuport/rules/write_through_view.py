@@ -5,6 +5,7 @@ import ast
 from tpuport.rules._placing import made_on_device
 from tpuport.rules._rebinding import rebinding_fix
 from tpuport.rules._rule import Example, Rule
+from tpuport.rules._state import runs_in_step
 from tpuport.rules._views import (
     LOSING_ON_SLICES,
     PARTS,
@@ -156,7 +157,7 @@ class WriteThroughView(Rule):
 
     def visit_Expr(self, node: ast.stmt, context: Context) -> None:
         change = mutation(node)
-        if change is None or not context.in_step(node):
+        if change is None or not runs_in_step(node, context):
             return
         lost = lost_write(node, change, context)
         if lost is not None:

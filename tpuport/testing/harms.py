@@ -54,6 +54,15 @@ def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
     return None if results[0] == results[1] else "two calls of the program differ"
 
 
+def freezes(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Numbers that eager PyTorch draws anew, and a program does not, though it has its own key."""
+    args, program = inputs[0], PlainProgram(function)
+    if difference(function(*args), function(*args)) is None:
+        return "eager PyTorch gives the same in two calls"
+    same = difference(program(*args), program(*args)) is None
+    return None if same else "two calls of the program differ"
+
+
 def forgets(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
     """State that a call leaves behind in eager PyTorch, and that the program does not advance."""
     eager, program = copy.deepcopy(function), PlainProgram(function)
@@ -162,6 +171,7 @@ def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str
 HARMS: dict[str, Harm] = {
     "differs": differs,
     "repeats": repeats,
+    "freezes": freezes,
     "forgets": forgets,
     "leaks": leaks,
     "second_trace_differs": second_trace_differs,
