@@ -31,7 +31,8 @@ def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.ex
     for node in nodes:
         if isinstance(node, ast.Call) and (made := creation(node, context)) is not None:
             if made[1] not in RANDOM and cpu_tensor(node, context) is node:
-                found[node] = None
+                if not _is_moved(node, context):
+                    found[node] = None
     if not found:
         return found
     for node in nodes:
@@ -43,6 +44,16 @@ def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.ex
                 if call in found and found[call] is None:
                     found[call] = node
     return found
+
+
+def _is_moved(node: ast.Call, context: Context) -> bool:
+    """Whether the same expression takes a new tensor to a device, as `.to(x.device)` does."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.Attribute) and parent.attr in ("to", "type_as", "cuda"):
+            return True
+        if not isinstance(parent, ast.Attribute | ast.Call | ast.Subscript):
+            return False
+    return False
 
 
 def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:

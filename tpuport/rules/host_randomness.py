@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._placing import RANDOM, creation, device_of
+from tpuport.rules._placing import RANDOM, creation, device_of, only_value
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
 from tpuport.source.engine import Context
@@ -188,7 +188,7 @@ def _is_host_distribution(node: ast.expr, context: Context) -> bool:
     if made is None or not (context.name(made.func) or "").startswith("torch.distributions."):
         return False
     values = [*made.args, *(keyword.value for keyword in made.keywords)]
-    return bool(values) and all(_is_number(value) for value in values)
+    return bool(values) and all(_is_number(value, context) for value in values)
 
 
 def _made_as(node: ast.expr, context: Context) -> ast.Call | None:
@@ -212,16 +212,19 @@ def _around(node: ast.expr, context: Context) -> list[ast.AST]:
     return [] if scope is None else list(ast.walk(scope))
 
 
-def _is_number(node: ast.expr) -> bool:
+def _is_number(node: ast.expr, context: Context) -> bool:
     """Whether an expression is a Python number, or an attribute such as `config.alpha`."""
     match node:
         case ast.Constant(value=int() | float()):
             return True
         case ast.UnaryOp(operand=operand):
-            return _is_number(operand)
-        case ast.Attribute() | ast.Name():
+            return _is_number(operand, context)
+        case ast.Name():
+            value = only_value(node, context)
+            return value is not None and _is_number(value, context)
+        case ast.Attribute():
             text = ast.unparse(node).lower()
-            return any(word in text for word in ("alpha", "beta", "config", "cfg", "conc"))
+            return any(word in text for word in ("alpha", "beta", "config", "cfg"))
         case _:
             return False
 
