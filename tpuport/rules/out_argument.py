@@ -23,7 +23,7 @@ class OutArgument(Rule):
 
     ## What it does
     Finds `out=` of `torch.exp`, `matmul`, `cat`, `where` and the other functions that have no such
-    form in torchax, with traced operands. `torch.add`, `sub`, `mul`, `div`, `clamp` and a few more take it.
+    form in torchax, with traced operands. `torch.add`, `mul`, `clamp` and a few more take it.
 
     ## Why is this bad?
     The call raises `TypeError`.
