@@ -1,42 +1,40 @@
-"""TPU419: a distribution that checks its traced parameters."""
+"""TPU114: a distribution that checks traced parameters."""
 
 import ast
 
-from tpuport.rules._placing import creation, is_placed, only_value
+from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._state import runs_in_step
 from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
-from tpuport.source.kinds import Kind
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.text import Edit, Passage
 
+# Of `torch.distributions`: not distributions with parameters to check.
+OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})
 # They take distributions, and check nothing of their own.
-_WRAPPERS = frozenset({"Independent", "TransformedDistribution", "MixtureSameFamily"})
-_PACKAGE = "torch.distributions."
-# What models call the tensors that they parametrise a distribution with.
-_TENSOR_NAMES = ("logit", "prob", "mean", "mu", "std", "sigma", "loc")
+WRAPPERS = frozenset({"Independent", "TransformedDistribution", "MixtureSameFamily"})
 
 
 class DistributionCheck(Rule):
-    """A distribution of `torch.distributions` that validates traced parameters.
+    """A distribution of `torch.distributions` that checks its traced parameters.
 
     ## What it does
-    Finds `torch.distributions.Normal(mean, std)` and its like with traced parameters in a step,
-    where neither `validate_args=False` is given nor checks are switched off in the file.
+    Finds `Normal(mean, std)` and its siblings on traced tensors without `validate_args=False`. The
+    fix passes `validate_args=tpuport.ops.validate_args(...)`, which is the default in eager PyTorch
+    and `False` while a program is traced.
 
     ## Why is this bad?
-    The constructor looks at the values of its parameters, which is an operation that torchax has
-    not (`aten::_is_all_true`): it raises `OperatorNotFound`.
+    The check asks whether all elements are valid, which no traced tensor can answer: plain torchax
+    raises `OperatorNotFound` for `aten::_is_all_true`.
 
     ## Fix safety
-    There is no automatic fix: without the check, parameters that are wrong give NaN and no longer
-    an exception. Pass `validate_args=False`.
+    Exact in eager PyTorch. In a program invalid parameters give NaN instead of a `ValueError`.
 
     ## References
     https://docs.pytorch.org/docs/stable/distributions.html
     """
 
-    CODE = "TPU419"
-    MESSAGE = "`{call}` checks traced values, which torchax cannot: pass validate_args=False"
+    CODE = "TPU114"
+    MESSAGE = "`{call}` checks the values of its parameters, which they have not while traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
 
@@ -48,83 +46,91 @@ class DistributionCheck(Rule):
 
 
             def forward(x: torch.Tensor):
-                return Normal(x, torch.ones_like(x)).log_prob(x * 2)
+                mean, std = x.mean(0), x.std(0) + 1
+                policy = Normal(mean, scale=std)
+                return policy.log_prob(x)
+            """,
+            after="""
+            import torch
+            from torch.distributions import Normal
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                mean, std = x.mean(0), x.std(0) + 1
+                policy = Normal(mean, scale=std, validate_args=tpuport.ops.validate_args(mean, std))
+                return policy.log_prob(x)
             """,
             jit_error="OperatorNotFound",
-            left="no automatic fix",
         ),
         Example(
             before="""
             import torch
+            from torch.distributions import Categorical
 
 
             def forward(x: torch.Tensor):
-                alpha = torch.as_tensor(1.5, device=x.device)
-                beta = torch.as_tensor(1.0, device=x.device)
-                return x * torch.distributions.Beta(alpha, beta).mean
+                return Categorical(logits=x * 2).entropy()
             """,
             jit_error="OperatorNotFound",
-            left="no automatic fix",
-        ),
-        Example(
-            before="""
-            import torch
-            import torch.distributions as D
-
-
-            def forward(x: torch.Tensor):
-                return D.Categorical(logits=x).logits
-            """,
-            jit_error="OperatorNotFound",
-            left="no automatic fix",
+            left="no parameter is a plain name",
         ),
     )
     CLEAN = (
         """
         import torch
-        from torch.distributions import Independent, Normal, kl_divergence
+        from torch.distributions import Normal, kl_divergence
 
 
-        def forward(x: torch.Tensor, alpha: float = 1.5):
-            normal = Normal(x, torch.ones_like(x), validate_args=False)
-            both = Independent(normal, 1)
-            return both.log_prob(x) + kl_divergence(normal, normal).sum()
+        def forward(x: torch.Tensor):
+            policy = Normal(x, 1.0, validate_args=False)
+            return kl_divergence(policy, policy)
         """,
         """
         import torch
-        from torch.distributions import Distribution, Normal
+        from torch.distributions import Normal
+
+
+        def sample_noise(count: int):
+            return Normal(0.0, 1.0).sample((count,))
+        """,
+        """
+        import torch
+        from torch.distributions import Distribution, Independent, Normal
 
         Distribution.set_default_validate_args(False)
 
 
         def forward(x: torch.Tensor):
-            return Normal(x, 1.0).log_prob(x)
+            return Independent(Normal(x, 1.0), 1).log_prob(x)
         """,
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         name = context.name(node.func) or ""
-        last = name.rpartition(".")[2]
-        if not name.startswith(_PACKAGE) or not last[:1].isupper() or last in _WRAPPERS:
+        package, _, last = name.rpartition(".")
+        if (
+            not package.startswith("torch.distributions")
+            or not last[:1].isupper()
+            or last in OTHERS | WRAPPERS
+            or "set_default_validate_args(" in context.module.text.text
+        ):
             return
-        if last.endswith("Transform") or "set_default_validate_args(" in context.module.text.text:
+        if any(keyword.arg == "validate_args" for keyword in node.keywords):
             return
-        if any(keyword.arg in ("validate_args", None) for keyword in node.keywords):
-            return
-        values = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if any(_is_tensor(value, context) for value in values) and runs_in_step(node, context):
+        if any(map(context.is_traced, _given(node))):
             context.report(self, node, call=node)
 
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        assert isinstance(node, ast.Call)
+        names = [n.id for n in _given(node) if isinstance(n, ast.Name) and context.is_traced(n)]
+        if not names:
+            raise NotFixable("no parameter is a plain name, and no other expression may run twice")
+        last = max([*node.args, *node.keywords], key=lambda part: (part.lineno, part.col_offset))
+        end = context.module.span(last)[1]
+        text = f", validate_args={OPS}.validate_args({', '.join(names)})"
+        return Fix((Edit(end, end, Passage.of(text, context.module.origin(node))),), (OPS,))
 
-def _is_tensor(node: ast.expr, context: Context) -> bool:
-    """Whether a parameter is a tensor on the device: known, made there, or called like one."""
-    if context.is_traced(node):
-        return True
-    if not isinstance(node, ast.Name):
-        return False
-    value = only_value(node, context)
-    made = None if value is None else creation(value, context)
-    if made is not None:
-        return is_placed(made[0])
-    is_named = any(word in node.id.lower() for word in _TENSOR_NAMES)
-    return is_named and context.kind(node) is Kind.UNKNOWN
+
+def _given(node: ast.Call) -> list[ast.expr]:
+    return [*node.args, *(keyword.value for keyword in node.keywords)]
