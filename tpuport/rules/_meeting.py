@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from tpuport.rules._placing import RANDOM, cpu_tensor, creation, only_value
 from tpuport.source.engine import Context
-from tpuport.source.kinds import tensor_parameters
 from tpuport.source.module import Function
 from tpuport.source.names import all_arguments
+from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.values import TRACED
 
 # Methods of a tensor that compute with their arguments; others may only look at shape or dtype.
 _MEETING = frozenset(
@@ -107,14 +108,19 @@ def _arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
 
 def sure_tensor(function: Function, context: Context) -> str | None:
     """A parameter that is a tensor and never anything else."""
-    tensors = tensor_parameters(function)
     binders = context.flow(function).binders
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
+    used = attributes_used(ast.walk(function))
     for argument in all_arguments(arguments):
+        if argument.arg in optional or binders.get(argument.arg):
+            continue
+        kind = annotated(argument.annotation)
         text = "" if argument.annotation is None else ast.unparse(argument.annotation)
-        plain = "None" not in text and "Optional" not in text and argument.arg not in optional
-        if argument.arg in tensors and plain and not binders.get(argument.arg):
+        if "None" in text or "Optional" in text:
+            continue
+        like_one = argument.annotation is None and function.name == "forward"
+        if kind == TRACED or (like_one and is_used_like_a_tensor(used.get(argument.arg, ()))):
             return argument.arg
     return None

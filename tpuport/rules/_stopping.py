@@ -14,6 +14,8 @@ _SAMPLING = re.compile(
     r"(^|_)(sample|sampling|generate|generation|predict|infer|inference|eval|evaluate|action|act"
     r"|validate|validation|test|log|plot|visuali[sz]e|ema|momentum|update|decode|profile|rollout)"
 )
+# What training code calls a model that it does not train.
+_FROZEN = re.compile(r"(^|_)(teacher|old|ref|reference|target|frozen|ema|momentum)(_|$)")
 # What models call tensors of whole numbers and truths.
 _WHOLE = re.compile(
     r"mask|idx|ids$|^ids|index|indices|position|bucket|coord|order|count|num_|len|token|label|hit"
@@ -125,13 +127,14 @@ def _has_gradient(node: ast.expr, context: Context) -> bool:
 
 
 def _is_module_call(node: ast.expr, context: Context) -> bool:
-    """Whether an expression calls a module in `self` with a traced value."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"))):
-            values = [*node.args, *(keyword.value for keyword in node.keywords)]
-            return any(context.is_traced(value) for value in values)
-        case _:
-            return False
+    """Whether an expression calls a module in `self` with a traced value, or a frozen one."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func).split(".")
+    if any(_FROZEN.search(part) for part in called):
+        return True
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return called[0] == "self" and any(context.is_traced(value) for value in values)
 
 
 def _is_only_looked_at(name: str, node: ast.With, function: Function, context: Context) -> bool:

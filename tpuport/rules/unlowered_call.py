@@ -38,8 +38,8 @@ class UnloweredCall(Rule):
 
     ## What it does
     Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
-    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of `Beta`, and `torch.normal`, `F.linear` and
-    `F.interpolate` with some keywords.
+    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of
+    `Beta`, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
 
     ## Why is this bad?
     The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
