@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from tpuport.rules._placing import RANDOM, cpu_tensor, creation, only_value
 from tpuport.source.engine import Context
+from tpuport.source.inference import Inference
 from tpuport.source.module import Function
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
@@ -18,7 +19,11 @@ _MEETING = frozenset(
         *("scatter", "scatter_add", "index_add", "masked_fill_", "add_", "sub_", "mul_", "div_"),
     }
 )
-_LOOKING = frozenset({"is_tensor", "broadcast_shapes", "result_type", "promote_types"})
+_FUNCTIONS = _MEETING | {
+    *("cat", "concat", "stack", "hstack", "vstack", "einsum", "embedding", "linear", "logical_and"),
+    *("logical_or", "isin", "outer", "bucketize", "addcmul", "clamp", "mse_loss", "cross_entropy"),
+    *("layer_norm", "scaled_dot_product_attention", "cross", "dot", "cdist", "take_along_dim"),
+}
 _LEAVING = frozenset({"cpu", "numpy", "tolist", "item"})
 
 
@@ -61,6 +66,10 @@ def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:
     """Whether an expression is a traced tensor that nobody has taken to the CPU."""
     if not context.is_traced(node) or isinstance(node, ast.List | ast.Tuple):
         return False
+    if isinstance(context.kinds, Inference):
+        value = context.kinds.value(node)
+        if value is None or not value.is_tensor:
+            return False  # a number that depends on data
     for inner in ast.walk(node):
         match inner:
             case ast.Call(func=ast.Attribute(attr=method)) if method in _LEAVING:
@@ -97,7 +106,7 @@ def _arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
         if not (isinstance(node.func, ast.Attribute) and node.func.attr in _MEETING):
             return
         yield node.func.value
-    elif last in _LOOKING or creation(node, context) is not None:
+    elif last not in _FUNCTIONS:
         return
     for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
         if isinstance(argument, ast.List | ast.Tuple):
