@@ -12,14 +12,15 @@ STOPPERS = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.n
 # Functions of these names compute no loss: nobody asks for a gradient there.
 _SAMPLING = re.compile(
     r"(^|_)(sample|sampling|generate|generation|predict|infer|inference|eval|evaluate|action|act"
-    r"|validate|validation|test|log|plot|visuali[sz]e|ema|momentum|update|decode|profile|rollout)"
+    r"|validate|validation|test|log|plot|visuali[sz]e|ema|momentum|update|decode|profile|rollout"
+    r"|backward|detect)"
 )
 # What training code calls a model that it does not train.
 _FROZEN = re.compile(r"(^|_)(teacher|old|ref|reference|target|frozen|ema|momentum)(_|$)")
 # What models call tensors of whole numbers and truths.
 _WHOLE = re.compile(
     r"mask|idx|ids$|^ids|index|indices|position|bucket|coord|order|count|num_|len|token|label|hit"
-    r"|match|grid|shape|size|valid"
+    r"|match|grid|shape|size|valid|hash"
 )
 # Of a tensor: neither carries a gradient.
 _NO_GRADIENT = frozenset(
@@ -85,6 +86,19 @@ def asks_for_gradients(function: Function, context: Context) -> bool:
             if context.name(called) in STOPPERS:
                 return False
     return True
+
+
+def is_evaluation(node: ast.stmt, context: Context) -> bool:
+    """Whether a statement stands on the side of a branch that is not taken in training."""
+    child: ast.AST = node
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.If):
+            off = "not self.training" in ast.unparse(parent.test)
+            on = ast.unparse(parent.test) == "self.training"
+            if (off and child in parent.body) or (on and child in parent.orelse):
+                return True
+        child = parent
+    return False
 
 
 def leaking(node: ast.With, context: Context) -> Iterator[tuple[str, ast.expr]]:

@@ -4,7 +4,13 @@ import ast
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
-from tpuport.rules._stopping import asks_for_gradients, is_one_tensor, is_stopper, leaking
+from tpuport.rules._stopping import (
+    asks_for_gradients,
+    is_evaluation,
+    is_one_tensor,
+    is_stopper,
+    leaking,
+)
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
@@ -134,7 +140,7 @@ class NoGradAsStopGradient(Rule):
         function = context.module.function(node)
         if not stoppers or function is None or not runs_in_step(node, context):
             return
-        if not asks_for_gradients(function, context):
+        if not asks_for_gradients(function, context) or is_evaluation(node, context):
             return
         for name, _ in leaking(node, context):
             context.report(self, stoppers[0], stopper=stoppers[0], name=name)

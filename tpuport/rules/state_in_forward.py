@@ -120,6 +120,7 @@ class StateInForward(Rule):
             def forward(self, x: torch.Tensor):
                 self.height = x.shape[0]
                 self.gradient_checkpointing = False
+                self.width = self.width.to(x.device)
                 calls = self.calls + 1
                 last = x.clone()
                 last.mul_(2)
@@ -155,7 +156,20 @@ def _is_state(write: Write, state: ClassState, context: Context) -> bool:
         return True
     if write.way in ("in_place", "element") and write.attribute in state.buffers:
         return True
+    if write.value is not None and _is_moved(write.value, write.attribute):
+        return False
     return write.value is not None and context.is_traced(write.value)
+
+
+def _is_moved(value: ast.expr, attribute: str) -> bool:
+    """Whether a value is the attribute itself on another device, which changes nothing."""
+    match value:
+        case ast.IfExp(body=body):
+            return _is_moved(body, attribute)
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name), attr="to" | "cuda")):
+            return name == attribute
+        case _:
+            return False
 
 
 def _is_carried(write: Write, state: ClassState, context: Context) -> bool:
