@@ -5,8 +5,10 @@ import re
 from collections.abc import Iterator
 
 from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
 from tpuport.source.module import FUNCTIONS, Function
 from tpuport.source.statements import walk_scope
+from tpuport.source.text import Edit, Passage
 
 STOPPERS = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
 # Functions of these names compute no loss: nobody asks for a gradient there.
@@ -167,7 +169,21 @@ def _is_only_looked_at(name: str, node: ast.With, function: Function, context: C
     return all(isinstance(p, ast.Attribute) and p.attr in _LOOKS for p in parents)
 
 
-def is_one_tensor(node: ast.expr, context: Context) -> bool:
+def detached(name: str, value: ast.expr, context: Context) -> Edit:
+    """The edit that takes a value out of the gradient.
+
+    Raises:
+        NotFixable: it may be something else than one tensor.
+    """
+    if not _is_one_tensor(value, context):
+        raise NotFixable(f"the value of {name} may be more than one tensor")
+    start, end = context.module.span(value)
+    opened, closed = ("(", ")") if isinstance(value, ast.BinOp) else ("", "")
+    first = Passage.of(opened, context.module.origin(value))
+    return Edit(start, end, first + context.module.copy_node(value) + f"{closed}.detach()")
+
+
+def _is_one_tensor(node: ast.expr, context: Context) -> bool:
     """Whether a traced value surely is a tensor and not several."""
     match node:
         case ast.BinOp():

@@ -135,13 +135,12 @@ def mutation(node: ast.stmt) -> Mutation | None:
     """The tensor that a statement changes in place, if it has the form of one."""
     match node:
         case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
-            method, inner = None, call
+            found, inner = None, call
             while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
                 if is_in_place(inner.func.attr):
-                    method, target = inner.func.attr, inner.func.value
-                    found = Mutation(target, method)
+                    found = Mutation(inner.func.value, inner.func.attr)
                 inner = inner.func.value
-            return None if method is None else found  # pyright: ignore[reportPossiblyUnbound]
+            return found
         case ast.Assign(targets=[ast.Subscript(value=target)]):
             return Mutation(target, "[]=")
         case ast.AugAssign(target=ast.Subscript(value=target)):

@@ -6,14 +6,13 @@ from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
 from tpuport.rules._stopping import (
     asks_for_gradients,
+    detached,
     is_evaluation,
-    is_one_tensor,
     is_stopper,
     leaking,
 )
 from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.finding import Fix, Safety, Severity
 
 
 class NoGradAsStopGradient(Rule):
@@ -149,13 +148,4 @@ class NoGradAsStopGradient(Rule):
     def fix(self, node: ast.AST, context: Context) -> Fix:
         block = context.module.parents[context.module.parents[node]]
         assert isinstance(block, ast.With)
-        edits: list[Edit] = []
-        for name, value in leaking(block, context):
-            if not is_one_tensor(value, context):
-                raise NotFixable(f"the value of {name} may be more than one tensor")
-            start, end = context.module.span(value)
-            opened, closed = ("(", ")") if isinstance(value, ast.BinOp) else ("", "")
-            made = context.module.copy_node(value)
-            first = Passage.of(opened, context.module.origin(value))
-            edits.append(Edit(start, end, first + made + f"{closed}.detach()"))
-        return Fix(tuple(edits))
+        return Fix(tuple(detached(name, value, context) for name, value in leaking(block, context)))

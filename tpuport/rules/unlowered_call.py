@@ -65,19 +65,7 @@ class UnloweredCall(Rule):
 
 
             def forward(x: torch.Tensor):
-                share = x.sort().values
-                return share.cumsum_(-1)
-            """,
-            jit_error="OperatorNotFound",
-            left="no automatic fix",
-        ),
-        Example(
-            before="""
-            import torch
-
-
-            def forward(x: torch.Tensor):
-                return x.clone().round_()
+                return x.clone().round_() + x.sort().values.cumsum_(-1)
             """,
             jit_error="OperatorNotFound",
             left="no automatic fix",
