@@ -138,6 +138,28 @@ def keeps_activations(function: Callable[..., Any], inputs: Sequence[Inputs]) ->
     return "the program has a checkpoint" if "remat" in program else None
 
 
+def retraces(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A model that is traced for each of its calls, once it is ported.
+
+    The example's function is a method of an object whose `model` it calls.
+    """
+    import tpuport
+    from tpuport.testing.retrace import TraceCounter
+
+    owner = function.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    args = inputs[0]
+    calls, counter = TraceCounter(owner.model.forward), TraceCounter(owner.model.forward)
+    owner.model.forward = calls.counted
+    function(*args)
+    owner.model.forward = counter.counted
+    owner.model = tpuport.convert(owner.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(*args)
+    # The port calls the model eagerly and under the tracer, for each program that it makes.
+    return None if counter.count >= calls.count > 1 else "one program serves several calls"
+
+
 def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
     """Frozen parameters that an optimiser holds, and that `jax.grad` gives a gradient for.
 
@@ -177,5 +199,6 @@ HARMS: dict[str, Harm] = {
     "second_trace_differs": second_trace_differs,
     "gradient_flows": gradient_flows,
     "keeps_activations": keeps_activations,
+    "retraces": retraces,
     "trains_frozen": trains_frozen,
 }
