@@ -10,7 +10,7 @@ from tpuport.source.statements import walk_scope
 Loop = ast.For | ast.While
 # What code calls the network that it runs in a loop.
 _MODEL = re.compile(
-    r"(^|_)(model|net|network|unet|transformer|denoiser|policy|dit|backbone|encoder|decoder|vae"
+    r"(^|_)(model|net|network|unet|transformer|denoiser|policy|dit|encoder|decoder|vae"
     r"|step_fn|train_step|model_fn|diffusion|actor|critic)\d*$"
 )
 _JOINING = frozenset({"torch.cat", "torch.concat", "torch.concatenate", "torch.hstack"})
@@ -95,6 +95,7 @@ def _starts_anew(name: str, node: Loop) -> bool:
         isinstance(target, ast.Name) and target.id == name
         for inner in walk_scope(node.body)
         if isinstance(inner, ast.Assign)
-        for target in inner.targets
+        for targets in inner.targets
+        for target in ast.walk(targets)
         if not any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(inner.value))
     )

@@ -72,6 +72,9 @@ class GrowingInput(Rule):
                 y = model(both)
                 seen = torch.cat([seen, y])
                 last = model(seen[-1:])
+                first, extra = y, batch
+                extra = torch.cat([extra, first])
+                last = last + model(extra)
             return seen + last
         """,
         """
