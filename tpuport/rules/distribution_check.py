@@ -10,6 +10,8 @@ from tpuport.source.text import Edit, Passage
 
 # Of `torch.distributions`: not distributions with parameters to check.
 OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})
+# They take distributions, and check nothing of their own.
+WRAPPERS = frozenset({"Independent", "TransformedDistribution", "MixtureSameFamily"})
 
 
 class DistributionCheck(Rule):
@@ -92,6 +94,16 @@ class DistributionCheck(Rule):
         def sample_noise(count: int):
             return Normal(0.0, 1.0).sample((count,))
         """,
+        """
+        import torch
+        from torch.distributions import Distribution, Independent, Normal
+
+        Distribution.set_default_validate_args(False)
+
+
+        def forward(x: torch.Tensor):
+            return Independent(Normal(x, 1.0), 1).log_prob(x)
+        """,
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
@@ -100,7 +112,8 @@ class DistributionCheck(Rule):
         if (
             not package.startswith("torch.distributions")
             or not last[:1].isupper()
-            or last in OTHERS
+            or last in OTHERS | WRAPPERS
+            or "set_default_validate_args(" in context.module.text.text
         ):
             return
         if any(keyword.arg == "validate_args" for keyword in node.keywords):

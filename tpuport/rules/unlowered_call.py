@@ -16,7 +16,13 @@ FUNCTIONS = frozenset(
         "torch.nn.attention.flex_attention.flex_attention",
     }
 )
-METHODS = frozenset({"round_", "index_reduce", "index_reduce_", "put_", "to_sparse"})
+METHODS = frozenset(
+    {
+        *("round_", "index_reduce", "index_reduce_", "put_", "to_sparse", "abs_", "atan_", "erf_"),
+        *("clamp_max_", "cumsum_", "exp_", "floor_", "fmod_", "log_", "neg_", "reciprocal_"),
+        *("rsqrt_", "sign_", "sin_", "t_", "trunc_"),
+    }
+)
 # Fail only if they are given this keyword.
 KEYWORDS = {
     "torch.normal": "dtype",
@@ -32,8 +38,8 @@ class UnloweredCall(Rule):
 
     ## What it does
     Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
-    `affine_grid`, `ctc_loss`, flex attention, samples of `Beta`, and `torch.normal`, `F.linear` and
-    `F.interpolate` with some keywords.
+    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of
+    `Beta`, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
 
     ## Why is this bad?
     The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
@@ -59,7 +65,7 @@ class UnloweredCall(Rule):
 
 
             def forward(x: torch.Tensor):
-                return x.clone().round_()
+                return x.clone().round_() + x.sort().values.cumsum_(-1)
             """,
             jit_error="OperatorNotFound",
             left="no automatic fix",

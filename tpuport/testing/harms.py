@@ -4,13 +4,22 @@ Each function takes the example's `forward` and a list of arguments for each see
 saw: None if the harm is there, else the reason why the example no longer shows it.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tpuport.testing.equivalence import Inputs, compare, difference, observe, plain_jit
+from tpuport.testing.equivalence import (
+    Inputs,
+    PlainProgram,
+    compare,
+    difference,
+    moved,
+    observe,
+    plain_jit,
+)
 
 Harm = Callable[[Callable[..., Any], Sequence[Inputs]], str | None]
 
@@ -40,10 +49,8 @@ def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
     with warnings.catch_warnings(), torchax.default_env():
         warnings.simplefilter("ignore")
         jitted = jax.jit(interop.jax_view(function))
-        moved = interop.jax_view(
-            tuple(arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args)
-        )
-        results = [[leaf.tolist() for leaf in jax.tree.leaves(jitted(*moved))] for _ in range(2)]
+        arrays = interop.jax_view(moved(args))
+        results = [[leaf.tolist() for leaf in jax.tree.leaves(jitted(*arrays))] for _ in range(2)]
     return None if results[0] == results[1] else "two calls of the program differ"
 
 
@@ -67,6 +74,52 @@ def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 def program_length(function: Callable[..., Any], args: Inputs) -> int:
     """The number of operations of a function's program under plain torchax."""
+
+
+def freezes(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Numbers that eager PyTorch draws anew, and a program does not, though it has its own key."""
+    args, program = inputs[0], PlainProgram(function)
+    if difference(function(*args), function(*args)) is None:
+        return "eager PyTorch gives the same in two calls"
+    same = difference(program(*args), program(*args)) is None
+    return None if same else "two calls of the program differ"
+
+
+def forgets(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """State that a call leaves behind in eager PyTorch, and that the program does not advance."""
+    eager, program = copy.deepcopy(function), PlainProgram(function)
+    for number, args in enumerate([inputs[0], *inputs]):
+        if difference(eager(*args), program(*args), rtol=1e-4) is not None:
+            return None if number else "already the first call differs"
+    return "every call gives what eager PyTorch gives"
+
+
+def leaks(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A tracer left in an attribute: the next trace, for another batch size, stumbles over it."""
+    import jax
+
+    program = PlainProgram(function)
+    smaller = tuple(arg[:-1] if isinstance(arg, torch.Tensor) else arg for arg in inputs[0])
+    program(*inputs[0])
+    try:
+        program(*smaller)
+    except jax.errors.UnexpectedTracerError:
+        return None
+    return "a second trace runs"
+
+
+def second_trace_differs(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Traces that leave something behind: the program for a second batch size is wrong."""
+    eager, program = copy.deepcopy(function), PlainProgram(function)
+    smaller = tuple(arg[:-1] if isinstance(arg, torch.Tensor) else arg for arg in inputs[0])
+    for number, args in enumerate([inputs[0], smaller]):
+        if difference(eager(*args), program(*args), rtol=1e-4) is not None:
+            return None if number else "already the first program differs"
+    return "both programs give what eager PyTorch gives"
+
+
+def gradient_flows(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A gradient that eager PyTorch stops and `jax.grad` does not."""
     import jax
     import torchax
     from torchax import interop
@@ -134,4 +187,35 @@ HARMS: dict[str, Harm] = {
     "prints": prints,
     "repeats": repeats,
     "unrolls": unrolls,
+}
+    frozen = {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in held and not parameter.requires_grad
+    }
+    with torchax.default_env():
+        arrays = interop.jax_view({k: v.detach().to("jax") for k, v in model.named_parameters()})
+        args = moved(inputs[0])
+
+        def loss(state: Any) -> Any:
+            out = torch.func.functional_call(model, interop.torch_view(state), args)
+            return interop.jax_view(out.sum())
+
+        gradients = jax.grad(loss)(arrays)
+    if any(abs(gradients[name]).max() > 0 for name in frozen):
+        return None
+    return "the optimiser holds no frozen parameter with a gradient"
+
+
+HARMS: dict[str, Harm] = {
+    "differs": differs,
+    "repeats": repeats,
+    "freezes": freezes,
+    "forgets": forgets,
+    "leaks": leaks,
+    "second_trace_differs": second_trace_differs,
+    "gradient_flows": gradient_flows,
+    "keeps_activations": keeps_activations,
+    "retraces": retraces,
+    "trains_frozen": trains_frozen,
 }

@@ -1,0 +1,135 @@
+"""Where CPU tensors that a step makes meet traced ones."""
+
+import ast
+from collections.abc import Iterator
+
+from tpuport.rules._placing import RANDOM, cpu_tensor, creation, only_value
+from tpuport.source.engine import Context
+from tpuport.source.inference import Inference
+from tpuport.source.module import Function
+from tpuport.source.names import all_arguments
+from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.values import TRACED
+
+# Methods of a tensor that compute with their arguments; others may only look at shape or dtype.
+_MEETING = frozenset(
+    {
+        *("add", "sub", "mul", "div", "matmul", "mm", "bmm", "where", "eq", "ne", "lt", "le", "gt"),
+        *("ge", "maximum", "minimum", "pow", "lerp", "masked_fill", "gather", "index_select"),
+        *("scatter", "scatter_add", "index_add", "masked_fill_", "add_", "sub_", "mul_", "div_"),
+    }
+)
+_FUNCTIONS = _MEETING | {
+    *("cat", "concat", "stack", "hstack", "vstack", "einsum", "embedding", "linear", "logical_and"),
+    *("logical_or", "isin", "outer", "bucketize", "addcmul", "clamp", "mse_loss", "cross_entropy"),
+    *("layer_norm", "scaled_dot_product_attention", "cross", "dot", "cdist", "take_along_dim"),
+}
+_LEAVING = frozenset({"cpu", "numpy", "tolist", "item"})
+
+
+def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.expr | None]:
+    """The calls of a function that make a CPU tensor of several elements.
+
+    Each with the first operation in which a traced tensor meets it, or None if none is known to.
+    """
+    nodes = list(ast.walk(function))
+    found: dict[ast.Call, ast.expr | None] = {}
+    for node in nodes:
+        if isinstance(node, ast.Call) and (made := creation(node, context)) is not None:
+            if made[1] not in RANDOM and cpu_tensor(node, context) is node:
+                if not _is_moved(node, context):
+                    found[node] = None
+    if not found:
+        return found
+    for node in nodes:
+        operands = list(_operands(node, context))
+        if len(operands) > 1 and any(_is_on_device(each, context) for each in operands):
+            assert isinstance(node, ast.expr)
+            for operand in operands:
+                call = cpu_tensor(operand, context)
+                if call in found and found[call] is None:
+                    found[call] = node
+    return found
+
+
+def _is_moved(node: ast.Call, context: Context) -> bool:
+    """Whether the same expression takes a new tensor to a device, as `.to(x.device)` does."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.Attribute) and parent.attr in ("to", "type_as", "cuda"):
+            return True
+        if not isinstance(parent, ast.Attribute | ast.Call | ast.Subscript):
+            return False
+    return False
+
+
+def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:
+    """Whether an expression is a traced tensor that nobody has taken to the CPU."""
+    if not context.is_traced(node) or isinstance(node, ast.List | ast.Tuple):
+        return False
+    if isinstance(context.kinds, Inference):
+        value = context.kinds.value(node)
+        if value is None or not value.is_tensor:
+            return False  # a number that depends on data
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Call(func=ast.Attribute(attr=method)) if method in _LEAVING:
+                return False
+            case ast.Name(ctx=ast.Load()) if depth and context.is_traced(inner):
+                value = only_value(inner, context)
+                if value is not None and context.is_traced(value):
+                    if not _is_on_device(value, context, depth - 1):
+                        return False
+            case _:
+                pass
+    return True
+
+
+def _operands(node: ast.AST, context: Context) -> Iterator[ast.expr]:
+    """The tensors that an operation computes with, those in lists included."""
+    match node:
+        case ast.BinOp(left=left, right=right):
+            yield from (left, right)
+        case ast.Compare(left=left, ops=ops, comparators=comparators):
+            if not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in ops):
+                yield from (left, *comparators)
+        case ast.Subscript(value=value, slice=index, ctx=ast.Load()):
+            yield from (value, index)
+        case ast.Call():
+            yield from _arguments(node, context)
+        case _:
+            pass
+
+
+def _arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
+    root, _, last = (context.name(node.func) or "").rpartition(".")
+    if root not in ("torch", "torch.nn.functional", "torch.linalg"):
+        if not (isinstance(node.func, ast.Attribute) and node.func.attr in _MEETING):
+            return
+        yield node.func.value
+    elif last not in _FUNCTIONS:
+        return
+    for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+        if isinstance(argument, ast.List | ast.Tuple):
+            yield from argument.elts
+        else:
+            yield argument
+
+
+def sure_tensor(function: Function, context: Context) -> str | None:
+    """A parameter that is a tensor and never anything else."""
+    binders = context.flow(function).binders
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
+    used = attributes_used(ast.walk(function))
+    for argument in all_arguments(arguments):
+        if argument.arg in optional or binders.get(argument.arg):
+            continue
+        kind = annotated(argument.annotation)
+        text = "" if argument.annotation is None else ast.unparse(argument.annotation)
+        if "None" in text or "Optional" in text:
+            continue
+        like_one = argument.annotation is None and function.name == "forward"
+        if kind == TRACED or (like_one and is_used_like_a_tensor(used.get(argument.arg, ()))):
+            return argument.arg
+    return None

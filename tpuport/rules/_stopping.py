@@ -1,0 +1,195 @@
+"""What `torch.no_grad` keeps gradients from: the values that its body leaves behind."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tpuport.source.engine import Context
+from tpuport.source.finding import NotFixable
+from tpuport.source.module import FUNCTIONS, Function
+from tpuport.source.statements import walk_scope
+from tpuport.source.text import Edit, Passage
+
+STOPPERS = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
+# Functions of these names compute no loss: nobody asks for a gradient there.
+_SAMPLING = re.compile(
+    r"(^|_)(sample|sampling|generate|generation|predict|infer|inference|eval|evaluate|action|act"
+    r"|validate|validation|test|log|plot|visuali[sz]e|ema|momentum|update|decode|profile|rollout"
+    r"|backward|detect)"
+)
+# What training code calls a model that it does not train.
+_FROZEN = re.compile(r"(^|_)(teacher|old|ref|reference|target|frozen|ema|momentum)(_|$)")
+# What models call tensors of whole numbers and truths.
+_WHOLE = re.compile(
+    r"mask|idx|ids$|^ids|index|indices|position|bucket|coord|order|count|num_|len|token|label|hit"
+    r"|match|grid|shape|size|valid|hash"
+)
+# Of a tensor: neither carries a gradient.
+_NO_GRADIENT = frozenset(
+    {
+        *("detach", "argmax", "argmin", "argsort", "long", "int", "bool", "nonzero", "multinomial"),
+        *("ones_like", "zeros_like", "randn_like", "rand_like", "arange", "new_zeros", "new_ones"),
+        *("zeros", "ones", "empty_like", "full_like", "bincount", "item", "tolist", "size", "sign"),
+        *(
+            "isnan",
+            "isinf",
+            "isfinite",
+            "randint",
+            "randperm",
+            "searchsorted",
+            "bucketize",
+            "floor",
+        ),
+        *("round", "ceil", "topk_indices", "numel", "randn", "rand"),
+    }
+)
+_LOOKS = frozenset({"detach", "item", "shape", "device", "dtype", "tolist", "size", "dim", "data"})
+# Each gives one tensor.
+_ONE_TENSOR = frozenset(
+    {
+        *("softmax", "sigmoid", "tanh", "exp", "log", "sqrt", "sin", "cos", "mean", "sum", "abs"),
+        *(
+            "clone",
+            "float",
+            "relu",
+            "gelu",
+            "matmul",
+            "clamp",
+            "normalize",
+            "log_softmax",
+            "square",
+        ),
+    }
+)
+
+
+def is_stopper(node: ast.expr, context: Context) -> bool:
+    """Whether an expression of a `with` switches gradients off."""
+    match node:
+        case ast.Call(func=func, args=[], keywords=[]):
+            return context.name(func) in STOPPERS
+        case ast.Call(func=func, args=[ast.Constant(value=False)]):
+            return context.name(func) == "torch.set_grad_enabled"
+        case _:
+            return False
+
+
+def asks_for_gradients(function: Function, context: Context) -> bool:
+    """Whether a gradient may be asked for in a function: it is no sampling, nor switched off."""
+    around = [
+        function,
+        *(p for p in context.module.ancestors(function) if isinstance(p, FUNCTIONS)),
+    ]
+    for each in around:
+        if _SAMPLING.search(each.name.lower()):
+            return False
+        for decorator in each.decorator_list:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if context.name(called) in STOPPERS:
+                return False
+    return True
+
+
+def is_evaluation(node: ast.stmt, context: Context) -> bool:
+    """Whether a statement stands on the side of a branch that is not taken in training."""
+    child: ast.AST = node
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.If):
+            off = "not self.training" in ast.unparse(parent.test)
+            on = ast.unparse(parent.test) == "self.training"
+            if (off and child in parent.body) or (on and child in parent.orelse):
+                return True
+        child = parent
+    return False
+
+
+def leaking(node: ast.With, context: Context) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a body binds to traced values which are read after it, with these values."""
+    function = context.module.function(node)
+    if function is None:
+        return
+    after = context.flow(function).after.get(node, frozenset())
+    for statement in walk_scope(node.body):
+        match statement:
+            case ast.Assign(targets=[target], value=value):
+                names = [n.id for n in ast.walk(target) if isinstance(n, ast.Name)]
+            case _:
+                continue
+        for name in names:
+            if _WHOLE.search(name.lower()):
+                continue
+            if name in after and _has_gradient(value, context):
+                if not _is_only_looked_at(name, node, function, context):
+                    yield name, value
+                    break
+
+
+def _has_gradient(node: ast.expr, context: Context) -> bool:
+    """Whether a value is a traced one that a gradient would flow through."""
+    if context.is_boolean(node) or isinstance(node, ast.Compare | ast.BoolOp | ast.Constant):
+        return False
+    match node:
+        case ast.Call(func=ast.Attribute(attr=method) | ast.Name(id=method)):
+            if method in _NO_GRADIENT:
+                return False
+            if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
+                if not _has_gradient(node.func.value, context):
+                    return False
+        case ast.Subscript(value=value) | ast.Attribute(value=value):
+            return _has_gradient(value, context)
+        case _:
+            pass
+    return context.is_traced(node) or _is_module_call(node, context)
+
+
+def _is_module_call(node: ast.expr, context: Context) -> bool:
+    """Whether an expression calls a module in `self` with a traced value, or a frozen one."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func).split(".")
+    if any(_FROZEN.search(part) for part in called):
+        return True
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return called[0] == "self" and any(context.is_traced(value) for value in values)
+
+
+def _is_only_looked_at(name: str, node: ast.With, function: Function, context: Context) -> bool:
+    """Whether every read after a body stops the gradient itself, or asks for a shape."""
+    inside = set(ast.walk(node))
+    reads = [
+        read
+        for read in ast.walk(function)
+        if isinstance(read, ast.Name)
+        and read.id == name
+        and isinstance(read.ctx, ast.Load)
+        and read not in inside
+        and read.lineno > node.lineno
+    ]
+    parents = [context.module.parents[read] for read in reads]
+    return all(isinstance(p, ast.Attribute) and p.attr in _LOOKS for p in parents)
+
+
+def detached(name: str, value: ast.expr, context: Context) -> Edit:
+    """The edit that takes a value out of the gradient.
+
+    Raises:
+        NotFixable: it may be something else than one tensor.
+    """
+    if not _is_one_tensor(value, context):
+        raise NotFixable(f"the value of {name} may be more than one tensor")
+    start, end = context.module.span(value)
+    opened, closed = ("(", ")") if isinstance(value, ast.BinOp) else ("", "")
+    first = Passage.of(opened, context.module.origin(value))
+    return Edit(start, end, first + context.module.copy_node(value) + f"{closed}.detach()")
+
+
+def _is_one_tensor(node: ast.expr, context: Context) -> bool:
+    """Whether a traced value surely is a tensor and not several."""
+    match node:
+        case ast.BinOp():
+            return context.is_traced(node)
+        case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _ONE_TENSOR:
+            name = context.name(node.func) or ""
+            return name.startswith("torch.") or context.is_traced(owner)
+        case _:
+            return False
