@@ -37,7 +37,9 @@ def run_python(code: str) -> str:
 
 def modules_loaded_by(statement: str, watched: tuple[str, ...]) -> set[str]:
     """Which of the watched packages a fresh interpreter has after the statement."""
-    return set(run_python(f"import sys\n{statement}\nprint(*sys.modules)").split()) & set(watched)
+    # The statement may print too; what is asked for comes last.
+    printed = run_python(f"import sys\n{statement}\nprint(*sys.modules)").splitlines()[-1]
+    return set(printed.split()) & set(watched)
 
 
 def seconds_for(statement: str) -> float:
@@ -70,7 +72,7 @@ _RUN = """
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from tpuport.cli import app
-source = "import torch\\n\\n\\ndef forward(x: torch.Tensor):\\n    if x.sum() > 0:\\n        x = -x\\n"
+source = "import torch\\ndef forward(x: torch.Tensor):\\n    if x.sum() > 0:\\n        x = -x\\n"
 with TemporaryDirectory() as folder:
     path = Path(folder, "model.py")
     path.write_text(source)
