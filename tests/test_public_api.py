@@ -73,6 +73,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from tpuport.cli import app
 source = "import torch\\ndef forward(x: torch.Tensor):\\n    if x.sum() > 0:\\n        x = -x\\n"
+source += "    return x\\n"
 with TemporaryDirectory() as folder:
     path = Path(folder, "model.py")
     path.write_text(source)
