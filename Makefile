@@ -10,7 +10,7 @@ FROM := pyproject.toml constraints.txt
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck bench docs clean
+.PHONY: help demo test lint format typecheck fuzz bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -31,6 +31,9 @@ format: $(VENV)/.installed-dev ## fix style and formatting
 
 typecheck: $(VENV)/.installed-dev ## run pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with their rewrites
+	TPUPORT_FUZZ=5000 $(BIN)/pytest -q tests/source/test_fuzz.py tests/source/test_fuzz_tensors.py
 
 bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
 	$(BIN)/python -m benchmarks

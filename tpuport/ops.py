@@ -24,6 +24,7 @@ __all__ = [
     "to_bool",
     "to_float",
     "to_int",
+    "validate_args",
     "while_loop",
 ]
 
@@ -245,3 +246,16 @@ def _number(value: Any, kind: type) -> Any:
 
         return traced_number(value, kind)
     return kind(value)
+
+
+def validate_args(*values: Any) -> bool | None:
+    """What to pass for `validate_args` to a distribution of `torch.distributions`.
+
+    Args:
+        values: Its parameters.
+
+    Returns:
+        None, which asks for PyTorch's default; False if a parameter is traced, because a check
+        would need its value.
+    """
+    return False if any(map(is_traced, values)) else None

@@ -4,6 +4,7 @@ Every test in them calls a function that logs the call and answers at random, so
 in order, number or outcome of evaluations shows. Names may be unbound and calls may raise.
 """
 
+import os
 import random
 import re
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 from tpuport.source.kinds import ObservedKinds
 from tpuport.source.rewriter import rewrite
 
-PROGRAMS = 300
+PROGRAMS = int(os.environ.get("TPUPORT_FUZZ", "300"))
 RUNS = 5
 NAMES = "abcd"
 

@@ -85,7 +85,7 @@ class TensorToNumber(Rule):
         match node:
             case ast.Call(func=ast.Name(id="float" | "int" | "bool" as name), args=[argument]):
                 takes_one = not node.keywords and not isinstance(argument, ast.Starred)
-                if takes_one and context.is_traced(node):
+                if takes_one and (context.is_traced(node) or context.is_traced(argument)):
                     if not context.module.binds_otherwise(name):
                         context.report(self, node, call=node)
             case _:

@@ -1,13 +1,14 @@
 """One walk over a file's syntax tree that every rule takes part in."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpuport.source.finding import Finding, Severity
 from tpuport.source.flow import Flow
 from tpuport.source.imported import qualified_name
+from tpuport.source.inference import Inference
 from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
 from tpuport.source.module import Function, Module
 from tpuport.source.roles import Role, Roles
@@ -53,7 +54,7 @@ class Context:
         self.imports_inside = imports_inside
         self.strict = strict
         self._flows: dict[Function, Flow] = {}
-        self._roles = Roles(module)
+        self._roles = kinds.roles if isinstance(kinds, Inference) else Roles(module)
 
     def kind(self, node: ast.expr) -> Kind:
         """What an expression is while the program is traced."""
@@ -198,18 +199,11 @@ def normal_line_breaks(source: str) -> str:
 def matches(context: Context, rules: "Iterable[Rule]") -> list[Match]:
     """Show every node to the rules that have a `visit_` method for its class."""
     table = _dispatch_table(rules)
-    for node in _in_order(context.module.tree):
-        for visit in table.get(type(node), ()):
-            visit(node, context)
+    for node_class, visits in table.items():
+        for node in context.module.by_class.get(node_class, ()):
+            for visit in visits:
+                visit(node, context)
     return context.matches
-
-
-def _in_order(tree: ast.AST) -> Iterator[ast.AST]:
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        yield node
-        pending.extend(reversed(list(ast.iter_child_nodes(node))))
 
 
 def _dispatch_table(

@@ -1,17 +1,17 @@
 """What imported names stand for, and the full names of things reached through them."""
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 
-def imported_names(tree: ast.Module) -> dict[str, str]:
-    """What each imported name of a file stands for, such as `F` for `torch.nn.functional`.
+def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
+    """What each name that import statements bind stands for: `F` for `torch.nn.functional`.
 
     Relative imports keep their dots: `from .layers import Block` makes `Block` stand for
     `.layers.Block`.
     """
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 name = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -33,11 +33,16 @@ def qualified_name(
         imports: What the file's imported names stand for.
         hidden: Names that stand for something else here.
     """
+    name = dotted_name(node)
+    first, dot, rest = (name or "").partition(".")
+    root = None if first in hidden else imports.get(first)
+    return None if root is None else root + dot + rest
+
+
+def dotted_name(node: ast.AST) -> str | None:
+    """A dotted name as written, such as `a.b.c`; None for any other node."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    if not isinstance(node, ast.Name) or node.id in hidden:
-        return None
-    root = imports.get(node.id)
-    return None if root is None else ".".join([root, *reversed(parts)])
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None

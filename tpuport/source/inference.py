@@ -1,355 +1,224 @@
-"""What each expression of a function is, found by walking its statements once in order."""
+"""What each expression of a file is: its steps are walked from their callers inwards."""
 
 import ast
-import re
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from tpuport.source.imported import qualified_name
-from tpuport.source.kinds import (
+from tpuport.source.classes import ClassInfo
+from tpuport.source.kinds import structural_kind
+from tpuport.source.module import Function, Module
+from tpuport.source.names import all_arguments
+from tpuport.source.parameters import (
+    annotated,
+    default_value,
+    defaults,
+    is_used_like_a_tensor,
+)
+from tpuport.source.roles import Role, Roles
+from tpuport.source.values import (
     HOST,
-    HOST_ATTRIBUTES,
-    HOST_METHODS,
-    HOST_TORCH,
-    HOST_TORCH_PACKAGES,
-    RANDOM_TORCH,
+    HOST_TENSOR,
+    NONE,
     TRACED,
     UNKNOWN,
+    Form,
     Kind,
-    structural_kind,
-    tensor_parameters,
+    Value,
+    contains_traced,
+    join,
 )
-from tpuport.source.module import FUNCTIONS, Function, Module
-from tpuport.source.names import COMPREHENSIONS
-from tpuport.source.statements import is_ops_call
 
-Environment = dict[str, Kind]
-BOOLEAN_METHODS = frozenset(
-    {
-        *("bool", "isnan", "isinf", "isfinite", "logical_and", "logical_or", "logical_not"),
-        *("eq", "ne", "lt", "gt", "le", "ge"),
-    }
-)
-OPS_OF_HOST = frozenset({"check", "passes", "report"})
-HELPER = re.compile(r"(if_true|if_false|loop_test|loop_body)(_\d+)?")
+# A function is walked again when a call hands it something new; recursion and long chains of calls
+# that keep learning end here.
+MAX_WALKS = 3
+MAX_DEPTH = 12
+
+
+@dataclass(eq=False)
+class FunctionState:
+    """What is known of a function so far.
+
+    Attributes:
+        parameters: What its parameters were when it was walked last.
+        result: What it returns.
+        walks: How often it was walked.
+        running: Whether it is being walked.
+    """
+
+    parameters: dict[str, Value] = field(default_factory=dict[str, Value])
+    result: Value = UNKNOWN
+    walks: int = 0
+    running: bool = False
 
 
 class Inference:
-    """The kinds of a file's expressions, function by function as they are asked for."""
+    """The values of a file's expressions.
 
-    def __init__(self, module: Module) -> None:
+    Only steps are walked: elsewhere nothing is traced, and the form of an expression alone counts.
+
+    Args:
+        module: The file.
+        roles: What runs its functions.
+    """
+
+    def __init__(self, module: Module, roles: Roles | None = None) -> None:
         self.module = module
-        self.imports = module.imports
-        self._known: dict[ast.AST, dict[ast.AST, Kind]] = {}
+        self.roles = roles or Roles(module)
+        self.values: dict[ast.AST, Value] = {}
+        self._states: dict[Function, FunctionState] = {}
+        self._with_attributes: set[ClassInfo] = set()
+        self._depth = 0
+        self._walked = False
 
     def kind(self, node: ast.expr) -> Kind:
-        """What an expression is; UNKNOWN outside functions."""
-        function = self.module.outermost_function(node)
-        if not isinstance(function, FUNCTIONS):
-            return structural_kind(node)
-        if function not in self._known:
-            walker = _Walker(self.imports)
-            walker.function(function, {})
-            self._known[function] = walker.kinds
-        return self._known[function].get(node, UNKNOWN)
+        """What an expression is; outside steps only its form counts."""
+        value = self.value(node)
+        return structural_kind(node) if value is None else value.kind
 
     def is_boolean(self, node: ast.expr) -> bool:
         """Whether an expression is known to be a traced tensor of dtype bool."""
-        return self.kind(node) is TRACED and self._is_mask(node)
+        value = self.value(node)
+        return value is not None and value.kind is Kind.TRACED and value.form is Form.MASK
 
-    def _is_mask(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Compare():
-                return True
-            case ast.UnaryOp(op=ast.Invert(), operand=operand):
-                return self._is_mask(operand)
-            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() | ast.BitXor(), left=left, right=right):
-                return self._is_mask(left) or self._is_mask(right)
-            case ast.Subscript(value=value):
-                return self._is_mask(value)
-            case ast.Call(func=ast.Attribute(attr=attribute)):
-                return attribute in BOOLEAN_METHODS
-            case ast.Name(id=name):
-                function = self.module.function(node)
-                bound = [
-                    each.value
-                    for each in (() if function is None else ast.walk(function))
-                    if isinstance(each, ast.Assign)
-                    and any(isinstance(t, ast.Name) and t.id == name for t in each.targets)
-                ]
-                return bool(bound) and all(self._is_mask(value) for value in bound)
-            case _:
-                return False
+    def value(self, node: ast.expr) -> Value | None:
+        """What an expression of a step is; None elsewhere."""
+        if not self._walked:
+            self._walked = True
+            for function in self.roles.steps:
+                self._walk_unless_called(function)
+        return self.values.get(node)
 
+    def _walk_unless_called(self, function: Function) -> None:
+        if not self.state(function).walks:
+            self.call(function, self.roles.owners.get(function), {})
 
-def is_helper(function: Function) -> bool:
-    """Whether a nested function was made by a rule: its parameters are the variables around it."""
-    return HELPER.fullmatch(function.name) is not None
+    # Functions.
 
+    def state(self, function: Function) -> FunctionState:
+        """What is known of a function."""
+        return self._states.setdefault(function, FunctionState())
 
-def join(*kinds: Kind) -> Kind:
-    """What a name is that is one or the other."""
-    return kinds[0] if len(set(kinds)) == 1 else UNKNOWN
+    def call(self, function: Function, owner: ClassInfo | None, passed: dict[str, Value]) -> Value:
+        """What a call of a function of this file returns; walks it if it was handed news.
 
+        Args:
+            function: The function.
+            owner: The class that it is a method of, if it is one.
+            passed: What was passed for each parameter, by name.
+        """
+        state = self.state(function)
+        parameters = self._parameters(function, owner, passed, state.parameters)
+        known = state.walks and parameters == state.parameters
+        if state.running:
+            # Recursion: what it returns is what its other paths return.
+            return state.result if state.walks > 1 else NONE
+        if known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
+            return state.result
+        state.parameters, state.running = parameters, True
+        state.walks += 1
+        self._depth += 1
+        try:
+            from tpuport.source.walker import Walker
 
-def combine(kinds: Sequence[Kind]) -> Kind:
-    """What an operation on values of these kinds gives."""
-    if TRACED in kinds:
-        return TRACED
-    return HOST if all(kind is HOST for kind in kinds) else UNKNOWN
+            walker = Walker(self, owner, step=self.roles.of(function) is Role.STEP)
+            state.result = walker.run(function, parameters)
+        finally:
+            state.running = False
+            self._depth -= 1
+        return state.result
 
+    def _parameters(
+        self,
+        function: Function,
+        owner: ClassInfo | None,
+        passed: dict[str, Value],
+        before: dict[str, Value],
+    ) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        default = defaults(function)
+        arguments = all_arguments(function.args)
+        for number, argument in enumerate(arguments):
+            name = argument.arg
+            if number == 0 and owner is not None and not _is_static(function):
+                form = Form.CLASS if _is_class_method(function) else Form.INSTANCE
+                found[name] = Value(Kind.UNKNOWN, form, owner=owner)
+                continue
+            value = self._parameter(function, argument, default.get(name))
+            if name in passed:
+                value = _refined(value, passed[name])
+            if name in before:
+                value = join([before[name], value]) if before[name].kind is value.kind else value
+            found[name] = value
+        return found
 
-class _Walker:
-    def __init__(self, imports: dict[str, str]) -> None:
-        self.imports = imports
-        self.kinds: dict[ast.AST, Kind] = {}
-        self.environment: Environment = {}
-        self.results: dict[str, list[Kind]] = {}
-        self.returned: list[Kind] = []
-
-    def function(self, function: Function, around: Environment) -> None:
-        tensors = tensor_parameters(function)
-        outer, self.environment = self.environment, dict(around)
-        for argument in ast.walk(function.args):
-            if isinstance(argument, ast.arg):
-                same = around.get(argument.arg, UNKNOWN) if is_helper(function) else UNKNOWN
-                self.environment[argument.arg] = TRACED if argument.arg in tensors else same
-        outer_returned, self.returned = self.returned, []
-        self.block(function.body)
-        self.results[function.name] = self.returned
-        self.environment, self.returned = outer, outer_returned
-
-    # Statements.
-
-    def block(self, statements: Sequence[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
-
-    def statement(self, node: ast.stmt) -> None:
-        match node:
-            case ast.Assign(targets=targets, value=value):
-                kind = self.expression(value)
-                for target in targets:
-                    self.bind(target, kind, value)
-            case ast.AnnAssign(target=target, value=ast.expr() as value):
-                self.bind(target, self.expression(value), value)
-            case ast.AugAssign(target=target, value=value):
-                kinds = [self.expression(target), self.expression(value)]
-                self.bind(target, combine(kinds), None)
-            case ast.Return(value=ast.expr() as value):
-                self.returned.append(self.expression(value))
-            case ast.If() | ast.Try() | ast.TryStar() | ast.Match():
-                self.branches(node)
-            case ast.For() | ast.AsyncFor() | ast.While():
-                self.loop(node)
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self.environment[node.name] = UNKNOWN
-                self.function(node, self.environment)
-            case ast.ClassDef():
-                self.environment[node.name] = UNKNOWN
-                saved = dict(self.environment)
-                self.block(node.body)
-                self.environment = saved
-            case _:
-                self.parts(node)
-
-    def parts(self, node: ast.AST) -> None:
-        """Everything below a node that has no rule of its own, in the order written."""
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt):
-                self.statement(child)
-            elif isinstance(child, ast.expr):
-                if isinstance(getattr(child, "ctx", None), ast.Store):
-                    self.bind(child, UNKNOWN, None)
-                else:
-                    self.expression(child)
-            else:
-                self.parts(child)
-
-    def branches(self, node: ast.If | ast.Try | ast.TryStar | ast.Match) -> None:
-        head = node.test if isinstance(node, ast.If) else getattr(node, "subject", None)
-        if head is not None:
-            self.expression(head)
-        before, ends = dict(self.environment), list[Environment]()
-        if isinstance(node, ast.Match):
-            alternatives: list[Sequence[ast.AST]] = [*([case] for case in node.cases), []]
-        elif isinstance(node, ast.If):
-            alternatives = [node.body, node.orelse]
-        else:
-            alternatives = [[*node.body, *node.orelse], *([h] for h in node.handlers)]
-        for alternative in alternatives:
-            self.environment = dict(before)
-            for part in alternative:
-                if isinstance(part, ast.stmt):
-                    self.statement(part)
-                else:
-                    self.parts(part)
-            ends.append(self.environment)
-        self.environment = meet(ends)
-        if isinstance(node, ast.Try | ast.TryStar):
-            self.block(node.finalbody)
-
-    def loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
-        # The second round sees what the first one left in the names that the loop carries.
-        for _ in range(2):
-            before = dict(self.environment)
-            if isinstance(node, ast.While):
-                self.expression(node.test)
-            else:
-                kind = self.expression(node.iter)
-                self.bind(node.target, kind if kind is TRACED else UNKNOWN, None)
-            self.block(node.body)
-            self.environment = meet([before, self.environment])
-        self.block(node.orelse)
-
-    def bind(self, target: ast.expr, kind: Kind, value: ast.expr | None) -> None:
-        match target:
-            case ast.Name(id=name):
-                self.environment[name] = kind
-            case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-                if len(values) == len(parts):
-                    for part, one in zip(parts, values, strict=True):
-                        self.bind(part, self.kinds.get(one, UNKNOWN), one)
-                else:
-                    for part in parts:
-                        self.bind(part, kind, None)
-            case ast.Starred(value=inner):
-                self.bind(inner, UNKNOWN, None)
-            case _:
-                self.parts(target)
-
-    # Expressions.
-
-    def expression(self, node: ast.expr) -> Kind:
-        kind = self._expression(node)
-        self.kinds[node] = kind
-        return kind
-
-    def _expression(self, node: ast.expr) -> Kind:
-        match node:
-            case ast.Constant():
-                return HOST
-            case ast.Name(id=name):
-                return self.environment.get(name, UNKNOWN)
-            case ast.NamedExpr(target=target, value=value):
-                self.environment[target.id] = kind = self.expression(value)
-                return kind
-            case ast.Call():
-                return self.call(node)
-            case ast.Attribute(value=value, attr=attribute):
-                kind = self.expression(value)
-                return HOST if attribute in HOST_ATTRIBUTES else kind
-            case ast.Compare():
-                return self.compare(node)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                self.expression(test)
-                return join(self.expression(body), self.expression(orelse))
-            case _:
-                return self.compound(node)
-
-    def compound(self, node: ast.expr) -> Kind:
-        """An expression that is a container, a scope of its own, or an operation on its parts."""
-        match node:
-            case ast.Lambda():
-                self.inner([node.args, node.body])
-                return UNKNOWN
-            case _ if isinstance(node, COMPREHENSIONS):
-                self.inner([*node.generators, *ast.iter_child_nodes(node)])
-                return UNKNOWN
-            case ast.List() | ast.Dict() | ast.Set() | ast.Await() | ast.Yield() | ast.YieldFrom():
-                self.parts(node)
-                return structural_kind(node)
-            case ast.JoinedStr():
-                self.parts(node)
-                return HOST
-            case _:
-                children = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
-                kinds = [self.expression(child) for child in children]
-                return combine(kinds) if kinds else UNKNOWN
-
-    def inner(self, parts: Sequence[ast.AST]) -> None:
-        """Code with names of its own: they do not reach the function."""
-        saved = dict(self.environment)
-        for part in parts:
-            if isinstance(part, ast.comprehension):
-                kind = self.expression(part.iter)
-                self.bind(part.target, kind if kind is TRACED else UNKNOWN, None)
-                for test in part.ifs:
-                    self.expression(test)
-            elif isinstance(part, ast.arguments):
-                for argument in ast.walk(part):
-                    if isinstance(argument, ast.arg):
-                        self.environment[argument.arg] = UNKNOWN
-            elif isinstance(part, ast.expr):
-                self.expression(part)
-        self.environment = saved
-
-    def compare(self, node: ast.Compare) -> Kind:
-        kinds = [self.expression(part) for part in [node.left, *node.comparators]]
-        if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
-            return HOST
-        if any(isinstance(op, ast.In | ast.NotIn | ast.Is | ast.IsNot) for op in node.ops):
-            return HOST if all(kind is HOST for kind in kinds) else UNKNOWN
-        # A value that is compared with text is text, whatever its annotation says.
-        is_text = any(
-            isinstance(part, ast.Constant) and isinstance(part.value, str)
-            for part in [node.left, *node.comparators]
-        )
-        kind = combine(kinds)
-        return UNKNOWN if is_text and kind is TRACED else kind
-
-    def call(self, node: ast.Call) -> Kind:
-        receiver = UNKNOWN
-        if isinstance(node.func, ast.Attribute):
-            receiver = self.expression(node.func.value)
-        arguments = [self.expression(argument) for argument in node.args]
-        arguments += [self.expression(keyword.value) for keyword in node.keywords]
-        if is_ops_call(node):
-            return self.ops_call(node)
-        name = qualified_name(node.func, self.imports, hidden=self.environment)
-        if name is not None:
-            return self.library_call(name, arguments)
-        match node.func:
-            case ast.Attribute(attr=attribute) if receiver is TRACED:
-                return HOST if attribute in HOST_METHODS else TRACED
-            case ast.Attribute() if receiver is HOST:
-                return join(HOST, *arguments)
-            case ast.Name(id="float" | "int" | "bool" | "abs" | "round" | "min" | "max"):
-                return combine(arguments)
-            case _:
-                return structural_kind(node)
-
-    def ops_call(self, node: ast.Call) -> Kind:
-        """What our own helpers give: part of the program if anything that decides it is."""
-        if isinstance(node.func, ast.Attribute) and node.func.attr in OPS_OF_HOST:
-            return HOST
-        kinds = [UNKNOWN]
-        for argument in node.args:
-            match argument:
-                case ast.Lambda(body=body):
-                    kinds.append(self.kinds[body])
-                case ast.Name(id=name) if name in self.results:
-                    kinds += self.results[name]
-                case _:
-                    kinds.append(self.kinds[argument])
-        return combine(kinds)
-
-    def library_call(self, name: str, arguments: list[Kind]) -> Kind:
-        root, _, last = name.rpartition(".")
-        if name.startswith("math."):
-            return combine(arguments)
-        makes_module = name.startswith("torch.nn.") and last[:1].isupper()
-        if root.partition(".")[0] != "torch" or makes_module:
+    def _parameter(self, function: Function, argument: ast.arg, default: ast.expr | None) -> Value:
+        """What a parameter is as far as the function itself tells."""
+        arguments = function.args
+        if argument is arguments.vararg:
+            item = annotated(argument.annotation) or UNKNOWN
+            return Value(Kind.UNKNOWN, Form.SEQUENCE, item=item)
+        if argument is arguments.kwarg:
             return UNKNOWN
-        if last in HOST_TORCH or name.startswith(HOST_TORCH_PACKAGES):
+        is_step = self.roles.of(function) is Role.STEP
+        value = annotated(argument.annotation)
+        if value is None and is_used_like_a_tensor(self.roles.used(function).get(argument.arg, ())):
+            value = TRACED if is_step else HOST_TENSOR
+        if value is None:
+            value = default_value(default)
+        if value is None and not is_step:
             return HOST
-        return TRACED if root == "torch" and last in RANDOM_TORCH else combine(arguments)
+        if value is not None and not is_step and contains_traced(value):
+            return HOST_TENSOR
+        return UNKNOWN if value is None or value is NONE else value
+
+    # Classes.
+
+    def attribute(self, owner: ClassInfo, name: str) -> Value | None:
+        """What `self.name` is in a class; None if nothing is known of it."""
+        for info in owner.lineage():
+            self._learn_attributes(info)
+        return owner.attribute(name)
+
+    def _learn_attributes(self, info: ClassInfo) -> None:
+        if info in self._with_attributes:
+            return
+        self._with_attributes.add(info)
+        for statement in info.node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                value = annotated(statement.annotation)
+                info.attributes[statement.target.id] = value or UNKNOWN
+            elif isinstance(statement, ast.Assign):
+                for target in statement.targets:
+                    if isinstance(target, ast.Name):
+                        info.attributes[target.id] = HOST
+        for name in ("__init__", "setup", "__post_init__", "_init_weights", "configure_model"):
+            if name in info.methods:
+                self.call(info.methods[name], info, {})
+
+    def set_attribute(self, owner: ClassInfo, name: str, value: Value) -> None:
+        """Remember that code assigned `self.name`."""
+        known = owner.attributes.get(name)
+        owner.attributes[name] = value if known is None else join([known, value])
 
 
-def meet(environments: Sequence[Environment]) -> Environment:
-    """What names are where several paths meet; a name that one path lacks keeps the other's."""
-    names = {name for environment in environments for name in environment}
-    return {
-        name: join(*(environment[name] for environment in environments if name in environment))
-        for name in names
-    }
+def _refined(own: Value, passed: Value) -> Value:
+    """A parameter by its own text and by what a call passes."""
+    if own.kind is Kind.UNKNOWN and own.form is Form.ANY:
+        return passed
+    if passed.kind is Kind.TRACED and own.is_tensor:
+        return passed
+    return own
+
+
+def _decorators(function: Function) -> set[str]:
+    names = set[str]()
+    for node in function.decorator_list:
+        names.add(node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", ""))
+    return names
+
+
+def _is_static(function: Function) -> bool:
+    return "staticmethod" in _decorators(function)
+
+
+def _is_class_method(function: Function) -> bool:
+    return "classmethod" in _decorators(function)

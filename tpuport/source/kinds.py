@@ -3,21 +3,12 @@
 import ast
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
-from tpuport.source.module import Function, Module
-from tpuport.source.names import all_arguments
+from tpuport.source.module import Module
 from tpuport.source.statements import is_ops_call
-
-
-class Kind(Enum):
-    """What an expression is while its program is traced."""
-
-    TRACED = "traced"
-    HOST = "host"
-    UNKNOWN = "unknown"
-
+from tpuport.source.torch_facts import HOST_ATTRIBUTES, HOST_BUILTINS, HOST_METHODS
+from tpuport.source.values import Kind
 
 TRACED, HOST, UNKNOWN = Kind.TRACED, Kind.HOST, Kind.UNKNOWN
 
@@ -40,44 +31,6 @@ class Oracle(Protocol):
     def bind(self, module: Module) -> Kinds:
         """The answers for one parsed file."""
         ...
-
-
-# Of a tensor: known while tracing.
-HOST_ATTRIBUTES = frozenset(
-    {
-        *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda"),
-        *("is_sparse", "is_quantized", "is_meta", "is_mkldnn", "itemsize", "nbytes", "training"),
-    }
-)
-HOST_METHODS = frozenset(
-    {
-        *("size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "type"),
-        *("is_floating_point", "is_complex", "is_signed", "get_device", "ndimension", "is_conj"),
-        *("storage_offset", "data_ptr", "is_inference", "is_same_size"),
-    }
-)
-HOST_BUILTINS = frozenset({"isinstance", "issubclass", "hasattr", "callable", "len", "type", "id"})
-HOST_TORCH = frozenset(
-    {
-        *("is_tensor", "is_floating_point", "is_complex", "numel", "is_grad_enabled", "device"),
-        *("finfo", "iinfo", "Size", "get_default_dtype", "is_autocast_enabled", "result_type"),
-        *("promote_types", "can_cast", "is_inference_mode_enabled", "Generator", "dtype"),
-    }
-)
-HOST_TORCH_PACKAGES = ("torch.cuda.", "torch.jit.", "torch.compiler.", "torch.backends.", "torch._")
-# Their values come from the program's random key.
-RANDOM_TORCH = frozenset(
-    {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "normal"}
-)
-# Called on a parameter, these say that it is a tensor: neither lists, dicts nor numbers have them.
-TENSOR_METHODS = frozenset(
-    {
-        *("abs", "all", "amax", "amin", "any", "argmax", "bool", "chunk", "clamp", "contiguous"),
-        *("detach", "dim", "expand", "flatten", "float", "item", "long", "masked_fill", "max"),
-        *("mean", "min", "norm", "permute", "repeat", "reshape", "shape", "size", "softmax"),
-        *("squeeze", "std", "sum", "to", "transpose", "unsqueeze", "view"),
-    }
-)
 
 
 def structural_kind(node: ast.expr) -> Kind:
@@ -209,81 +162,22 @@ class _Observed:
 
 
 class StaticKinds:
-    """What reading one function alone can prove.
+    """What reading a file can prove.
 
-    Tensor parameters, random numbers and results of torch calls on those are TRACED; shapes,
-    dtypes, lengths and tensors made of Python numbers are HOST; module calls are UNKNOWN.
+    In steps, tensor parameters, parameters and buffers of modules, and what torch and modules make
+    of those are TRACED; shapes, dtypes, lengths and tensors made of Python numbers are HOST.
+
+    Args:
+        reached: Functions of the file that a step in another file calls, as
+            `tpuport.source.project.find_reached` gives them.
     """
 
+    def __init__(self, reached: frozenset[str] = frozenset()) -> None:
+        self.reached = reached
+
     def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file; each function is read when it is first asked about."""
+        """The answers for one parsed file, which is read when they are first asked for."""
         from tpuport.source.inference import Inference
+        from tpuport.source.roles import Roles
 
-        return Inference(module)
-
-
-def tensor_parameters(function: Function) -> set[str]:
-    """The parameters that hold a tensor: annotated so or, in `forward`, used like one."""
-    found: set[str] = set()
-    for argument in all_arguments(function.args):
-        if argument.annotation is not None:
-            if _is_tensor_annotation(argument.annotation):
-                found.add(argument.arg)
-        elif function.name == "forward" and argument.arg != "self":
-            if _is_used_like_a_tensor(function, argument.arg):
-                found.add(argument.arg)
-    return found
-
-
-def _is_tensor_annotation(annotation: ast.expr) -> bool:
-    match annotation:
-        case ast.Constant(value=str(text)):
-            try:
-                return _is_tensor_annotation(ast.parse(text, mode="eval").body)
-            except SyntaxError:
-                return False
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name.endswith("Tensor")
-        case ast.BinOp(op=ast.BitOr()) | ast.Subscript(slice=ast.Tuple()) if _members(annotation):
-            members = [m for m in _members(annotation) if not _is_none(m)]
-            return bool(members) and all(_is_tensor_annotation(member) for member in members)
-        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=inner):
-            if name in ("Optional", "Annotated"):
-                return _is_tensor_annotation(inner)
-            # jaxtyping: Float[torch.Tensor, "b n"]
-            return isinstance(inner, ast.Tuple) and _is_shaped(inner)
-        case _:
-            return False
-
-
-def _members(annotation: ast.expr) -> list[ast.expr]:
-    """The alternatives of `A | B` or `Union[A, B]`, else nothing."""
-    match annotation:
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return [*(_members(left) or [left]), *(_members(right) or [right])]
-        case ast.Subscript(
-            value=ast.Name(id="Union") | ast.Attribute(attr="Union"), slice=ast.Tuple(elts=members)
-        ):
-            return members
-        case _:
-            return []
-
-
-def _is_none(annotation: ast.expr) -> bool:
-    return isinstance(annotation, ast.Constant) and annotation.value is None
-
-
-def _is_shaped(inner: ast.Tuple) -> bool:
-    last = inner.elts[-1]
-    is_text = isinstance(last, ast.Constant) and isinstance(last.value, str)
-    return is_text and _is_tensor_annotation(inner.elts[0])
-
-
-def _is_used_like_a_tensor(function: Function, name: str) -> bool:
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr in TENSOR_METHODS
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
-        for node in ast.walk(function)
-    )
+        return Inference(module, Roles(module, reached=self.reached))

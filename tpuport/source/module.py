@@ -16,10 +16,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 DEFAULT_INDENT = "    "
+_MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 _BINDERS = (
     *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
     *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
 )
+
+_Index = tuple[dict[ast.AST, ast.AST], list[ast.AST], dict[ast.AST, tuple[int, int]]]
 
 
 class Module:
@@ -40,16 +43,103 @@ class Module:
         self.text = text or SourceText(source)
         self._used: dict[ast.AST, set[str]] = {}
         self._taken: dict[ast.AST, set[str]] = {}
+        self._handed: dict[frozenset[str], set[str]] = {}
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Every node's parent."""
-        return {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
+        """Every node's parent; operators and expression contexts aside."""
+        return self._index[0]
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree in the order of the text; operators and contexts aside."""
+        return self._index[1]
 
     @cached_property
-    def nodes(self) -> list[ast.AST]:
-        """Every node of the tree, outer ones first."""
-        return list(ast.walk(self.tree))
+    def by_class(self) -> dict[type[ast.AST], list[ast.AST]]:
+        """The nodes of each class in the order of the text."""
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self.nodes:
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    def inside(self, function: Function) -> list[ast.AST]:
+        """A function's node and every node below it."""
+        start, end = self._index[2][function]
+        return self.nodes[start:end]
+
+    @cached_property
+    def _index(self) -> _Index:
+        # One walk for all questions: over a large repository walks are most of the time.
+        parents: dict[ast.AST, ast.AST] = {}
+        nodes: list[ast.AST] = []
+        ranges: dict[ast.AST, tuple[int, int]] = {}
+        pending: list[ast.AST | tuple[ast.AST, int]] = [self.tree]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, tuple):
+                ranges[node[0]] = (node[1], len(nodes))
+                continue
+            if isinstance(node, FUNCTIONS):
+                pending.append((node, len(nodes)))
+            nodes.append(node)
+            children: list[ast.AST] = []
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, ast.AST):
+                    if not isinstance(value, _MARKS):
+                        parents[value] = node
+                        children.append(value)
+                elif isinstance(value, list):
+                    for child in value:  # pyright: ignore[reportUnknownVariableType]
+                        if isinstance(child, ast.AST) and not isinstance(child, _MARKS):
+                            parents[child] = node
+                            children.append(child)
+            children.reverse()
+            pending += children
+        return parents, nodes, ranges
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        """The class definitions of the file, outer ones first."""
+        return [
+            node for node in self.by_class.get(ast.ClassDef, []) if isinstance(node, ast.ClassDef)
+        ]
+
+    def assigned(self, function: Function, name: str) -> list[ast.expr]:
+        """The expressions that statements of a function assign to a name."""
+        return [
+            node.value
+            for node in self.inside(function)
+            if isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+        ]
+
+    @cached_property
+    def is_script(self) -> bool:
+        """Whether the file is made to be run: it has an `if __name__ == "__main__"`."""
+        return any(
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Compare)
+            and isinstance(node.test.left, ast.Name)
+            and node.test.left.id == "__name__"
+            for node in self.tree.body
+        )
+
+    def handed_to(self, names: frozenset[str]) -> set[str]:
+        """The names that the file hands to a function with one of these last names."""
+        if names not in self._handed:
+            self._handed[names] = set(self._handed_to(names))
+        return self._handed[names]
+
+    def _handed_to(self, names: frozenset[str]) -> Iterator[str]:
+        for node in self.by_class.get(ast.Call, []):
+            if isinstance(node, ast.Call) and node.args:
+                function = node.func
+                last = function.attr if isinstance(function, ast.Attribute) else None
+                last = function.id if isinstance(function, ast.Name) else last
+                if last in names:
+                    yield from (a.id for a in node.args if isinstance(a, ast.Name))
 
     # Places.
 
@@ -126,7 +216,8 @@ class Module:
     @cached_property
     def imports(self) -> dict[str, str]:
         """What each imported name stands for."""
-        return imported_names(self.tree)
+        nodes = [*self.by_class.get(ast.Import, []), *self.by_class.get(ast.ImportFrom, [])]
+        return imported_names(nodes)
 
     # Layout.
 

@@ -1,9 +1,17 @@
 """What runs a piece of code: the traced step, set-up before it, or the host around both."""
 
 import ast
+import re
+from collections.abc import Iterator
 from enum import Enum
+from functools import cached_property
+from pathlib import PurePath
 
+from tpuport.source.classes import ClassInfo, find_classes
 from tpuport.source.module import FUNCTIONS, Function, Module
+from tpuport.source.names import all_arguments
+from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.values import contains_traced
 
 
 class Role(Enum):
@@ -19,18 +27,224 @@ class Role(Enum):
     HOST = "host"
 
 
-class Roles:
-    """The roles of the functions of one file."""
+STEP_FUNCTION = re.compile(
+    r"^(forward\w*|__call__|training_step|train_step|loss_fn|compute_loss|get_action|step_fn)$"
+)
+# Of a module: entry points beside `forward`, whatever their parameters look like.
+SAMPLING = re.compile(r"^(sample|generate|predict|infer|denoise|decode|encode|act|select_action)")
+SETUP_FUNCTION = re.compile(
+    r"^(__init__|__post_init__|__new__|__init_subclass__|_?init_\w+|_?initiali[sz]e\w*"
+    r"|reset_parameters|post_init|setup\w*|from_\w+|_?load_\w+|_?build_\w*|make_config|create_\w+"
+    r"|configure_\w+|_?set_(?!cos)\w+|_?register_\w+|_?convert_\w+|_?replace_\w+|tie_weights"
+    r"|fuse_\w+|unfuse_\w+|resize_\w+|_resize_\w+|freeze\w*|unfreeze\w*|enable_\w+|disable_\w+)$"
+)
+HOST_FUNCTION = re.compile(
+    r"^(main|_?save_\w+|_?log_\w+|_?plot\w*|_?visuali[sz]e\w*|_?print_\w+|parse_\w+|get_args"
+    r"|collate\w*|\w*_collate_fn|tokeni[sz]e\w*|preprocess_(text|image|prompt)\w*|download\w*"
+    r"|\w*chat|extra_repr|__(?!call__|init__)\w+__|_?export\w*|prepare_inputs_for_generation"
+    r"|state_dict|\w*_dataloader|worker_\w+|evaluate|validate|eval_\w+|test_\w+|benchmark\w*)$"
+)
+# Files whose functions run on the host unless a step calls them.
+HOST_FILE = re.compile(
+    r"(^|_)(data|datasets?|dataloaders?|loader|tokeniz\w*|tokenization|preprocess\w*|processing"
+    r"|processors?|extraction|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
+    r"|configuration|download|convert\w*|conversion|scheduling|schedulers?|pipelines?|scripts?|tests?"
+    r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation)"
+    r"(_|$)"
+)
+_TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
-    def __init__(self, module: Module) -> None:
+
+class Roles:
+    """The roles of the functions of one file.
+
+    Args:
+        module: The file.
+        reached: Names of its functions (`name` or `Class.name`) that a step in another file calls.
+    """
+
+    def __init__(self, module: Module, *, reached: frozenset[str] = frozenset()) -> None:
         self.module = module
+        self.reached = reached
+        self._calls: dict[Function, list[Function]] = {}
+        self._used: dict[Function, dict[str, set[str]]] = {}
+        self.classes = find_classes(module)
+        self.owners: dict[Function, ClassInfo] = {
+            method: info for info in self.classes.values() for method in info.methods.values()
+        }
+        self.functions: dict[str, Function] = {
+            node.name: node for node in module.tree.body if isinstance(node, FUNCTIONS)
+        }
+
+    @property
+    def everything(self) -> list[Function]:
+        """The functions and methods of the file, nested ones aside."""
+        return [*self.functions.values(), *self.owners]
 
     def of(self, node: ast.AST) -> Role:
         """What runs the code at a node."""
-        function = self.module.outermost_function(node)
-        if not isinstance(function, FUNCTIONS):
+        function = self.outermost(node)
+        if function is None:
             return Role.SETUP
-        return self._of_function(function)
+        return self._roles.get(function, Role.HOST)
 
-    def _of_function(self, function: Function) -> Role:
-        return Role.SETUP if function.name == "__init__" else Role.STEP
+    def outermost(self, node: ast.AST) -> Function | None:
+        """The outermost function around a node, or the node itself if it is one."""
+        function = self.module.outermost_function(node)
+        return function if isinstance(function, FUNCTIONS) else None
+
+    @cached_property
+    def is_host_file(self) -> bool:
+        """Whether the file's functions run on the host unless a step calls them."""
+        path = PurePath(self.module.file)
+        if HOST_FILE.search(path.stem) or any(HOST_FILE.search(part) for part in path.parts[-3:-1]):
+            return True
+        return self.module.is_script
+
+    @cached_property
+    def steps(self) -> list[Function]:
+        """The functions that are part of a step, those that nobody here calls first."""
+        called = {
+            callee for f, r in self._roles.items() if r is Role.STEP for callee in self.calls(f)
+        }
+        steps = [function for function, role in self._roles.items() if role is Role.STEP]
+        return sorted(steps, key=lambda function: function in called)
+
+    @cached_property
+    def _roles(self) -> dict[Function, Role]:
+        own = {function: self._own(function) for function in self.everything}
+        sure = [f for f, (role, is_sure) in own.items() if role is Role.STEP and is_sure]
+        reached = self._closure(sure)
+        by_host = self._closure(
+            [f for f, (role, _) in own.items() if role is not Role.STEP and f not in reached]
+        )
+        roles: dict[Function, Role] = {}
+        for function, (role, is_sure) in own.items():
+            if function in reached:
+                roles[function] = Role.STEP
+            elif role is Role.STEP and not is_sure and self._is_helper(function, by_host):
+                roles[function] = Role.HOST
+            else:
+                roles[function] = role
+        for function in self._closure([f for f, role in roles.items() if role is Role.STEP]):
+            roles[function] = Role.STEP
+        return roles
+
+    def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
+        """Whether a function that might be part of a step only helps host code of this file."""
+        owner = self.owners.get(function)
+        return function in by_host and (owner is None or not owner.is_module)
+
+    def _closure(self, roots: list[Function]) -> set[Function]:
+        found: set[Function] = set()
+        pending = list(roots)
+        while pending:
+            function = pending.pop()
+            if function not in found:
+                found.add(function)
+                pending.extend(callee for callee in self.calls(function) if self._follows(callee))
+        return found
+
+    def _follows(self, callee: Function) -> bool:
+        # A step may construct a module or look at weights, which traces nothing.
+        return callee.name != "__init__"
+
+    def calls(self, function: Function) -> list[Function]:
+        """The functions of this file that a function mentions, called or handed on."""
+        if function not in self._calls:
+            self._calls[function] = list(self._mentioned(function))
+        return self._calls[function]
+
+    def _mentioned(self, function: Function) -> Iterator[Function]:
+        owner = self.owners.get(function)
+        for node in self.module.inside(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                if node.id in self.functions:
+                    yield self.functions[node.id]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                info = (
+                    owner if node.value.id in ("self", "cls") else self.classes.get(node.value.id)
+                )
+                found = info.method(node.attr) if info is not None else None
+                if found is not None:
+                    yield found
+
+    # What a function's own text says.
+
+    def _own(self, function: Function) -> tuple[Role, bool]:
+        """A function's role, and whether that is more than a presumption."""
+        owner = self.owners.get(function)
+        name = function.name if owner is None else f"{owner.node.name}.{function.name}"
+        if name in self.reached or self._is_handed_to_a_tracer(function):
+            return Role.STEP, True
+        if owner is not None:
+            return self._own_of_method(function, owner)
+        if SETUP_FUNCTION.search(function.name) and not self._takes_tensors(function):
+            return Role.SETUP, True
+        if HOST_FUNCTION.search(function.name):
+            return Role.HOST, True
+        if STEP_FUNCTION.search(function.name):
+            return Role.STEP, True
+        if self.is_host_file:
+            return Role.HOST, False
+        return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+
+    def _own_of_method(self, function: Function, owner: ClassInfo) -> tuple[Role, bool]:
+        name = function.name
+        if name in ("forward", "training_step"):
+            return Role.STEP, True
+        if SETUP_FUNCTION.search(name):
+            return Role.SETUP, True
+        if HOST_FUNCTION.search(name) or owner.is_host:
+            return Role.HOST, True
+        parameters = {argument.arg for argument in all_arguments(function.args)}
+        if "tokenizer" in parameters:
+            return Role.HOST, True
+        if owner.is_module:
+            if STEP_FUNCTION.search(name):
+                return Role.STEP, True
+            if SAMPLING.search(name) and self._uses_a_module(function):
+                return Role.STEP, True
+            return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+        if STEP_FUNCTION.search(name) and self._takes_tensors(function):
+            return Role.STEP, True
+        if self.is_host_file:
+            return Role.HOST, False
+        return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+
+    def used(self, function: Function) -> dict[str, set[str]]:
+        """The attributes that a function asks of each name."""
+        if function not in self._used:
+            self._used[function] = attributes_used(self.module.inside(function))
+        return self._used[function]
+
+    def _uses_a_module(self, function: Function) -> bool:
+        """Whether a method calls `self.something(...)`."""
+        return any(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "self"
+            for node in self.module.inside(function)
+        )
+
+    def _takes_tensors(self, function: Function) -> bool:
+        arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]
+        known = [annotated(argument.annotation) for argument in arguments]
+        if any(value is not None and contains_traced(value) for value in known):
+            return True
+        bare = [a.arg for a, value in zip(arguments, known, strict=True) if value is None]
+        if not bare:
+            return False
+        used = self.used(function)
+        return any(is_used_like_a_tensor(used.get(name, ())) for name in bare)
+
+    def _is_handed_to_a_tracer(self, function: Function) -> bool:
+        if function.name in self.module.handed_to(_TRACERS):
+            return True
+        for decorator in function.decorator_list:
+            node = decorator.func if isinstance(decorator, ast.Call) else decorator
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+            if name in _TRACERS:
+                return True
+        return False

@@ -46,6 +46,7 @@ def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
     copies = tuple(_copied(arg) for arg in args)
     value, error = None, None
     with (
+        _every_warning(),
         warnings.catch_warnings(record=True) as warned,
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
@@ -58,6 +59,17 @@ def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
             error = (NameError, "") if unbound else (type(raised), str(raised))
     messages = tuple((w.category, str(w.message)) for w in warned)
     return Outcome(value, error, printed.getvalue(), messages, copies)
+
+
+@contextlib.contextmanager
+def _every_warning() -> Iterator[None]:
+    """Torch's warnings each time: some are shown once a process, which says nothing of a call."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
 
 
 def _copied(value: Any) -> Any:

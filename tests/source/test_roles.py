@@ -1,0 +1,169 @@
+"""What runs a function, inside a file and across files."""
+
+import textwrap
+
+import pytest
+
+from tpuport.source.module import Module
+from tpuport.source.project import find_reached, summarise
+from tpuport.source.roles import Roles
+
+HEAD = "import torch\nimport jax\nfrom torch import nn, Tensor\n"
+
+
+def roles(source: str, file: str = "model.py") -> dict[str, str]:
+    """The role of each function of a file."""
+    found = Roles(Module(HEAD + textwrap.dedent(source), file=file))
+    return {function.name: found.of(function).value for function in found.everything}
+
+
+def test_a_module_runs_its_forward_and_what_that_calls():
+    found = roles("""
+        class Model(nn.Module):
+            def __init__(self, dim):
+                self.weight = make(dim)
+
+            def forward(self, x):
+                return self._norm(scaled(x))
+
+            def _norm(self, x):
+                return x
+
+            def load_weights(self, path):
+                return torch.load(path)
+
+            def save_pretrained(self, path):
+                pass
+
+            def chat(self, tokenizer, question):
+                return self.forward(tokenizer(question))
+
+            def name(self):
+                return "model"
+
+        def make(dim):
+            return torch.ones(dim)
+
+        def scaled(x):
+            return x * 2
+
+        def unused(a):
+            return a
+    """)
+    assert found == {
+        **{"__init__": "setup", "forward": "step", "_norm": "step", "load_weights": "setup"},
+        **{"save_pretrained": "host", "chat": "host", "name": "host", "make": "host"},
+        **{"scaled": "step", "unused": "host"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def f(x: Tensor): pass", "step"),
+        ("def f(x): return x.unsqueeze(0)", "step"),
+        ("def f(x): return x + 1", "host"),
+        ("def save_image(x: Tensor): pass", "host"),
+        ("def collate_fn(x): return x.unsqueeze(0)", "host"),
+        ("@jax.jit\ndef f(a): return a", "step"),
+        ("@torch.compile(mode='x')\ndef f(a): return a", "step"),
+        ("def f(a): return a\ng = jax.jit(f)", "step"),
+        ("def f(x: Tensor): pass\nif __name__ == '__main__':\n    f(1)", "host"),
+        ("def train_step(batch): pass", "step"),
+        ("class D(torch.utils.data.Dataset):\n    def get(self, x: Tensor): pass", "host"),
+        ("class P(DiffusionPipeline):\n    def __call__(self, x: Tensor): pass", "host"),
+        ("class AttnProcessor:\n    def __call__(self, attn, x: Tensor): pass", "host"),
+        ("class Kernel:\n    def __call__(self, attn, x: Tensor): pass", "step"),
+        ("class M(nn.Module):\n    def sample(self, n): return self.net(n)", "step"),
+        ("class M(nn.Module):\n    def sample(self, n): return n", "host"),
+    ],
+)
+def test_functions_by_name_and_parameters(source: str, expected: str):
+    assert list(roles(source).values()) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("model.py", "step"),
+        ("dataset.py", "host"),
+        ("data/transforms.py", "host"),
+        ("scripts/run.py", "host"),
+        ("tokenization_x.py", "host"),
+        ("attention_processor.py", "host"),
+        ("layers.py", "step"),
+    ],
+)
+def test_the_file_decides_where_nothing_else_does(file: str, expected: str):
+    assert roles("def f(x: Tensor): pass", file) == {"f": expected}
+
+
+# Across files.
+
+
+def reached(files: dict[str, str]) -> dict[str, set[str]]:
+    summaries = {
+        file: summarise(Module(HEAD + textwrap.dedent(source), file=file))
+        for file, source in files.items()
+    }
+    return {file: set(names) for file, names in find_reached(summaries).items() if names}
+
+
+MODEL = """
+class Model(nn.Module):
+    def forward(self, x):
+        return {call}
+"""
+
+
+UTILS = """
+def helper(a):
+    return inner(a)
+
+
+def inner(a):
+    return a
+
+
+def other(a):
+    return a
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "call"),
+    [
+        ("from .utils import helper", "helper(x)"),
+        ("from . import utils", "utils.helper(x)"),
+        ("from pkg.utils import helper as h", "h(x)"),
+        ("import pkg.utils", "pkg.utils.helper(x)"),
+        ("import pkg.utils as u", "u.helper(x)"),
+        ("from pkg import helper", "helper(x)"),
+        ("from .. import pkg", "pkg.utils.helper(x)"),
+    ],
+)
+def test_a_step_reaches_into_another_file(statement: str, call: str):
+    files = {
+        "root/pkg/__init__.py": "from .utils import helper",
+        "root/pkg/model.py": statement + MODEL.format(call=call),
+        "root/pkg/utils.py": UTILS,
+    }
+    found = reached(files)
+    assert found["root/pkg/utils.py"] == {"helper", "inner"}
+    roles_there = Roles(
+        Module(HEAD + files["root/pkg/utils.py"], file="root/pkg/utils.py"),
+        reached=frozenset(found["root/pkg/utils.py"]),
+    )
+    steps = {function.name for function in roles_there.steps}
+    assert steps == {"helper", "inner"}
+
+
+def test_names_that_lead_nowhere_are_no_obstacle():
+    found = reached(
+        {
+            "a/one.py": "from .two import f\nfrom .missing import g" + MODEL.format(call="f(g(x))"),
+            "a/two.py": "from .one import f",
+            "b/two.py": "def f(a): pass",
+        }
+    )
+    assert found == {"a/one.py": {"Model.forward"}}

@@ -1,0 +1,123 @@
+"""TPU114: a distribution that checks traced parameters."""
+
+import ast
+
+from tpuport.rules._expressions import OPS
+from tpuport.rules._rule import Example, Rule
+from tpuport.source.engine import Context
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.text import Edit, Passage
+
+# Of `torch.distributions`: not distributions with parameters to check.
+OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})
+
+
+class DistributionCheck(Rule):
+    """A distribution of `torch.distributions` that checks its traced parameters.
+
+    ## What it does
+    Finds `Normal(mean, std)` and its siblings on traced tensors without `validate_args=False`. The
+    fix passes `validate_args=tpuport.ops.validate_args(...)`, which is the default in eager PyTorch
+    and `False` while a program is traced.
+
+    ## Why is this bad?
+    The check asks whether all elements are valid, which no traced tensor can answer: plain torchax
+    raises `OperatorNotFound` for `aten::_is_all_true`.
+
+    ## Fix safety
+    Exact in eager PyTorch. In a program invalid parameters give NaN instead of a `ValueError`.
+
+    ## References
+    https://docs.pytorch.org/docs/stable/distributions.html
+    """
+
+    CODE = "TPU114"
+    MESSAGE = "`{call}` checks the values of its parameters, which they have not while traced"
+    SAFETY = Safety.EXACT
+    SEVERITY = Severity.ERROR
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+            from torch.distributions import Normal
+
+
+            def forward(x: torch.Tensor):
+                mean, std = x.mean(0), x.std(0) + 1
+                policy = Normal(mean, scale=std)
+                return policy.log_prob(x)
+            """,
+            after="""
+            import torch
+            from torch.distributions import Normal
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor):
+                mean, std = x.mean(0), x.std(0) + 1
+                policy = Normal(mean, scale=std, validate_args=tpuport.ops.validate_args(mean, std))
+                return policy.log_prob(x)
+            """,
+            jit_error="OperatorNotFound",
+        ),
+        Example(
+            before="""
+            import torch
+            from torch.distributions import Categorical
+
+
+            def forward(x: torch.Tensor):
+                return Categorical(logits=x * 2).entropy()
+            """,
+            jit_error="OperatorNotFound",
+            left="no parameter is a plain name",
+        ),
+    )
+    CLEAN = (
+        """
+        import torch
+        from torch.distributions import Normal, kl_divergence
+
+
+        def forward(x: torch.Tensor):
+            policy = Normal(x, 1.0, validate_args=False)
+            return kl_divergence(policy, policy)
+        """,
+        """
+        import torch
+        from torch.distributions import Normal
+
+
+        def sample_noise(count: int):
+            return Normal(0.0, 1.0).sample((count,))
+        """,
+    )
+
+    def visit_Call(self, node: ast.Call, context: Context) -> None:
+        name = context.name(node.func) or ""
+        package, _, last = name.rpartition(".")
+        if (
+            not package.startswith("torch.distributions")
+            or not last[:1].isupper()
+            or last in OTHERS
+        ):
+            return
+        if any(keyword.arg == "validate_args" for keyword in node.keywords):
+            return
+        if any(map(context.is_traced, _given(node))):
+            context.report(self, node, call=node)
+
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        assert isinstance(node, ast.Call)
+        names = [n.id for n in _given(node) if isinstance(n, ast.Name) and context.is_traced(n)]
+        if not names:
+            raise NotFixable("no parameter is a plain name, and no other expression may run twice")
+        last = max([*node.args, *node.keywords], key=lambda part: (part.lineno, part.col_offset))
+        end = context.module.span(last)[1]
+        text = f", validate_args={OPS}.validate_args({', '.join(names)})"
+        return Fix((Edit(end, end, Passage.of(text, context.module.origin(node))),), (OPS,))
+
+
+def _given(node: ast.Call) -> list[ast.expr]:
+    return [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -1,0 +1,147 @@
+"""TPU120: an operation that torchax has no lowering for."""
+
+import ast
+
+from tpuport.rules._rule import Example, Rule
+from tpuport.source.engine import Context
+from tpuport.source.finding import Safety, Severity
+
+# What plain torchax 0.0.14.dev20261026 raises for; the examples fail when that changes.
+FUNCTIONS = frozenset(
+    {
+        *("torch.hann_window", "torch.hamming_window", "torch.cov", "torch.vander"),
+        *("torch.linalg.lstsq", "torch.index_reduce", "torch.nn.functional.affine_grid"),
+        *("torch.nn.functional.ctc_loss", "torch.nn.functional.rrelu"),
+        *("torch.nn.functional.embedding_bag",),
+        "torch.nn.attention.flex_attention.flex_attention",
+    }
+)
+METHODS = frozenset({"round_", "index_reduce", "index_reduce_", "put_", "to_sparse"})
+# Fail only if they are given this keyword.
+KEYWORDS = {
+    "torch.normal": "dtype",
+    "torch.nn.functional.linear": "input",
+    "torch.nn.functional.interpolate": "antialias",
+}
+# Their samples come from gamma variates, which have no lowering.
+GAMMA_LIKE = frozenset({"Beta", "Dirichlet", "Gamma", "StudentT", "Chi2", "FisherSnedecor"})
+
+
+class UnloweredCall(Rule):
+    """A call of an operation that torchax has no lowering for.
+
+    ## What it does
+    Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
+    `affine_grid`, `ctc_loss`, flex attention, samples of `Beta`, and `torch.normal`, `F.linear` and
+    `F.interpolate` with some keywords.
+
+    ## Why is this bad?
+    The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
+    of its own for these; plain torchax does not.
+
+    ## Fix safety
+    There is no automatic fix in source: port with `tpuport.convert`, or write the operation with
+    others.
+
+    ## References
+    https://github.com/google/torchax
+    """
+
+    CODE = "TPU120"
+    MESSAGE = "torchax has no lowering for `{call}`; `tpuport.convert` brings one for most"
+    SAFETY = Safety.EXACT
+    SEVERITY = Severity.ERROR
+
+    EXAMPLES = (
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                return x.clone().round_()
+            """,
+            jit_error="OperatorNotFound",
+            left="no automatic fix",
+        ),
+        Example(
+            before="""
+            import torch
+            import torch.nn.functional as F
+
+
+            def forward(x: torch.Tensor):
+                return F.linear(input=x, weight=x)
+            """,
+            jit_error="TypeError",
+            left="no automatic fix",
+        ),
+        Example(
+            before="""
+            import torch
+            from torch.distributions import Beta
+
+
+            def forward(x: torch.Tensor):
+                share = Beta(x.exp(), x.exp(), validate_args=False)
+                return share.sample()
+            """,
+            jit_error="OperatorNotFound",
+            left="no automatic fix",
+        ),
+    )
+    CLEAN = (
+        """
+        import torch
+        import torch.nn.functional as F
+
+
+        def forward(x: torch.Tensor):
+            x = F.linear(x, x) + torch.normal(0.0, 1.0, size=(4,)).round()[0]
+            return F.interpolate(x[None, None], scale_factor=2, mode="bilinear")
+        """,
+        """
+        import torch
+        from torch.distributions import Normal
+
+
+        def forward(x: torch.Tensor, counts: dict):
+            return Normal(x, 1.0, validate_args=False).sample()
+        """,
+    )
+
+    def visit_Call(self, node: ast.Call, context: Context) -> None:
+        if self._is_unlowered(node, context) and context.in_step(node):
+            context.report(self, node, call=node.func)
+
+    def _is_unlowered(self, node: ast.Call, context: Context) -> bool:
+        function = node.func
+        name = context.name(function)
+        if name in KEYWORDS:
+            given = any(k.arg == KEYWORDS[name] and not _is_false(k.value) for k in node.keywords)
+            return given and context.is_traced(node)
+        if name is not None:
+            return name in FUNCTIONS and context.is_traced(node)
+        if not isinstance(function, ast.Attribute):
+            return False
+        if function.attr in METHODS:
+            return context.is_traced(function.value)
+        return function.attr in ("sample", "rsample") and self._is_gamma_like(
+            function.value, context
+        )
+
+    def _is_gamma_like(self, node: ast.expr, context: Context) -> bool:
+        """Whether an expression is a distribution on traced parameters that samples by gammas."""
+        if isinstance(node, ast.Name):
+            around = context.module.function(node)
+            bound = [] if around is None else context.module.assigned(around, node.id)
+            return len(bound) == 1 and self._is_gamma_like(bound[0], context)
+        if not isinstance(node, ast.Call):
+            return False
+        name = context.name(node.func) or ""
+        made = name.startswith("torch.distributions.") and name.rpartition(".")[2] in GAMMA_LIKE
+        return made and any(map(context.is_traced, node.args))
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and not node.value

@@ -1,0 +1,123 @@
+"""What the parameters of a function are, as far as its own text tells."""
+
+import ast
+from collections.abc import Iterable
+
+from tpuport.source.module import Function
+from tpuport.source.torch_facts import HOST_ANNOTATIONS, OTHER_METHODS, TENSOR_METHODS
+from tpuport.source.values import (
+    ARRAY,
+    HOST,
+    MODULE,
+    NONE,
+    TRACED,
+    UNKNOWN,
+    Form,
+    Kind,
+    Value,
+    join,
+    sequence,
+)
+
+_SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple", "ModuleList"})
+_HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args", "Arguments")
+
+
+def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
+    """The attributes that nodes of code ask of each name."""
+    found: dict[str, set[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.setdefault(node.value.id, set()).add(node.attr)
+    return found
+
+
+def is_used_like_a_tensor(used: Iterable[str]) -> bool:
+    """Whether one of these attributes belongs to tensors and to nothing else that is common."""
+    return not TENSOR_METHODS.isdisjoint(used) and OTHER_METHODS.isdisjoint(used)
+
+
+def annotated(annotation: ast.expr | None) -> Value | None:
+    """What an annotation promises; None if there is none or it says nothing about tensors."""
+    match annotation:
+        case None:
+            return None
+        case ast.Constant(value=None):
+            return NONE
+        case ast.Constant(value=str(text)):
+            try:
+                return annotated(ast.parse(text, mode="eval").body)
+            except SyntaxError:
+                return None
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return _named(name)
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            return _union([left, right])
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=inner):
+            return _generic(name, inner)
+        case _:
+            return None
+
+
+def _named(name: str) -> Value | None:
+    if name.endswith("Tensor"):
+        return TRACED
+    if name in HOST_ANNOTATIONS or name.endswith(_HOST_ENDINGS):
+        return HOST
+    if name in ("Module", "ModuleList", "ModuleDict", "Sequential"):
+        return MODULE
+    return ARRAY if name in ("ndarray", "NDArray") else None
+
+
+def _union(members: list[ast.expr]) -> Value | None:
+    known = [annotated(member) for member in members]
+    if any(value is None for value in known):
+        # One alternative that says nothing: an `int | SomeClass` is not known to be either.
+        return UNKNOWN if any(value is TRACED for value in known) else None
+    return join(value for value in known if value is not None)
+
+
+def _generic(name: str, inner: ast.expr) -> Value | None:
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    if name in ("Optional", "Annotated", "Final"):
+        return annotated(parts[0])
+    if name == "Union":
+        return _union(parts)
+    if name == "Literal":
+        return HOST
+    if name in ("tuple", "Tuple") and not any(_is_ellipsis(part) for part in parts):
+        known = [annotated(part) or UNKNOWN for part in parts]
+        return sequence(known)
+    if name in _SEQUENCES:
+        item = annotated(parts[0]) or UNKNOWN
+        return Value(HOST.kind if item is HOST else Kind.UNKNOWN, Form.SEQUENCE, item=item)
+    # jaxtyping: Float[torch.Tensor, "b n"]
+    last = parts[-1]
+    shaped = len(parts) > 1 and isinstance(last, ast.Constant) and isinstance(last.value, str)
+    return TRACED if shaped and annotated(parts[0]) is TRACED else None
+
+
+def _is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
+
+
+def defaults(function: Function | ast.Lambda) -> dict[str, ast.expr]:
+    """The default of each parameter that has one."""
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    last = positional[len(positional) - len(arguments.defaults) :]
+    found = {a.arg: value for a, value in zip(last, arguments.defaults, strict=True)}
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found.update({a.arg: value for a, value in keyword_only if value is not None})
+    return found
+
+
+def default_value(default: ast.expr | None) -> Value | None:
+    """What a default says about a parameter that may be given something else."""
+    match default:
+        case ast.Constant(value=None) | None:
+            return None
+        case ast.Constant() | ast.UnaryOp(operand=ast.Constant()):
+            return HOST
+        case _:
+            return None
