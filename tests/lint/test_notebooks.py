@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from tpuport.errors import UsageError
 from tpuport.lint.check import check
-from tpuport.lint.notebooks import read_notebook
+from tpuport.lint.notebooks import marked, marked_place, read_notebook, write_notebook
 from tpuport.lint.records import Checked
 
 STEP = "def forward(x: torch.Tensor):\n    if x.sum() > 0:\n        x = x + 1\n    return x"
@@ -149,3 +150,34 @@ def test_json_that_would_come_back_otherwise_is_refused(project, invoke):
         "n.ipynb: not rewritten: its JSON is laid out in a way that writing would change"
         in result.stderr
     )
+
+
+BOOK = notebook("%pip install x\nimport torch\n!ls", "", ("markdown", "hi"), f"{STEP}\n\n", "x = 1")
+
+
+def test_a_module_that_did_not_change_gives_the_same_notebook():
+    book = read_notebook(BOOK)
+    assert write_notebook(BOOK, book, marked(book)) == BOOK
+
+
+def test_places_in_the_marked_module_are_places_in_cells():
+    book = read_notebook(BOOK)
+    lines = marked(book).split("\n")
+    assert marked_place(book, lines.index("    if x.sum() > 0:") + 1) == (4, 2)
+    assert marked_place(book, lines.index("x = 1") + 1) == (5, 1)
+    assert book.place(book.text.split("\n").index("x = 1") + 1) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("# tpuport: start of cell 5\n", ""), "the fixes move code from one cell of it into anot"),
+        (("  # tpuport: kept line 1.2", ""), "a fix removes a line of cell 1 that IPython reads"),
+    ],
+)
+def test_what_would_lose_a_cell_or_a_line_is_refused(change: tuple[str, str], message: str):
+    book = read_notebook(BOOK)
+    text = marked(book)
+    assert change[0] in text
+    with pytest.raises(UsageError, match=f"not rewritten: {message}"):
+        write_notebook(BOOK, book, text.replace(*change))

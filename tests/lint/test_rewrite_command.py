@@ -1,5 +1,6 @@
 """`tpuport rewrite`: diff, in place, copies, standard input, and the account of what was left."""
 
+import dataclasses
 import json
 import os
 import stat
@@ -133,6 +134,24 @@ def test_a_failed_write_leaves_the_file_and_is_said(project, invoke, branch, mon
     assert result.exit_code == 1
     assert "a.py: not written: No space left on device\n" in result.stderr
     assert (root / "a.py").read_text() == branch
+
+
+def test_text_that_the_encoding_lacks_is_not_written(project, invoke, branch, monkeypatch):
+    real = rewriter.rewrite
+
+    def with_a_snowman(source: str, **more):
+        result = real(source, **more)
+        return dataclasses.replace(result, source=result.source + "# \N{SNOWMAN}\n")
+
+    monkeypatch.setattr(fixing, "rewrite", with_a_snowman)
+    text = f"# coding: ascii\n{branch}"
+    root = project({"a.py": text})
+    for arguments in (["--write"], ["--out", "out"]):
+        result = invoke("rewrite", "a.py", *arguments)
+        assert result.exit_code == 1
+        assert "a.py: not written: ordinal not in range(128) in ascii\n" in result.stderr
+    assert (root / "a.py").read_text() == text
+    assert not list((root / "out").rglob("*.py"))
 
 
 def test_rules_that_do_not_settle_are_a_bug(project, invoke, branch, monkeypatch):

@@ -112,6 +112,18 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path):
         load_settings(tmp_path / "none.toml", start=tmp_path)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch):
+    config = tmp_path / "pyproject.toml"
+    config.touch()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UsageError, match=r"pyproject\.toml: cannot be read: Permission denied"):
+        load_settings(config, start=tmp_path)
+
+
 # Selecting.
 
 

@@ -1,6 +1,10 @@
 """Files that cannot be linted: one line each, and the rest still linted."""
 
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tpuport.lint.check import check
 from tpuport.lint.records import Checked
@@ -63,6 +67,13 @@ STEP = "def forward(x):\n    return x  # é\n"
 def test_a_file_that_python_reads_is_linted(data: bytes):
     checked = Checked.from_json(check(data, "a.py", {"strict": False}), "a.py")
     assert checked.problems == ()
+
+
+@given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
+@settings(max_examples=200)
+def test_any_bytes_have_an_answer(data: bytes):
+    for name in ("a.py", "n.ipynb"):
+        Checked.from_json(json.loads(json.dumps(check(data, name, {"strict": False}))), name)
 
 
 def test_one_file_does_not_cost_the_others(project, invoke, branch):
