@@ -37,7 +37,9 @@ def run_python(code: str) -> str:
 
 def modules_loaded_by(statement: str, watched: tuple[str, ...]) -> set[str]:
     """Which of the watched packages a fresh interpreter has after the statement."""
-    return set(run_python(f"import sys\n{statement}\nprint(*sys.modules)").split()) & set(watched)
+    # The statement may print too; what is asked for comes last.
+    printed = run_python(f"import sys\n{statement}\nprint(*sys.modules)").splitlines()[-1]
+    return set(printed.split()) & set(watched)
 
 
 def seconds_for(statement: str) -> float:
@@ -58,12 +60,53 @@ def test_importing_the_command_line_or_the_source_half_loads_no_framework():
     walk = """
 from importlib import import_module
 from pkgutil import walk_packages
-for name in ("tpuport.source", "tpuport.rules"):
+for name in ("tpuport.source", "tpuport.rules", "tpuport.lint", "tpuport.commands"):
     for module in walk_packages(import_module(name).__path__, name + "."):
         import_module(module.name)
 """
     assert modules_loaded_by(walk, HEAVY) == set()
     assert modules_loaded_by(walk, ("tpuport.source.discovery",))
+
+
+_RUN = """
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from tpuport.cli import app
+source = "import torch\\ndef forward(x: torch.Tensor):\\n    if x.sum() > 0:\\n        x = -x\\n"
+source += "    return x\\n"
+with TemporaryDirectory() as folder:
+    path = Path(folder, "model.py")
+    path.write_text(source)
+    try:
+        app([*{arguments}, str(path), "--isolated", "--no-cache"])
+    except SystemExit as end:
+        assert end.code == {code}, end.code
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        *((["lint", "--format", form], 1) for form in ("full", "json", "sarif", "github", "html")),
+        (["lint", "--fix"], 0),
+        (["rewrite"], 1),
+    ],
+)
+def test_lint_and_rewrite_load_no_framework(arguments: list[str], code: int):
+    assert modules_loaded_by(_RUN.format(arguments=arguments, code=code), HEAVY) == set()
+
+
+@pytest.mark.parametrize("command", ["lint", "rewrite"])
+def test_help_loads_no_rules_and_nothing_that_reads_files(command: str):
+    ask = f"""
+from tpuport.cli import app
+try:
+    app(["{command}", "--help"])
+except SystemExit:
+    pass
+"""
+    watched = ("tpuport.lint.run", "tpuport.source.engine", "tpuport.rules", "pathspec", *HEAVY)
+    assert modules_loaded_by(ask, watched) == set()
 
 
 def test_a_heavy_import_would_be_noticed():
@@ -235,7 +278,7 @@ def test_the_version_is_the_packages(invoke):
 def test_help_lists_every_command_and_the_exit_codes(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
-    for word in ("demo", "rules", "explain", "Exit codes: 0 all is well"):
+    for word in ("demo", "lint", "rewrite", "rules", "explain", "Exit codes: 0 all is well"):
         assert word in result.stdout
 
 

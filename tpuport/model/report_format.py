@@ -1,26 +1,12 @@
 """How a port report words its numbers, names and verdict, alike on a terminal and in HTML."""
 
-import unicodedata
 from typing import TYPE_CHECKING
 
+from tpuport.markup import plural
 from tpuport.model.report_records import KINDS, Divergence, Parity
 
 if TYPE_CHECKING:
     from tpuport.model.report import PortReport
-
-
-def visible(text: object) -> str:
-    """Text with its control, format and surrogate characters spelled out; tabs become spaces.
-
-    Paths and source lines come from files nobody here has seen: an escape sequence must not reach
-    a terminal, nor a bidirectional override reorder a line on a page.
-    """
-    return "".join(
-        char.encode("unicode_escape").decode("ascii")
-        if char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs")
-        else char
-        for char in str(text).expandtabs(4)
-    )
 
 
 def number(value: float) -> str:
@@ -64,12 +50,6 @@ def size(num_bytes: int) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} GiB"
-
-
-def plural(num: int, noun: str) -> str:
-    """`1 value`, `3 values`, `2 branches`."""
-    suffix = "" if num == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
-    return f"{num:,} {noun}{suffix}"
 
 
 def array(dtype: str, shape: tuple[int, ...]) -> str:

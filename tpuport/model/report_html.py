@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from tpuport.markup import Markup, join, page, plural, tag
 from tpuport.model import report_format as fmt
 from tpuport.model import report_svg as svg
 from tpuport.model.report_records import STAGES, Divergence, Parity, Retrace, Rewrite
-from tpuport.model.report_svg import ErrorScale, Markup, join, tag
+from tpuport.model.report_svg import ErrorScale
 
 if TYPE_CHECKING:
     from tpuport.model.report import PortReport
 
-_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _SWARM_FROM = 9  # with fewer values the rows alone show all there is
 _WORST_ROWS = 10
 _OPEN_REWRITES = 4
@@ -31,15 +31,6 @@ def to_html(report: "PortReport") -> str:
     """
     sections = list(_sections(report))
     style = files("tpuport.model").joinpath("report.css").read_text(encoding="utf-8")
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_CONTENT_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", fmt.headline(report)),
-        tag("style", Markup(style)),
-    )
     links = [
         tag("a", summary, href=f"#{name}")
         for name, _, summary, _ in sections
@@ -48,7 +39,7 @@ def to_html(report: "PortReport") -> str:
     bodies = [tag("section", tag("h2", title), body, id=name) for name, title, _, body in sections]
     main = tag("main", _verdict(report), tag("nav", *links) if links else "", *bodies)
     footer = tag("footer", " · ".join(fmt.versions(report)))
-    return f"<!doctype html>\n{tag('html', head, tag('body', main, footer), lang='en')}\n"
+    return page(fmt.headline(report), main, footer, style=style)
 
 
 def _verdict(report: "PortReport") -> Markup:
@@ -78,10 +69,10 @@ def _sections(report: "PortReport") -> Iterator[tuple[str, str, str | None, Mark
     if report.notes:
         yield "notes", "Notes", None, tag("ul", *(tag("li", note) for note in report.notes))
     if report.parity:
-        summary = fmt.plural(len(report.parity), "value")
+        summary = plural(len(report.parity), "value")
         yield "parity", "Agreement with eager PyTorch", summary, _parity(report, scale)
     if report.rewrites:
-        summary = fmt.plural(len(report.rewrites), "rewrite")
+        summary = plural(len(report.rewrites), "rewrite")
         yield "rewrites", "Source that was rewritten", summary, _rewrites(report.rewrites)
     yield from _substitutions(report)
     yield from _compilation(report)
@@ -93,26 +84,26 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
             _item(tag("code", b.source.strip()), "", b.how, fmt.place(b.file, b.line))
             for b in report.branches
         )
-        summary = fmt.plural(len(report.branches), "traced branch")
+        summary = plural(len(report.branches), "traced branch")
         yield "branches", "Branches decided on the device", summary, body
     if report.shims:
         body = join(
             _item(s.name, _calls(s.calls), s.reason, tag("code", s.target)) for s in report.shims
         )
-        summary = fmt.plural(len(report.shims), "shim")
+        summary = plural(len(report.shims), "shim")
         yield "shims", "Calls served by a shim", summary, body
     if report.registered_ops:
         body = join(
             _item(tag("code", op.name), _calls(op.calls), op.reason) for op in report.registered_ops
         )
-        summary = fmt.plural(len(report.registered_ops), "own lowering")
+        summary = plural(len(report.registered_ops), "own lowering")
         yield "ops", "Ops that tpuport lowers itself", summary, body
 
 
 def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]:
     if report.retraces:
         body = join(_retrace(retrace) for retrace in report.retraces)
-        summary = fmt.plural(len(report.retraces), "retrace")
+        summary = plural(len(report.retraces), "retrace")
         yield "retraces", "What made it compile again", summary, body
     if report.constants:
         total = fmt.size(sum(c.bytes for c in report.constants))
@@ -176,7 +167,7 @@ def _parity(report: "PortReport", scale: ErrorScale) -> Markup:
         parts.append(
             tag(
                 "details",
-                tag("summary", f"All {fmt.plural(len(ordered), 'value')}"),
+                tag("summary", f"All {plural(len(ordered), 'value')}"),
                 _table(ordered),
                 class_="all",
             )
@@ -329,4 +320,4 @@ def _item(title: str, aside: str, detail: str, place: str = "") -> Markup:
 
 
 def _calls(num: int) -> str:
-    return fmt.plural(num, "call")
+    return plural(num, "call")

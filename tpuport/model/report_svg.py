@@ -1,14 +1,14 @@
-"""The pictures of the HTML port report, as inline SVG, and the element builder both are made with.
+"""The pictures of the HTML port report, as inline SVG.
 
 Horizontal positions are percentages and vertical ones pixels, so a picture fills any width while
 its text keeps its size.
 """
 
-import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from tpuport.model.report_format import by_kind, number, plural, visible
+from tpuport.markup import Markup, join, plural, tag
+from tpuport.model.report_format import by_kind, number
 from tpuport.model.report_records import Divergence, Parity
 
 _DOT = 3.5
@@ -18,41 +18,7 @@ _MAX_STACK = 120.0
 _LANE_HEAD = 24.0
 _EDGE = 14.0  # width of the bins for identical and for non-finite values, in percent
 _MAX_TICKS = 8
-_VOID = {"meta", "wbr"}
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-class Markup(str):
-    """A string that is HTML already."""
-
-    __slots__ = ()
-
-
-def tag(name: str, /, *children: str, **attributes: object) -> Markup:
-    """An HTML or SVG element; every child and attribute that is not Markup is escaped.
-
-    Args:
-        name: The element.
-        children: Text or Markup.
-        attributes: `class_` is `class`, `stroke_width` is `stroke-width`; None is left out and
-            True is an attribute without a value.
-    """
-    written = "".join(
-        f" {key.rstrip('_').replace('_', '-')}"
-        + ("" if value is True else f'="{html.escape(visible(value))}"')
-        for key, value in attributes.items()
-        if value is not None and value is not False
-    )
-    if name in _VOID:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def join(children: Iterable[str]) -> Markup:
-    """Children one after the other, with what is not Markup escaped."""
-    return Markup(
-        "".join(c if isinstance(c, Markup) else html.escape(visible(c)) for c in children)
-    )
 
 
 class ErrorScale:

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tpuport.markup import plural, visible
 from tpuport.model import report_format as fmt
 from tpuport.model.report_records import STAGES, Rewrite
 
@@ -160,7 +161,7 @@ def _more(hidden: int) -> list[Text]:
 
 
 def _calls(num: int) -> str:
-    return fmt.plural(num, "call")
+    return plural(num, "call")
 
 
 def _grid(gap: int) -> Table:
@@ -169,4 +170,4 @@ def _grid(gap: int) -> Table:
 
 def _text(content: str, style: str = "") -> Text:
     """Text that folds rather than losing its end."""
-    return Text(fmt.visible(content), style=style, overflow="fold")
+    return Text(visible(content), style=style, overflow="fold")

@@ -1,7 +1,7 @@
 """Applies the rules' fixes to text, again and again until nothing is left to apply."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Passes in a row that may bring nothing. Nested code settles by a finding or more a pass, so this
 # ends only rules that undo each other or find their own output.
 MAX_IDLE_PASSES = 10
+
+# Told a parsed text, says of each finding in it whether to leave it alone.
+Ignored = Callable[[Module], Callable[[Match], bool]]
 
 
 class NotSettledError(TpuportError):
@@ -47,6 +50,7 @@ def rewrite(
     kinds: Oracle | None = None,
     file: str = "<string>",
     unsafe: bool = False,
+    ignored: Ignored | None = None,
 ) -> RewriteResult:
     """Apply the fixes of rules to Python source. Rewriting its result changes nothing.
 
@@ -56,18 +60,28 @@ def rewrite(
         kinds: What decides which expressions are traced; `StaticKinds()` if left out.
         file: What findings name as the file.
         unsafe: Whether to apply fixes that are not the same for every input, too.
+        ignored: Says of a parsed text, which changes with every pass, which findings the user wants
+            left alone. Code that would have to stay if they had no fix stays too.
 
     Raises:
         SyntaxError: the source is not Python.
         NotSettledError: rules undo each other's work.
     """
     text = SourceText(normal_line_breaks(source))
-    session = Session(make_rules(rules), kinds or StaticKinds(), file=file, unsafe=unsafe)
+    session = Session(
+        make_rules(rules), kinds or StaticKinds(), file=file, unsafe=unsafe, ignored=ignored
+    )
     text = session.run(text)
     if not session.applied:
         return RewriteResult(source, [], session.left)
     result = text.text.replace("\n", "\r\n") if _has_windows_breaks(source) else text.text
     return RewriteResult(result, session.applied, session.left)
+
+
+def prospects(context: Context, found: list[Match]) -> list[tuple[Match, str]]:
+    """The findings that can be fixed as the text is now, each with the name of the fix's safety."""
+    session = Session((), StaticKinds(), file=context.module.file, unsafe=True)
+    return [(match, match.rule.SAFETY.name) for match, _ in session.possible(found, context)]
 
 
 def _has_windows_breaks(source: str) -> bool:
@@ -83,6 +97,7 @@ class Session:
         file: What findings name as the file.
         unsafe: Whether to apply unsafe fixes.
         imports_inside: Whether to import inside the outermost function and not at the top.
+        ignored: Says of a parsed text which findings the user wants left alone.
     """
 
     def __init__(
@@ -93,9 +108,10 @@ class Session:
         file: str,
         unsafe: bool = False,
         imports_inside: bool = False,
+        ignored: Ignored | None = None,
     ) -> None:
         self.rules, self.kinds, self.file = rules, kinds, file
-        self.unsafe, self.imports_inside = unsafe, imports_inside
+        self.unsafe, self.imports_inside, self.ignored = unsafe, imports_inside, ignored
         self.applied: list[Applied] = []
         self.left: list[Left] = []
 
@@ -130,17 +146,25 @@ class Session:
     def _context(self, module: Module) -> Context:
         return Context(module, self.kinds.bind(module), imports_inside=self.imports_inside)
 
-    def _choose(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
-        """The fixes to make in this pass: smallest first, none that overlaps another."""
+    def possible(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
+        """The fixes that can be made; `left` then has the findings that have none, and why."""
         fixes: list[tuple[Match, Fix]] = []
         stuck: list[tuple[Match, NotFixable]] = []
+        ignored = self.ignored(context.module) if self.ignored else None
         for match in found:
             try:
+                if ignored is not None and ignored(match):
+                    raise NotFixable("a comment asks to ignore it")
                 fixes.append((match, self._fix(match, context)))
             except NotFixable as obstacle:
                 stuck.append((match, obstacle))
         fixes, pinned = _without_pinned(fixes, stuck, context.module)
         self.left = [Left(match.finding, obstacle.reason) for match, obstacle in stuck + pinned]
+        return fixes
+
+    def _choose(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
+        """The fixes to make in this pass: smallest first, none that overlaps another."""
+        fixes = self.possible(found, context)
         fixes.sort(key=lambda pair: pair[1].end - pair[1].start)
         chosen: list[tuple[Match, Fix]] = []
         for match, fix in fixes:

@@ -1,0 +1,1 @@
+"""The commands of `tpuport`, one module each. With `cli` they are the only modules that print."""

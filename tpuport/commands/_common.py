@@ -1,0 +1,52 @@
+"""What every command does alike: exit codes, errors without a traceback, output."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from tpuport.errors import MissingExtraError, PortError, TpuportError
+
+FAILED = 1
+WRONG_CALL = 2
+
+
+@contextmanager
+def errors_as_exit_codes(command: str) -> Iterator[None]:
+    """Prints tpuport's own errors without a traceback; every other one is a bug and keeps its own.
+
+    Args:
+        command: What to name in the message about a package that is not installed.
+    """
+    try:
+        yield
+    except TpuportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(FAILED if isinstance(error, PortError) else WRONG_CALL) from None
+    except ModuleNotFoundError as error:
+        missing = MissingExtraError.from_import(command, error)
+        if missing is None:
+            raise
+        typer.echo(str(missing), err=True)
+        raise typer.Exit(WRONG_CALL) from None
+
+
+def has_color(*, err: bool = False) -> bool:
+    """Whether to write in colour: on a terminal, unless the environment says otherwise."""
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return (sys.stderr if err else sys.stdout).isatty()
+
+
+def printable(text: str) -> str:
+    """Text that every terminal takes: file names may hold bytes that are no character."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def say(line: str) -> None:
+    """A line for the reader beside the output, which may be going to a file or a program."""
+    typer.echo(printable(line), err=True)

@@ -1,0 +1,136 @@
+"""What there is to say of one file: the part of a run that works on each file by itself."""
+
+import ast
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tpuport.lint.comments import Directive, find_directives
+from tpuport.lint.notebooks import Notebook
+from tpuport.lint.records import Checked, Ignore, Problem, Reported
+from tpuport.lint.sources import Source, UnreadableError, read_source
+from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
+from tpuport.source.kinds import StaticKinds
+from tpuport.source.module import FUNCTIONS, Module
+from tpuport.source.rewriter import prospects
+
+MAX_EXCERPT = 6
+
+
+def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every finding of every rule in one file, as JSON.
+
+    Which rules and severities the user wants to see is decided later, so that the answer can be
+    kept. A file that cannot be linted is an answer too.
+
+    Args:
+        data: The whole file.
+        name: Its name; only the end matters.
+        options: `strict`, whether what is not known counts as traced inside a step.
+    """
+    try:
+        return _check(read_source(data, name), strict=bool(options["strict"])).to_json()
+    except UnreadableError as error:
+        problem = Problem("", error.reason, error.trouble)
+    except SyntaxError as error:
+        place = f" in line {error.lineno}" if error.lineno else ""
+        problem = Problem("", f"no Python 3 that can be read{place}: {error.msg}")
+    except RecursionError:
+        problem = Problem("", "nested too deeply to be read")
+    except MemoryError:
+        problem = Problem("", "nested too deeply, or too large for the memory there is")
+    return Checked("", problems=(problem,)).to_json()
+
+
+def parse(source: Source, name: str = "") -> Module:
+    """The module of a file.
+
+    Raises:
+        SyntaxError: it is not Python.
+    """
+    with warnings.catch_warnings():
+        # An invalid escape in a string is for other linters.
+        warnings.simplefilter("ignore")
+        return Module(normal_line_breaks(source.text), file=name)
+
+
+def _check(source: Source, *, strict: bool) -> Checked:
+    module = parse(source)
+    context = Context(module, StaticKinds().bind(module), strict=strict)
+    found = matches(context, make_rules(None))
+    safeties = {id(match): safety for match, safety in prospects(context, found)}
+    directives = find_directives(module.text.text)
+    steps = _steps(context)
+    findings = [
+        _reported(match, context, safeties.get(id(match), ""), directives, steps) for match in found
+    ]
+    ignores = tuple(directive.ignore for directive in directives)
+    problems: tuple[Problem, ...] = ()
+    if source.notebook is not None:
+        notebook = source.notebook
+        findings = [_in_cell(finding, notebook) for finding in findings]
+        ignores = tuple(_ignore_in_cell(ignore, notebook) for ignore in ignores)
+        problems = tuple(
+            Problem("", f"cell {number} is no Python that can be read, {reason}")
+            for number, reason in notebook.broken
+        )
+    ordered = tuple(sorted(set(findings), key=lambda finding: finding.key))
+    return Checked("", ordered, ignores, problems, functions=len(steps))
+
+
+def _steps(context: Context) -> dict[ast.AST, int]:
+    """The outermost functions of a traced step, each with its line."""
+    module = context.module
+    found: dict[ast.AST, int] = {}
+    pending: list[ast.AST] = [module.tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, FUNCTIONS):
+            if context.in_step(node):
+                found[node] = node.lineno
+        elif not isinstance(node, ast.expr):
+            pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _reported(
+    match: Match,
+    context: Context,
+    safety: str,
+    directives: Sequence[Directive],
+    steps: Mapping[ast.AST, int],
+) -> Reported:
+    found, lines = match.finding, context.module.text.lines
+    ignored = tuple(
+        number
+        for number, directive in enumerate(directives)
+        if directive.covers(found.code, found.line, found.end_line)
+    )
+    last = min(found.end_line, found.line + MAX_EXCERPT - 1)
+    return Reported(
+        file="",
+        line=found.line,
+        column=found.column,
+        end_line=found.end_line,
+        end_column=found.end_column,
+        code=found.code,
+        rule=found.rule,
+        severity=found.severity,
+        message=found.message,
+        safety=safety,
+        function=steps.get(context.module.outermost_function(match.node), 0),
+        lines=tuple(lines[found.line - 1 : last]),
+        ignored=ignored,
+    )
+
+
+def _in_cell(finding: Reported, notebook: Notebook) -> Reported:
+    cell, line = notebook.place(finding.line)
+    _, end_line = notebook.place(finding.end_line)
+    return replace(finding, cell=cell, line=line, end_line=end_line)
+
+
+def _ignore_in_cell(ignore: Ignore, notebook: Notebook) -> Ignore:
+    cell, line = notebook.place(ignore.line)
+    return replace(ignore, cell=cell, line=line)

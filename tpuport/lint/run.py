@@ -1,0 +1,276 @@
+"""Runs a piece of work over many files: in parallel, from the cache where it can, in order.
+
+A run may have two passes. In the first each file is summed up by itself; then facts for each file
+are drawn from all summaries; in the second each file is checked with its facts. Both passes are
+kept by the content of the file, the second one also by its facts: a change in one file makes other
+files be checked again only if it changes what they have to know.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tpuport.lint.cache import Cache
+from tpuport.lint.check import check
+from tpuport.lint.files import shown_path
+from tpuport.lint.records import Checked, Problem, Trouble
+
+# Bytes of source below which starting another process costs more than it saves.
+MIN_PARALLEL_BYTES = 400_000
+_MIN_BATCH_BYTES = 100_000
+_MAX_BATCH = 50
+
+Json = Any
+# Bytes and name of a file, and what else the answer follows from, to the answer. A function at the
+# top of a module, so that other processes find it.
+Task = Callable[[bytes, str, Json], Json]
+# Told how many files of how many are done.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a run does with each file.
+
+    Attributes:
+        check: Gives what `Checked.to_json` does; its options have the facts, if there are any.
+        summarise: Gives what other files need to know of a file; without it there is one pass.
+        connect: From the summary of each file by path, the facts for each file by path.
+    """
+
+    check: Task = check
+    summarise: Task | None = None
+    connect: Callable[[Mapping[str, Json]], Mapping[str, Json]] | None = None
+
+
+def run(
+    files: Sequence[Path],
+    *,
+    strict: bool = False,
+    jobs: int | None = None,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+    passes: Passes | None = None,
+) -> list[Checked]:
+    """What there is to say of each file, in the order of the files.
+
+    Args:
+        files: Python files and notebooks.
+        strict: Whether what is not known counts as traced inside a step.
+        jobs: How many processes may work at once; as many as there are processors if left out.
+        cache: Where answers are kept.
+        progress: Called now and then.
+        passes: What is done with each file.
+    """
+    passes = passes or Passes()
+    names = [shown_path(path) for path in files]
+    with Workers(jobs=jobs or processors(), cache=cache or Cache(None)) as workers:
+        facts: Mapping[str, Json] = {}
+        if passes.summarise is not None and passes.connect is not None:
+            answers = workers.map(passes.summarise, [(path, {}) for path in files])
+            found = zip(names, answers, strict=True)
+            facts = passes.connect({n: a for n, a in found if not isinstance(a, Failure)})
+        options = [_options(strict, facts.get(name)) for name in names]
+        answers = workers.map(passes.check, list(zip(files, options, strict=True)), progress)
+    return [_checked(answer, name) for answer, name in zip(answers, names, strict=True)]
+
+
+def run_source(data: bytes, name: str, *, strict: bool = False) -> Checked:
+    """The same for one text that is in no file."""
+    return _checked(_attempt_on(check, data, name, _options(strict, None)), name)
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _options(strict: bool, facts: Json) -> Json:
+    return {"strict": strict} if facts is None else {"strict": strict, "facts": facts}
+
+
+def _checked(answer: "Json | Failure", name: str) -> Checked:
+    if isinstance(answer, Failure):
+        return Checked(name, problems=(Problem(name, answer.reason, answer.trouble),))
+    return Checked.from_json(answer, name)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Work on a file that ended in an exception, or in the end of its process."""
+
+    reason: str
+    trouble: Trouble
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Work on one file that no cache could answer."""
+
+    place: int
+    path: Path
+    argument: Json
+    size: int
+    key: str
+
+
+class Workers:
+    """Does work on files, in processes that are started when there is enough of it."""
+
+    def __init__(self, *, jobs: int, cache: Cache) -> None:
+        self._jobs, self._cache = jobs, cache
+        self._pool: ProcessPoolExecutor | None = None
+        self._digests: dict[Path, tuple[str, int]] = {}
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        self._close()
+
+    def map(
+        self,
+        task: Task,
+        inputs: Sequence[tuple[Path, Json]],
+        progress: Progress | None = None,
+    ) -> "list[Json | Failure]":
+        """The answer for each file with its argument, in their order."""
+        results: dict[int, Json | Failure] = {}
+        missing: list[_Item] = []
+        for place, (path, argument) in enumerate(inputs):
+            found = self._look_up(task, place, path, argument)
+            if isinstance(found, _Item):
+                missing.append(found)
+            else:
+                results[place] = found
+        for item, answer in self._work(task, missing):
+            results[item.place] = answer
+            if not isinstance(answer, Failure):
+                self._cache.put(item.key, answer)
+            if progress is not None:
+                progress(len(results), len(inputs))
+        return [results[place] for place in range(len(inputs))]
+
+    def _look_up(
+        self, task: Task, place: int, path: Path, argument: Json
+    ) -> "Json | _Item | Failure":
+        try:
+            if path not in self._digests:
+                data = path.read_bytes()
+                self._digests[path] = hashlib.sha256(data).hexdigest(), len(data)
+        except OSError as error:
+            return _unreadable(error)
+        digest, size = self._digests[path]
+        question = json.dumps(argument, sort_keys=True)
+        name = f"{task.__module__}.{task.__qualname__}"
+        key = self._cache.key(name, path.suffix, digest, question)
+        kept = self._cache.get(key)
+        return _Item(place, path, argument, size, key) if kept is None else kept
+
+    def _work(self, task: Task, items: list[_Item]) -> "Iterator[tuple[_Item, Json | Failure]]":
+        total = sum(item.size for item in items)
+        if self._jobs < 2 or len(items) < 2 or total < MIN_PARALLEL_BYTES:
+            for item in items:
+                yield item, _attempt(task, item.path, item.argument)
+            return
+        unanswered = {item.place: item for item in items}
+        try:
+            futures = self._submit(task, items)
+            for future in as_completed(futures):
+                for item, answer in zip(futures[future], future.result(), strict=True):
+                    del unanswered[item.place]
+                    yield item, answer
+        except BrokenProcessPool:
+            self._close()
+            for item in unanswered.values():
+                yield item, _attempt_apart(task, item)
+
+    def _submit(
+        self, task: Task, items: list[_Item]
+    ) -> "dict[Future[list[Json | Failure]], list[_Item]]":
+        if self._pool is None:
+            # Started afresh, not forked: nothing of this process, such as its threads, is in them.
+            context = get_context("spawn")
+            self._pool = ProcessPoolExecutor(min(self._jobs, len(items)), mp_context=context)
+        return {
+            self._pool.submit(_attempt_all, task, [(i.path, i.argument) for i in batch]): batch
+            for batch in _batches(items)
+        }
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+
+def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
+    """Items in batches that are worth sending, large ones first so that none is left for last."""
+    batch: list[_Item] = []
+    for item in sorted(items, key=lambda item: (-item.size, item.place)):
+        batch.append(item)
+        if sum(i.size for i in batch) >= _MIN_BATCH_BYTES or len(batch) == _MAX_BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _attempt_all(task: Task, inputs: list[tuple[Path, Json]]) -> "list[Json | Failure]":
+    return [_attempt(task, path, argument) for path, argument in inputs]
+
+
+def _attempt_apart(task: Task, item: _Item) -> "Json | Failure":
+    """Work on one file in a process of its own, after some file has ended one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with suppress(BrokenProcessPool):
+            return pool.submit(_attempt, task, item.path, item.argument).result()
+    reason = "ended the process that worked on it. What to do: report this as a bug of tpuport"
+    return Failure(reason, Trouble.INTERNAL)
+
+
+def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return _unreadable(error)
+    return _attempt_on(task, data, path.name, argument)
+
+
+def _attempt_on(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":
+    try:
+        return task(data, name, argument)
+    except Exception as error:
+        # One file must not cost the user all others; what is wrong goes into the report.
+        return Failure(
+            f"{_bug(error)}. What to do: report this as a bug of tpuport", Trouble.INTERNAL
+        )
+
+
+def _bug(error: Exception) -> str:
+    at, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        at = f" at {Path(code.co_filename).name}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return f"internal error, {type(error).__name__}{at}: {' '.join(str(error).split())[:200]}"
+
+
+def _unreadable(error: OSError) -> Failure:
+    return Failure(f"cannot be read: {error.strerror or error}", Trouble.UNREAD)
