@@ -49,13 +49,12 @@ def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr 
             return None
     match iterated:
         case ast.Call(func=ast.Name(id="range"), args=[stop] | [_, stop]):
-            if not _is_length(stop, context):
-                return None
+            pass
         case _:
             return None
     for inner in walk_scope(body):
         if isinstance(inner, ast.Subscript) and _takes_element(inner.slice, index):
-            if is_one_tensor(inner.value, context):
+            if is_one_tensor(inner.value, context) and _is_length(stop, context):
                 return inner.value
     return None
 

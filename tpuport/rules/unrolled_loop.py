@@ -7,7 +7,6 @@ from tpuport.rules._rows import Loop, tensor_by_rows
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.module import FUNCTIONS
 
 
 class UnrolledLoop(Rule):
@@ -121,7 +120,7 @@ class UnrolledLoop(Rule):
         self._visit(node, [context.module.parents[node]], context)
 
     def _visit(self, node: Loop, body: Sequence[ast.AST], context: Context) -> None:
-        if isinstance(context.module.outermost_function(node.iter), FUNCTIONS):
+        if context.in_step(node.iter):
             tensor = tensor_by_rows(node, body, context)
             if tensor is not None:
                 context.report(self, node.iter, tensor=tensor)
