@@ -310,9 +310,9 @@ def test_an_unknown_rule_is_a_wrong_call(invoke):
     from tpuport.source.discovery import find_rules
 
     code = find_rules()[0].CODE
-    result = invoke("explain", f"{code}0")
+    result = invoke("explain", f"{code}x")
     assert result.exit_code == cli.WRONG_CALL
-    assert f"There is no rule {code}0. Did you mean {code}?" in result.stderr
+    assert f"There is no rule {code}x. Did you mean {code}?" in result.stderr
     assert "Did you mean" not in invoke("explain", "zzzz").stderr
 
 

@@ -70,7 +70,10 @@ def _is_plain(value: Any) -> bool:
     torchax = sys.modules.get("torchax.tensor")
     if torchax is None or not isinstance(value, torchax.Tensor | torchax.View):
         return False
-    return not hasattr(value, "is_traced") and isinstance(value.jax(), torchax.jax.core.Tracer)
+    if hasattr(value, "is_traced"):
+        return False
+    array = value.source_jax() if isinstance(value, torchax.View) else value.jax()
+    return isinstance(array, torchax.jax.core.Tracer)
 
 
 _checks_on: ContextVar[bool] = ContextVar("_checks_on", default=False)

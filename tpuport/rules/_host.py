@@ -7,17 +7,26 @@ from tpuport.source.engine import Context
 from tpuport.source.kinds import Kind
 
 # These ask an object for its shape only.
+_METHODS = frozenset({"numpy", "item", "tolist", "cpu", "to"})
 _SHAPES = frozenset({"numpy.shape", "numpy.ndim"})
 
 
 def takes_to_host(node: ast.Call, context: Context) -> bool:
     """Whether a call moves a traced tensor to the host or hands it to numpy."""
-    name = context.name(node.func)
-    if name is not None:
-        if not name.startswith("numpy.") or name in _SHAPES:
-            return False
-        return any(context.is_traced(argument) for argument in _arguments(node))
-    match node.func:
+    function = node.func
+    if not isinstance(function, ast.Attribute):
+        return False
+    if function.attr in _METHODS:
+        return _moves(node, function, context)
+    name = context.name(function) or ""
+    if not name.startswith("numpy.") or name in _SHAPES:
+        return False
+    return any(context.is_traced(argument) for argument in _arguments(node))
+
+
+def _moves(node: ast.Call, function: ast.Attribute, context: Context) -> bool:
+    """Whether a call of one of the methods moves a traced tensor."""
+    match function:
         case ast.Attribute(
             attr="numpy" | "item" | "tolist",
             value=ast.Call(func=ast.Attribute(attr="cpu", value=value)),

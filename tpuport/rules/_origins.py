@@ -28,6 +28,13 @@ _SEVERAL = frozenset(
 )
 
 
+def last_name(function: ast.expr) -> str | None:
+    """The name that something is called by, whatever it is reached through."""
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else None
+
+
 def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
     """The expressions that a local name is bound to; None if it is bound in another way, too."""
     function = context.module.function(name)

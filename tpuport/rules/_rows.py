@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from tpuport.rules._origins import bound_values, is_one_tensor
 from tpuport.source.engine import Context
@@ -10,10 +11,24 @@ from tpuport.source.statements import walk_scope
 Loop = ast.For | ast.comprehension
 
 
-def tensor_by_rows(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr | None:
+@dataclass(frozen=True)
+class Rows:
+    """What a loop takes one by one.
+
+    Attributes:
+        tensor: The tensor.
+        of_batch: Whether it takes them by their index in the first dimension. Such a loop often
+            stands there on purpose, since a batch may be short.
+    """
+
+    tensor: ast.expr
+    of_batch: bool = False
+
+
+def rows_of(node: Loop, body: Sequence[ast.AST], context: Context) -> Rows | None:
     """The traced tensor whose rows a loop takes one by one, if there is one."""
     tensor = next(_iterated(node.iter, context), None)
-    return _indexed(node, body, context) if tensor is None else tensor
+    return _indexed(node, body, context) if tensor is None else Rows(tensor)
 
 
 def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
@@ -37,7 +52,7 @@ def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
             pass
 
 
-def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr | None:
+def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> Rows | None:
     """The tensor that a loop over a range as long as a tensor takes rows of."""
     match node:
         case (
@@ -49,23 +64,26 @@ def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> ast.expr 
             return None
     match iterated:
         case ast.Call(func=ast.Name(id="range"), args=[stop] | [_, stop]):
-            if not _is_length(stop, context):
-                return None
+            pass
         case _:
             return None
     for inner in walk_scope(body):
         if isinstance(inner, ast.Subscript) and _takes_element(inner.slice, index):
-            if is_one_tensor(inner.value, context):
-                return inner.value
+            if is_one_tensor(inner.value, context) and _is_length(stop, context):
+                is_first = _takes_element(_parts(inner.slice)[0], index)
+                return Rows(inner.value, of_batch=is_first)
     return None
+
+
+def _parts(index: ast.expr) -> list[ast.expr]:
+    return index.elts if isinstance(index, ast.Tuple) else [index]
 
 
 def _takes_element(index: ast.expr, name: str) -> bool:
     """Whether an index takes one element by a name; the bounds of a slice take a tile."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return any(
         isinstance(inner, ast.Name) and inner.id == name
-        for part in parts
+        for part in _parts(index)
         if not isinstance(part, ast.Slice)
         for inner in ast.walk(part)
     )

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from tpuport.rules._origins import last_name
 from tpuport.source.engine import Context
 
 _ALL = range(99)
@@ -29,6 +30,8 @@ _METHODS: dict[str, range] = {
     "new_full": range(1),
 }
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "data", "grad", "imag", "real", "shape"})
+# Nearly every call is of something else.
+_NAMES = frozenset({*_FUNCTIONS, *_FUNCTIONAL, *_METHODS})
 _KEYWORDS = frozenset(
     {
         *("size", "steps", "start", "end", "step", "n", "m", "k", "chunks", "repeats", "shifts"),
@@ -103,6 +106,8 @@ def _positions(node: ast.Call, context: Context) -> range | None:
     function = node.func
     if isinstance(function, ast.Name) and function.id == "range":
         return None if context.module.binds_otherwise("range") else _ALL
+    if last_name(function) not in _NAMES:
+        return None
     name = context.name(function)
     if name is not None:
         root, _, last = name.rpartition(".")

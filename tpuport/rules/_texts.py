@@ -17,11 +17,9 @@ _NUMERIC = frozenset("diouxXeEfFgGc")
 
 def formatted(node: ast.expr, context: Context) -> Verdict:
     """The first traced tensor that an expression formats as a number, unless it only may raise."""
-    if is_message(node, context):
-        return None
     for tensor, text in _numbers(node):
         if context.is_traced(tensor):
-            return tensor, text
+            return None if is_message(node, context) else (tensor, text)
     return None
 
 

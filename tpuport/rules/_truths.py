@@ -2,10 +2,18 @@
 
 import ast
 
-from tpuport.rules._origins import is_one_tensor
+from tpuport.rules._origins import is_one_tensor, last_name
 from tpuport.source.engine import Context
 
 _OF_ITEMS = frozenset({"max", "min", "sorted", "any", "all"})
+_NAMES = _OF_ITEMS | {"equal", "is_nonzero"}
+
+
+def asks_truth(node: ast.Call, context: Context) -> bool:
+    """Whether a call takes the truth of traced values."""
+    if last_name(node.func) not in _NAMES:
+        return False
+    return is_choice(node, context) or _is_over_items(node, context) or _is_equal(node, context)
 
 
 def is_choice(node: ast.Call, context: Context) -> bool:
@@ -19,7 +27,7 @@ def is_choice(node: ast.Call, context: Context) -> bool:
             return False
 
 
-def is_over_items(node: ast.Call, context: Context) -> bool:
+def _is_over_items(node: ast.Call, context: Context) -> bool:
     """Whether a call is one of Python's functions that compare the elements of a tensor."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=[items]) if name in _OF_ITEMS:
@@ -28,7 +36,7 @@ def is_over_items(node: ast.Call, context: Context) -> bool:
             return False
 
 
-def is_equal(node: ast.Call, context: Context) -> bool:
+def _is_equal(node: ast.Call, context: Context) -> bool:
     """Whether a call gives the truth of traced tensors as a Python bool."""
     match node:
         case ast.Call(func=ast.Attribute(attr="equal", value=value), args=[first, *_]):

@@ -4,7 +4,7 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._truths import is_choice, is_equal, is_list_of_numbers, is_over_items
+from tpuport.rules._truths import asks_truth, is_choice, is_list_of_numbers
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
@@ -131,7 +131,7 @@ class TruthInCall(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
-        if is_choice(node, context) or is_over_items(node, context) or is_equal(node, context):
+        if asks_truth(node, context):
             context.report(self, node, call=node)
 
     def visit_Compare(self, node: ast.Compare, context: Context) -> None:

@@ -3,11 +3,10 @@
 import ast
 from collections.abc import Sequence
 
-from tpuport.rules._rows import Loop, tensor_by_rows
+from tpuport.rules._rows import Loop, rows_of
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.module import FUNCTIONS
 
 
 class UnrolledLoop(Rule):
@@ -15,7 +14,8 @@ class UnrolledLoop(Rule):
 
     ## What it does
     Finds `for row in x` (also through `enumerate`, `zip` and `x.unbind()`) and
-    `for i in range(x.shape[0])` with `x[i]` in its body, where `x` depends on the program's inputs.
+    `for i in range(x.shape[1])` with `x[:, i]` in its body, where `x` depends on the program's
+    inputs. A loop over a batch by its index, `x[i]`, is worth no more than a note.
 
     ## Why is this bad?
     Python runs the loop while the program is traced, so the program holds its body once for each
@@ -60,8 +60,8 @@ class UnrolledLoop(Rule):
             def forward(x: torch.Tensor):
                 rows, width = x.shape
                 y = torch.zeros_like(x)
-                for i in range(1, rows):
-                    y[i] = y[i - 1] * 0.5 + x[i]
+                for i in range(1, width):
+                    y[:, i] = y[:, i - 1] * 0.5 + x[:, i]
                 return y
             """,
             jit_error=None,
@@ -105,8 +105,16 @@ class UnrolledLoop(Rule):
         import torch
 
 
-        def forward(x: torch.Tensor, xs: list[torch.Tensor]):
+        def forward(x: torch.Tensor, xs: list[torch.Tensor], y: torch.Tensor, tile: int = 2):
             b, n = x.shape
+            if isinstance(y, (list, tuple)):
+                return [part + 1 for part in y]
+            for i in range(x.shape[-1]):
+                xs.append(x[..., i])
+            for i in range(0, n, tile):
+                xs.append(x[:, i : i + tile])
+            for part, known in zip(x, xs):
+                xs.append(part + known)
             halves = torch.split(x, n // 2, dim=1)
             for i in range(b):
                 xs.append(xs[i] + 1)
@@ -121,10 +129,11 @@ class UnrolledLoop(Rule):
         self._visit(node, [context.module.parents[node]], context)
 
     def _visit(self, node: Loop, body: Sequence[ast.AST], context: Context) -> None:
-        if isinstance(context.module.outermost_function(node.iter), FUNCTIONS):
-            tensor = tensor_by_rows(node, body, context)
-            if tensor is not None:
-                context.report(self, node.iter, tensor=tensor)
+        if context.in_step(node.iter):
+            rows = rows_of(node, body, context)
+            if rows is not None:
+                severity = Severity.NOTE if rows.of_batch else self.SEVERITY
+                context.report(self, node.iter, severity=severity, tensor=rows.tensor)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         del node, context
