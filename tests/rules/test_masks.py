@@ -97,6 +97,28 @@ def test_a_rewritten_mask_is_the_same_in_eager_and_traces(body: str, shape: str,
         assert equivalence.difference(expected.value, got, rtol=1e-5) is None
 
 
+def test_a_loss_that_a_class_keeps():
+    source = """
+import torch
+from torch import nn
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.near = nn.L1Loss()
+        self.far = nn.KLDivLoss()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor):
+        m = mask.bool()
+        return self.near(x[m], y[m]), self.far(y[m], x)
+"""
+    result = rewrite(source)
+    assert "tpuport.ops.rowwise(self.near)(" in result.source
+    assert "self.far(y[m], x)" in result.source
+    assert [left.finding.line for left in result.left] == [14]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_selected_never_takes_part(bad: float, tmp_path):
     after = equivalence.load(fixed(source_of("x[m] = x[m].log() * y[m]\nx = x[m].sum()")), tmp_path)

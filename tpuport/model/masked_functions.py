@@ -22,6 +22,8 @@ from tpuport.model.masked_rows import (
 )
 from tpuport.source.rowwise import ELEMENTWISE, JOINS, LOSS_MODULES, LOSSES, REDUCTIONS
 
+# What our own code and torchax ask any value for, to know what it is.
+PROBED = frozenset({"is_traced", "jax", "node"})
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
@@ -32,7 +34,7 @@ def method(rows: Rows, name: str) -> Any:
     Raises:
         PortError: its result is not known of rows whose number is not.
     """
-    if name.startswith("__"):
+    if name.startswith("_") or name in PROBED:
         raise AttributeError(name)
     if name in ELEMENTWISE:
         return lambda *args, **kwargs: elementwise(_method(name), (rows, *args), kwargs)

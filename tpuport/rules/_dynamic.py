@@ -17,11 +17,12 @@ _COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "unique": (0, ("input",)),
     "unique_consecutive": (0, ("input",)),
 }
-_METHODS = frozenset(_COUNTED) - {"combinations"}
+_METHODS = (frozenset(_COUNTED) | {"repeat_interleave"}) - {"combinations"}
 _SIZED = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "randperm"}
 ) | {"tril_indices", "triu_indices", "zeros"}
 _SIZED_METHODS = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
+_KNOWN = _METHODS | _SIZED | _SIZED_METHODS | {"combinations", "one_hot", "where"}
 # Of these only the first argument, or the third, is a size.
 _FIRST = frozenset({"full", "new_full"})
 _THIRD = frozenset({"linspace", "logspace"})
@@ -47,18 +48,22 @@ def why_dynamic(call: ast.Call, context: Context) -> str | None:
 
 def _called(call: ast.Call, context: Context) -> tuple[str | None, list[ast.expr]]:
     """The name of torch's function and all its arguments, the tensor of a method first."""
-    if any(isinstance(argument, ast.Starred) for argument in call.args):
+    function = call.func
+    last = function.attr if isinstance(function, ast.Attribute) else ""
+    if isinstance(function, ast.Name):
+        last = (context.name(function) or "").rpartition(".")[2]
+    if last not in _KNOWN or any(isinstance(argument, ast.Starred) for argument in call.args):
         return None, []
-    root, _, last = (context.name(call.func) or "").rpartition(".")
-    if root in ("torch", "torch.nn.functional", "torch.Tensor"):
-        known = last in _COUNTED or last in _SIZED or last in ("where", "one_hot")
-        return (last if known or last == "repeat_interleave" else None), call.args
-    if not isinstance(call.func, ast.Attribute) or root:
+    name = context.name(function)
+    if name is not None:
+        is_torch = name.rpartition(".")[0] in ("torch", "torch.nn.functional", "torch.Tensor")
+        return (last if is_torch and last not in _SIZED_METHODS else None), call.args
+    if not isinstance(function, ast.Attribute):
         return None, []
-    last, receiver = call.func.attr, call.func.value
-    if last in _METHODS or last == "repeat_interleave":
-        return (last if context.is_traced(receiver) else None), [receiver, *call.args]
-    return (last, call.args) if last in _SIZED_METHODS else (None, [])
+    if last in _METHODS:
+        is_traced = context.is_traced(function.value)
+        return (last if is_traced else None), [function.value, *call.args]
+    return (last if last in _SIZED_METHODS else None), call.args
 
 
 def _argument(

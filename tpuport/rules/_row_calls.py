@@ -18,14 +18,32 @@ def loss_modules(function: ast.expr, context: Context) -> str | None:
             is_loss = root in ("torch.nn", "torch.nn.modules.loss") and is_plain_loss(function)
             return LOSS_MODULES.get(last) if is_loss else None
         case ast.Name():
-            values = [value for _, value in bindings(function, context)]
-            found = {
-                loss_modules(value, context) if isinstance(value, ast.Call) else None
-                for value in values
-            }
-            return found.pop() if len(found) == 1 else None
+            return _one_of([value for _, value in bindings(function, context)], context)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return _one_of(_given_to_self(name, function, context), context)
         case _:
             return None
+
+
+def _one_of(values: Sequence[ast.AST | None], context: Context) -> str | None:
+    """The function of every one of some modules, if it is the same."""
+    found = {
+        loss_modules(value, context) if isinstance(value, ast.Call) else None for value in values
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _given_to_self(name: str, near: ast.expr, context: Context) -> list[ast.AST | None]:
+    """What the class around an expression assigns to an attribute of its instances."""
+    around = (p for p in context.module.ancestors(near) if isinstance(p, ast.ClassDef))
+    owner = next(around, None)
+    found: list[ast.AST | None] = []
+    for node in ast.walk(owner) if owner is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if node.attr == name:
+                parent = context.module.parents[node]
+                found.append(parent.value if isinstance(parent, ast.Assign) else None)
+    return found
 
 
 def is_plain_loss(call: ast.Call) -> bool:
