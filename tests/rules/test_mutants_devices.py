@@ -122,12 +122,39 @@ def test_what_makes_a_group_is_an_error():
     assert severities("TPU515", model(init="assert dist.is_initialized(); dist.barrier()")) == []
 
 
+@pytest.mark.parametrize("test", ["x.device != torch.device('cuda')", "not x.is_cuda"])
+def test_asking_whether_a_tensor_is_there_yet_is_no_guard(test: str):
+    forward = f"if {test}: x = x.cuda()"
+    assert severities("TPU510", model(forward=forward)) == [Severity.ERROR]
+    assert severities("TPU510", model(forward=f"x = x.cpu() if {test} else x.cuda()")) == []
+
+
 def test_code_on_the_host_counts_unless_a_port_does_without_it():
     body = "(model):\n    return model.cuda()\n"
     assert severities("TPU510", "def main" + body) == [Severity.ERROR]
     assert severities("TPU510", "def test_model" + body) == [Severity.NOTE]
     assert severities("TPU510", "def is_fast" + body) == [Severity.NOTE]
     assert severities("TPU510", "if __name__ == '__main__':\n    model.cuda()\n") == [Severity.NOTE]
+
+
+def test_tests_and_benchmarks_are_notes():
+    source = "import torch\nimport triton\nx = torch.zeros(3, device='cuda')\n"
+    for file in ("tests/ops/test_fast.py", "benchmark_fast.py", "evals/fast.py"):
+        assert severities("TPU514", source, file) == [Severity.NOTE]
+        assert severities("TPU511", source, file) == [Severity.NOTE]
+    assert severities("TPU511", source, "/home/test/project/train.py") == [Severity.ERROR]
+
+
+def test_a_package_may_import_itself():
+    source = "from mamba_ssm.ops import scan\n"
+    assert severities("TPU514", source, "mamba_ssm/modules/block.py") == []
+    assert severities("TPU514", source, "model.py") == [Severity.ERROR]
+
+
+def test_an_assertion_of_cuda_is_an_error_where_it_always_runs():
+    line = "assert torch.cuda.is_available()"
+    assert severities("TPU512", f"import torch\n{line}\n") == [Severity.ERROR]
+    assert severities("TPU512", f"import torch\nif device:\n    {line}\n") == []
 
 
 def test_a_file_that_starts_the_group_itself_is_noted():
@@ -156,6 +183,7 @@ def test_forked_workers_and_scalers_are_notes():
         ("import torch\nif 1 > 0:\n    f = torch.compile(f)\n", "the block would be empty"),
         ("import torch\nf = torch.compile(*fs)\n", "not clear what is wrapped"),
         ("import torch\nf = torch.compile(g)\nf._orig_mod\n", "the wrapped module"),
+        ("import torch\nif y: torch.cuda.synchronize()\n", "shares its line"),
         ("x = (y.  # moved\n     cuda())\n", "a comment stands"),
         ("from torch import float16\nimport torch\nx = torch.zeros(3).half().cuda\n", "unsafe"),
     ],

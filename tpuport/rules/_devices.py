@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import PurePath
 
 from tpuport.source.engine import Context
 from tpuport.source.finding import Severity
@@ -9,7 +10,8 @@ from tpuport.source.module import Module
 from tpuport.source.roles import Role
 
 # Words of a test after which code may take CUDA for granted.
-ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available", re.IGNORECASE)
+ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available|deepspeed", re.IGNORECASE)
+_CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
 # Exceptions that code without CUDA, without a package or without a process group raises.
 CATCHING = {
@@ -17,7 +19,9 @@ CATCHING = {
     *("RuntimeError", "ValueError", "AttributeError", "OSError"),
 }
 # Host code that a port does without, or that looks for devices itself.
-_ASIDE = re.compile(r"(^|_)(tests?|bench\w*|demo|eval\w*|example|profile\w*|plot\w*|debug)(_|$)")
+_ASIDE = re.compile(
+    r"(^|_)(tests?|bench\w*|demo|evals?|evaluat\w*|example|profile\w*|plot\w*|debug)(_|$)"
+)
 _PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
 # Functions that are for CUDA alone, and calls that raise unless there is CUDA.
 FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia", re.IGNORECASE)
@@ -32,7 +36,7 @@ def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR
     It is a note, too, in a function whose name says that it is for CUDA.
     """
     module = context.module
-    if context.role(node) is Role.HOST or _in_main(node, module):
+    if context.role(node) is Role.HOST or is_aside(node, module):
         return Severity.NOTE
     function = module.function(node)
     return Severity.NOTE if function and FOR_CUDA.search(function.name) else reached
@@ -53,7 +57,14 @@ def severity_anywhere(
         or FOR_CUDA.search(function.name)
         or (context.role(node) is Role.HOST and _ASIDE.search(function.name))
     )
-    return Severity.NOTE if aside or _in_main(node, module) else reached
+    return Severity.NOTE if aside or is_aside(node, module) else reached
+
+
+def is_aside(node: ast.AST, module: Module) -> bool:
+    """Whether a port does without code: tests and benchmarks, and what runs a file alone."""
+    path = PurePath(module.file)
+    names = (path.stem, path.parent.name)
+    return any(_ASIDE.search(name) for name in names) or _in_main(node, module)
 
 
 def _in_main(node: ast.AST, module: Module) -> bool:
@@ -69,8 +80,8 @@ def _in_main(node: ast.AST, module: Module) -> bool:
 def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA) -> bool:
     """Whether code around a node, or an exit before it, asks for what the node needs.
 
-    Which side of the test the node is on does not count: whoever asks knows about machines that
-    have none.
+    Which side of the test the node is on does not count, as whoever asks knows about machines that
+    have none; but `if x.device != cuda:` asks whether `x` is there yet.
 
     Args:
         node: The node that needs something.
@@ -88,10 +99,23 @@ def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA
 def _asks(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
     match parent:
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+            if isinstance(parent, ast.If) and child in parent.body and _says_not_there(test):
+                return False
             return child is not test and _mentions(test, words)
         case ast.BoolOp(values=values):
             before = values[: next(i for i, value in enumerate(values) if value is child)]
             return any(_mentions(value, words) for value in before)
+        case _:
+            return False
+
+
+def _says_not_there(test: ast.expr) -> bool:
+    """Whether a test holds for what is not on a CUDA device yet."""
+    match test:
+        case ast.Compare(ops=[ast.NotEq() | ast.NotIn()]):
+            return _mentions(test, _CUDA)
+        case ast.UnaryOp(op=ast.Not(), operand=ast.Attribute(attr="is_cuda")):
+            return True
         case _:
             return False
 
@@ -141,3 +165,10 @@ def within(node: ast.AST, module: Module, name: str) -> bool:
     """Whether a node is inside a function with this name."""
     function = module.function(node)
     return function is not None and function.name == name
+
+
+def insists_on_cuda(node: ast.Assert, context: Context) -> bool:
+    """Whether an assertion that always runs says that there is CUDA."""
+    asks = isinstance(node.test, ast.Call) and context.name(node.test.func) == AVAILABLE[:-2]
+    around = context.module.ancestors(node)
+    return asks and not any(isinstance(parent, ast.If | ast.Try) for parent in around)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import PurePath
 
 from tpuport.rules._cuda_facts import CUDA_PACKAGES
 from tpuport.rules._devices import is_guarded, severity
@@ -132,7 +133,9 @@ class CudaImport(Rule):
             self._look(node, [node.module], context)
 
     def _look(self, node: ast.stmt, names: list[str], context: Context) -> None:
-        packages = [n.partition(".")[0] for n in names if n.partition(".")[0] in CUDA_PACKAGES]
+        own = PurePath(context.module.file).parts  # a package may import itself
+        roots = [name.partition(".")[0] for name in names]
+        packages = [root for root in roots if root in CUDA_PACKAGES and root not in own]
         if not packages or is_guarded(node, context.module, _ANY):
             return
         function = context.module.function(node)

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._cuda_facts import CUDA_ACTIONS, CUDA_VALUES
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity_anywhere
+from tpuport.rules._devices import AVAILABLE, insists_on_cuda, is_guarded, severity_anywhere
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -17,7 +17,8 @@ class CudaRuntime(Rule):
     Finds calls such as `torch.cuda.synchronize()`, `torch.cuda.set_device(0)`,
     `torch.cuda.Event()` and `torch.cuda.get_device_properties(0)` that no test for CUDA guards.
     The fix puts `if torch.cuda.is_available():` before a statement that only acts; a call whose
-    value is used stays. Calls that PyTorch answers without CUDA are not found.
+    value is used stays, and so does `assert torch.cuda.is_available()`, which is found, too. Calls
+    that PyTorch answers without CUDA are not found.
 
     ## Why is this bad?
     On a TPU machine PyTorch has no CUDA, so the call raises. Inside a traced step it would be
@@ -66,10 +67,7 @@ class CudaRuntime(Rule):
                         )  # measured
                 return y
             """,
-            reference="""
-            def forward(x):
-                return x * 2
-            """,
+            reference="def forward(x): return x * 2",
             jit_error="AssertionError",
         ),
         Example(
@@ -87,15 +85,14 @@ class CudaRuntime(Rule):
         Example(
             before="""
             import torch
-            from torch import cuda
 
 
             def forward(x: torch.Tensor):
-                if x.ndim > 1: cuda.synchronize()
+                assert torch.cuda.is_available(), "needs a GPU"
                 return x + 1
             """,
             jit_error="AssertionError",
-            left="shares its line",
+            left="for its author to say",
         ),
     )
     CLEAN = (
@@ -126,8 +123,6 @@ class CudaRuntime(Rule):
         def wait(device: torch.device):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            elif device.type == "xpu":
-                torch.xpu.synchronize(device)
 
 
         def start():
@@ -150,7 +145,13 @@ class CudaRuntime(Rule):
         if not is_guarded(node, context.module):
             context.report(self, node, call=node, severity=severity_anywhere(node, context))
 
+    def visit_Assert(self, node: ast.Assert, context: Context) -> None:
+        if insists_on_cuda(node, context):
+            context.report(self, node, call=node.test, severity=severity_anywhere(node, context))
+
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        if isinstance(node, ast.Assert):
+            raise NotFixable("whether the code needs a GPU is for its author to say")
         statement = context.module.parents[node]
         if not isinstance(statement, ast.Expr):
             raise NotFixable("its value is used")
