@@ -1,0 +1,145 @@
+"""`python -m benchmarks.annotated`: what the linter says of sites that people have judged by hand.
+
+`sites/*.jsonl` hold the judgements, made by reading the code and running it under plain torchax,
+before the linter was run on it. The code itself is not in this repository: pass the checkouts.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from tpuport.source.engine import find
+from tpuport.source.finding import Finding, Severity
+from tpuport.source.kinds import StaticKinds
+from tpuport.source.module import Module
+from tpuport.source.project import find_reached, summarise
+
+SITES = Path(__file__).parent / "sites"
+BREAKS, HAZARD, LOOK_ALIKE, OTHER = "breaks", "hazard", "look-alike", "not judged"
+
+# Where to look for the files of each repository, and the commit that was judged.
+REPOSITORIES = {
+    "recogdrive": (("navsim", "internvl_chat/internvl"), "zorrofox/recogdrive 6b4663b"),
+    "hunyuan": (("hyvideo",), "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7"),
+    "openpi": (("src", "scripts"), "Physical-Intelligence/openpi 15a9616"),
+}
+
+
+class Site(TypedDict):
+    """A line that someone has judged.
+
+    Attributes:
+        file: Its file, from the root of the repository.
+        line: Its number.
+        label: `breaks`: raises when the step is traced without CUDA. `hazard`: wrong, slow, or
+            breaks in an unusual configuration. `look-alike`: fine.
+        pattern: What kind of line it is.
+        reason: Why it was judged so.
+    """
+
+    file: str
+    line: int
+    label: str
+    pattern: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """How findings and judgements agree.
+
+    Attributes:
+        errors: Lines with an error, by what they were judged to be.
+        others: Lines with another finding (a silent fault or a slow-down), likewise.
+        sites: How many sites have each label.
+        missed: The breaking sites that have no error.
+    """
+
+    errors: Counter[str]
+    others: Counter[str]
+    sites: Counter[str]
+    missed: tuple[Site, ...]
+
+    @property
+    def precision(self) -> float:
+        """The share of errors that are on breaking sites."""
+        return self.errors[BREAKS] / max(self.errors.total(), 1)
+
+    @property
+    def recall(self) -> float:
+        """The share of breaking sites that have an error."""
+        return 1 - len(self.missed) / max(self.sites[BREAKS], 1)
+
+    @property
+    def false_alarms(self) -> float:
+        """The share of look-alikes that have any finding."""
+        flagged = self.errors[LOOK_ALIKE] + self.others[LOOK_ALIKE]
+        return flagged / max(self.sites[LOOK_ALIKE], 1)
+
+
+def read_sites(name: str) -> list[Site]:
+    """The judged sites of a repository."""
+    lines = (SITES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def score(sites: Iterable[Site], findings: Iterable[Finding]) -> Score:
+    """Compare findings with judgements, line by line; notes, which are not shown, do not count."""
+    labels = {(site["file"], site["line"]): site["label"] for site in sites}
+    files = {site["file"] for site in sites}
+    shown = [f for f in findings if f.severity is not Severity.NOTE and f.file in files]
+    errors = {(f.file, f.line) for f in shown if f.severity is Severity.ERROR}
+    others = {(f.file, f.line) for f in shown} - errors
+    return Score(
+        errors=Counter(labels.get(place, OTHER) for place in errors),
+        others=Counter(labels.get(place, OTHER) for place in others),
+        sites=Counter(labels.values()),
+        missed=tuple(
+            site
+            for site in sites
+            if site["label"] == BREAKS and (site["file"], site["line"]) not in errors
+        ),
+    )
+
+
+def lint(root: Path, folders: Iterable[str], files: Iterable[str]) -> list[Finding]:
+    """The findings in some files of a repository, whose other files say what a step reaches."""
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
+    reached = find_reached(
+        {file: summarise(Module(text, file=file)) for file, text in texts.items()}
+    )
+    return [
+        finding
+        for file in files
+        for finding in find(texts[file], file=file, kinds=StaticKinds(reached[file]))
+    ]
+
+
+def main() -> None:
+    """Print a line for each repository, and what was missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.annotated", description=__doc__)
+    for name, (_, commit) in REPOSITORIES.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"checkout of {commit}")
+    options = vars(parser.parse_args())
+    for name, (folders, commit) in REPOSITORIES.items():
+        if options[name] is None:
+            continue
+        sites = read_sites(name)
+        files = sorted({site["file"] for site in sites})
+        found = score(sites, lint(options[name], folders, files))
+        print(
+            f"{commit}: {found.sites.total()} sites, precision of errors {found.precision:.3f},"
+            f" recall {found.recall:.3f}, look-alikes flagged {found.false_alarms:.2%}"
+        )
+        print(f"  errors {dict(found.errors)}, others {dict(found.others)}")
+        for site in found.missed:
+            print(f"  missed {site['file']}:{site['line']} ({site['pattern']}): {site['reason']}")
+
+
+if __name__ == "__main__":
+    main()
