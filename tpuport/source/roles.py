@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import PurePath
 
 from tpuport.source.classes import ClassInfo, find_classes
+from tpuport.source.gpu_only import find_gpu_only
 from tpuport.source.module import FUNCTIONS, Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
@@ -115,12 +116,15 @@ class Roles:
         own = {function: self._own(function) for function in self.everything}
         sure = [f for f, (role, is_sure) in own.items() if role is Role.STEP and is_sure]
         reached = self._closure(sure)
+        behind_kernels = self._closure(list(self.gpu_only), through_kernels=True) - reached
         by_host = self._closure(
             [f for f, (role, _) in own.items() if role is not Role.STEP and f not in reached]
         )
         roles: dict[Function, Role] = {}
         for function, (role, is_sure) in own.items():
-            if function in reached:
+            if function in self.gpu_only or (function in behind_kernels and not is_sure):
+                roles[function] = Role.HOST
+            elif function in reached:
                 roles[function] = Role.STEP
             elif role is Role.STEP and not is_sure and self._is_helper(function, by_host):
                 roles[function] = Role.HOST
@@ -135,12 +139,17 @@ class Roles:
         owner = self.owners.get(function)
         return function in by_host and (owner is None or not owner.is_module)
 
-    def _closure(self, roots: list[Function]) -> set[Function]:
+    @cached_property
+    def gpu_only(self) -> set[Function]:
+        """The functions that use a package of CUDA kernels: on a TPU nothing runs them."""
+        return find_gpu_only(self.module, {f: self.calls(f) for f in self.everything})
+
+    def _closure(self, roots: list[Function], *, through_kernels: bool = False) -> set[Function]:
         found: set[Function] = set()
         pending = list(roots)
         while pending:
             function = pending.pop()
-            if function not in found:
+            if function not in found and (through_kernels or function not in self.gpu_only):
                 found.add(function)
                 pending.extend(callee for callee in self.calls(function) if self._follows(callee))
         return found
