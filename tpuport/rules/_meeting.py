@@ -32,7 +32,7 @@ def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.ex
 
     Each with the first operation in which a traced tensor meets it, or None if none is known to.
     """
-    nodes = list(ast.walk(function))
+    nodes = context.module.inside(function)
     found: dict[ast.Call, ast.expr | None] = {}
     for node in nodes:
         if isinstance(node, ast.Call) and (made := creation(node, context)) is not None:
@@ -121,7 +121,7 @@ def sure_tensor(function: Function, context: Context) -> str | None:
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
-    used = attributes_used(ast.walk(function))
+    used = attributes_used(context.module.inside(function))
     for argument in all_arguments(arguments):
         if argument.arg in optional or binders.get(argument.arg):
             continue

@@ -72,10 +72,10 @@ class ClassState:
 _known: "weakref.WeakKeyDictionary[ast.ClassDef, ClassState]" = weakref.WeakKeyDictionary()
 
 
-def class_state(node: ast.ClassDef) -> ClassState:
+def class_state(node: ast.ClassDef, context: Context) -> ClassState:
     """How the methods of a class use the attributes of `self`."""
     if node not in _known:
-        _known[node] = _read_class(node)
+        _known[node] = _read_class(node, context)
     return _known[node]
 
 
@@ -121,7 +121,7 @@ def runs_in_step(node: ast.AST, context: Context) -> bool:
         return False
     if not isinstance(around, ast.ClassDef):
         return not function.name.lstrip("_").startswith(_SET_UP)
-    return not is_set_up(function, class_state(around))
+    return not is_set_up(function, class_state(around, context))
 
 
 def attribute_of(node: ast.AST, owner: str) -> str | None:
@@ -133,7 +133,7 @@ def attribute_of(node: ast.AST, owner: str) -> str | None:
             return None
 
 
-def _read_class(node: ast.ClassDef) -> ClassState:
+def _read_class(node: ast.ClassDef, context: Context) -> ClassState:
     state = ClassState()
     for method in node.body:
         if isinstance(method, FUNCTIONS):
@@ -141,13 +141,13 @@ def _read_class(node: ast.ClassDef) -> ClassState:
     for method in state.methods.values():
         arguments = [*method.args.posonlyargs, *method.args.args]
         if arguments:
-            _read_method(method, arguments[0].arg, state)
+            _read_method(method, arguments[0].arg, state, context)
     return state
 
 
-def _read_method(method: Function, owner: str, state: ClassState) -> None:
+def _read_method(method: Function, owner: str, state: ClassState, context: Context) -> None:
     calls = state.calls.setdefault(method.name, set())
-    for node in _in_order(method):
+    for node in context.module.inside(method):
         if isinstance(node, ast.stmt):
             for name, value, way in _writes(node, owner):
                 state.writes.append(Write(name, node, value, method, way))
@@ -161,12 +161,6 @@ def _read_method(method: Function, owner: str, state: ClassState) -> None:
                 calls.add(name)
             case _:
                 pass
-
-
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _in_order(child)
 
 
 def _writes(node: ast.stmt, owner: str) -> Iterator[tuple[str, ast.expr | None, str]]:

@@ -25,7 +25,7 @@ def step_writes(node: ast.ClassDef, context: Context) -> Iterator[tuple[Write, s
     """
     if not is_module(node):
         return
-    state = class_state(node)
+    state = class_state(node, context)
     for write in state.writes:
         if is_set_up(write.method, state) or self_name(write.method) is None:
             continue

@@ -117,12 +117,14 @@ class GrowingCache(Rule):
     )
 
     def visit_If(self, node: ast.If, context: Context) -> None:
+        if not any(isinstance(part, ast.Compare) for part in ast.walk(node.test)):
+            return
         around = module_class(node, context)
         if around is None or not context.in_step(node):
             return
         function = context.module.outermost_function(node)
         assert isinstance(function, FUNCTIONS)
-        owner, state = self_name(function), class_state(around)
+        owner, state = self_name(function), class_state(around, context)
         if owner is None or is_set_up(function, state):
             return
         grown = grown_by(node, owner, state, context)

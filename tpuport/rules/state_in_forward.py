@@ -144,8 +144,8 @@ class StateInForward(Rule):
 
     def visit_ClassDef(self, node: ast.ClassDef, context: Context) -> None:
         for write, way in step_writes(node, context):
-            if way == "plain" and is_state(write, class_state(node), context):
-                carried = is_carried(write, class_state(node), context)
+            if way == "plain" and is_state(write, class_state(node, context), context):
+                carried = is_carried(write, class_state(node, context), context)
                 severity = Severity.SILENT if carried else Severity.NOTE
                 attribute = f"self.{write.attribute}"
                 context.report(self, write.node, severity=severity, attribute=attribute)
