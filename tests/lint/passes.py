@@ -1,7 +1,9 @@
 """Passes that other processes can be told of: what a run does, made visible."""
 
+import itertools
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tpuport.lint.records import Checked, Problem
@@ -13,27 +15,22 @@ def record(word: str, name: str) -> None:
         file.write(f"{word} {name} {os.getpid()}\n")
 
 
-def summarise(data: bytes, name: str, options: Any) -> Any:
-    """What other files need: the names that a file defines."""
-    del options
-    record("summarise", name)
-    return [line[4:].partition("(")[0] for line in data.decode().split("\n") if line[:4] == "def "]
-
-
-def connect(summaries: Any) -> Any:
-    """Facts for each file: how many names there are that files before it define."""
-    record("connect", str(len(summaries)))
-    return {
-        name: {"before": sum(len(summaries[other]) for other in summaries if other < name)}
-        for name in summaries
-    }
+def answer(checked: Checked, summary: Any = None) -> dict[str, Any]:
+    """What a check gives."""
+    return {"checked": checked.to_json(), "summary": summary}
 
 
 def check(data: bytes, name: str, options: Any) -> Any:
-    """Says as a problem what it was given."""
-    del data
-    record("check", name)
-    return Checked("", problems=(Problem("", str(options)),)).to_json()
+    """Says as a problem what it was given; the summary is the first line."""
+    record("check", f"{name} {options.get('facts', '-')}")
+    summary = data.decode().partition("\n")[0]
+    return answer(Checked("", problems=(Problem("", str(options)),)), summary)
+
+
+def connect(summaries: Mapping[str, str]) -> dict[str, str]:
+    """Facts: the first line of the file of the next name, if there is one."""
+    names = sorted(summaries)
+    return {name: summaries[other] for name, other in itertools.pairwise(names)}
 
 
 def raise_error(data: bytes, name: str, options: Any) -> Any:
@@ -41,7 +38,7 @@ def raise_error(data: bytes, name: str, options: Any) -> Any:
     del options
     if name == "bad.py":
         raise KeyError("a\nb")
-    return Checked("", functions=len(data)).to_json()
+    return answer(Checked("", functions=len(data)))
 
 
 def end_process(data: bytes, name: str, options: Any) -> Any:
@@ -55,4 +52,4 @@ def slow(data: bytes, name: str, options: Any) -> Any:
     """Work that ends in another order than it begins."""
     del options
     time.sleep(0.01 if name < "b" else 0)
-    return Checked("", functions=len(data)).to_json()
+    return answer(Checked("", functions=len(data)))

@@ -24,7 +24,7 @@ def shown(source: str, name: str = "a.py", **settings) -> list[tuple[int, str]]:
 
     answer = check(source.encode(), name, {"strict": False})
     outcome = decide(
-        [Checked.from_json(answer, name)],
+        [Checked.from_json(answer["checked"], name)],
         Settings(root=Path("/"), **settings),
         known=["TPU001", "TPU101", "TPU102", "TPU103", "TPU104"],
     )
@@ -36,7 +36,9 @@ def messages(comment: str, code: str = "x = x + 1", **settings) -> list[str]:
     from pathlib import Path
 
     source = f"{HEAD}    {code}  {comment}\n    return x\n"
-    checked = Checked.from_json(check(source.encode(), "a.py", {"strict": False}), "a.py")
+    checked = Checked.from_json(
+        check(source.encode(), "a.py", {"strict": False})["checked"], "a.py"
+    )
     outcome = decide(
         [checked], Settings(root=Path("/"), **settings), known=["TPU001", "TPU101", "TPU103"]
     )

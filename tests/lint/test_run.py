@@ -18,7 +18,8 @@ from tpuport.lint.records import Checked, Problem, Reported, Trouble
 from tpuport.lint.run import Passes, run
 from tpuport.source.finding import Severity
 
-TWO = Passes(check=passes.check, summarise=passes.summarise, connect=passes.connect)
+ALONE = Passes(check=passes.check, connect=lambda summaries: {})
+TWO = Passes(check=passes.check, connect=passes.connect)
 FILES = {"a.py": "def f():\n    pass\n", "b.py": "def g():\n    pass\n", "c.py": "x = 1\n"}
 
 
@@ -67,7 +68,7 @@ def test_work_is_spread_over_processes(project, log, monkeypatch, tmp_path):
     root = project({f"m{number}.py": "x = 1\n" for number in range(12)})
     monkeypatch.setattr(running, "MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr(running, "_MAX_BATCH", 1)
-    run(paths(root), jobs=2, passes=Passes(check=passes.check))
+    run(paths(root), jobs=2, passes=ALONE)
     processes = {line.rpartition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()}
     assert str(os.getpid()) not in processes
     assert log().total() == 12
@@ -75,7 +76,7 @@ def test_work_is_spread_over_processes(project, log, monkeypatch, tmp_path):
 
 def test_little_work_stays_in_this_process(project, log, tmp_path):
     root = project(FILES)
-    run(paths(root), jobs=4, passes=Passes(check=passes.check))
+    run(paths(root), jobs=4, passes=ALONE)
     processes = {line.rpartition(" ")[2] for line in (tmp_path / "log").read_text().splitlines()}
     assert processes == {str(os.getpid())}
     assert log().total() == 3
@@ -124,35 +125,75 @@ def test_a_file_that_is_gone_is_reported(project):
 # Two passes.
 
 
-def test_facts_come_from_all_files_and_go_to_each(project, log):
+def test_facts_come_from_all_files_and_go_to_those_they_are_about(project, log):
     root = project(FILES)
     checked = run(paths(root), passes=TWO)
     given = [one.problems[0].reason for one in checked]
-    assert given == [str({"strict": False, "facts": {"before": n}}) for n in (0, 1, 2)]
-    assert log()["connect 3"] == 1
+    assert given == [
+        str({"strict": False, "facts": "def g():"}),
+        str({"strict": False, "facts": "x = 1"}),
+        str({"strict": False}),
+    ]
+    assert log().total() == 3 + 2
+
+
+def test_a_file_that_could_not_be_read_has_no_say_in_facts(project):
+    root = project({"a.py": "x = 1\n", "bad.py": "x", "c.py": b"\0"})
+    seen = []
+    only = Passes(passes.raise_error, lambda summaries: seen.append(dict(summaries)) or {})
+    run(paths(root), passes=only)
+    assert seen == [{}]
+    run(paths(root), passes=Passes(connect=lambda found: seen.append(sorted(found)) or {}))
+    assert seen[1] == ["a.py", "bad.py"]
 
 
 def test_only_what_changed_is_done_again(project, log):
     root = project(FILES)
     cache = Cache(root / "cache")
     first = run(paths(root), cache=cache, passes=TWO)
-    assert log().total() == 7
+    assert log().total() == 5
     assert run(paths(root), cache=cache, passes=TWO) == first
-    assert log() == {"connect 3": 1}
+    assert log() == {}
     # Its own text changes, but nothing that others have to know.
-    project({"a.py": "def f():\n    return 1\n"})
+    project({"b.py": "def g():\n    return 1\n"})
     run(paths(root), cache=cache, passes=TWO)
-    assert log() == {"connect 3": 1, "summarise a.py": 1, "check a.py": 1}
-    # Now the facts of those after it change.
-    project({"a.py": "def f():\n    pass\ndef h():\n    pass\n"})
+    assert log() == {"check b.py -": 1, "check b.py x = 1": 1}
+    # Now the facts of the one before it change too.
+    project({"b.py": "def h():\n    return 1\n"})
     run(paths(root), cache=cache, passes=TWO)
-    assert log() == {
-        "connect 3": 1,
-        "summarise a.py": 1,
-        "check a.py": 1,
-        "check b.py": 1,
-        "check c.py": 1,
-    }
+    assert log() == {"check b.py -": 1, "check b.py x = 1": 1, "check a.py def h():": 1}
+
+
+HELPER = """import torch
+
+
+def scale(x):
+    y = torch.relu(x)
+    if y.max() > 0:
+        y = y + 1
+    return y
+"""
+USER = """import torch
+
+from .helper import scale
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        return scale(x)
+"""
+
+
+def test_a_helper_is_part_of_the_step_that_calls_it_elsewhere(project):
+    project({"pkg/__init__.py": "", "pkg/helper.py": HELPER, "pkg/net.py": USER})
+    names = [Path("pkg/helper.py"), Path("pkg/net.py")]
+    (alone,) = run(names[:1])
+    helper, net = run(names)
+    assert alone.reached == net.reached == ()
+    assert helper.reached == ("scale",)
+    assert helper.functions == 1
+    assert (alone.functions, alone.findings) == (0, ())
+    assert [finding.code for finding in helper.findings] == ["TPU101"]
 
 
 # The cache.
@@ -161,17 +202,16 @@ def test_only_what_changed_is_done_again(project, log):
 def test_strict_is_another_question(project, log):
     root = project(FILES)
     cache = Cache(root / "cache")
-    only = Passes(check=passes.check)
-    run(paths(root), cache=cache, passes=only)
-    run(paths(root), cache=cache, strict=True, passes=only)
-    assert log()["check a.py"] == 2
+    run(paths(root), cache=cache, passes=ALONE)
+    run(paths(root), cache=cache, strict=True, passes=ALONE)
+    assert log()["check a.py -"] == 2
 
 
 def test_equal_files_have_one_answer_each_under_its_name(project, log):
     root = project({"a.py": "x = 1\n", "b.py": "x = 1\n"})
     cache = Cache(root / "cache")
-    run([Path("a.py")], cache=cache, passes=Passes(check=passes.check))
-    (found,) = run([Path("b.py")], cache=cache, passes=Passes(check=passes.check))
+    run([Path("a.py")], cache=cache, passes=ALONE)
+    (found,) = run([Path("b.py")], cache=cache, passes=ALONE)
     assert found.file == found.problems[0].file == "b.py"
     assert log().total() == 1
 
@@ -188,11 +228,11 @@ def test_failed_work_is_not_kept(project):
 def test_a_damaged_record_counts_as_absent(project, log, damage):
     root = project(FILES)
     cache = Cache(root / "cache")
-    first = run(paths(root), cache=cache, passes=Passes(check=passes.check))
+    first = run(paths(root), cache=cache, passes=ALONE)
     log()
     for path in root.glob("cache/*/*/*.json"):
         path.write_bytes(path.read_bytes()[:-2] if damage is None else damage)
-    assert run(paths(root), cache=cache, passes=Passes(check=passes.check)) == first
+    assert run(paths(root), cache=cache, passes=ALONE) == first
     assert log().total() == 3
 
 
@@ -208,10 +248,10 @@ def test_the_record_of_another_question_is_not_taken(project):
 
 def test_a_new_version_of_tpuport_asks_again(project, log, monkeypatch):
     root = project(FILES)
-    run(paths(root), cache=Cache(root / "cache"), passes=Passes(check=passes.check))
+    run(paths(root), cache=Cache(root / "cache"), passes=ALONE)
     monkeypatch.setattr(caching, "fingerprint", lambda: "other")
-    run(paths(root), cache=Cache(root / "cache"), passes=Passes(check=passes.check))
-    assert log()["check a.py"] == 2
+    run(paths(root), cache=Cache(root / "cache"), passes=ALONE)
+    assert log()["check a.py -"] == 2
 
 
 def test_the_fingerprint_follows_the_code(monkeypatch, tmp_path):

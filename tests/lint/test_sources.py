@@ -13,7 +13,7 @@ from tpuport.lint.sources import MAX_MEGABYTES
 
 def reason(data: bytes) -> str:
     """Why a file with these bytes is not linted."""
-    checked = Checked.from_json(check(data, "a.py", {"strict": False}), "a.py")
+    checked = Checked.from_json(check(data, "a.py", {"strict": False})["checked"], "a.py")
     assert checked.findings == ()
     (problem,) = checked.problems
     assert "\n" not in str(problem)
@@ -65,7 +65,7 @@ STEP = "def forward(x):\n    return x  # é\n"
     ],
 )
 def test_a_file_that_python_reads_is_linted(data: bytes):
-    checked = Checked.from_json(check(data, "a.py", {"strict": False}), "a.py")
+    checked = Checked.from_json(check(data, "a.py", {"strict": False})["checked"], "a.py")
     assert checked.problems == ()
 
 
@@ -73,7 +73,8 @@ def test_a_file_that_python_reads_is_linted(data: bytes):
 @settings(max_examples=200)
 def test_any_bytes_have_an_answer(data: bytes):
     for name in ("a.py", "n.ipynb"):
-        Checked.from_json(json.loads(json.dumps(check(data, name, {"strict": False}))), name)
+        answer = json.loads(json.dumps(check(data, name, {"strict": False})))
+        Checked.from_json(answer["checked"], name)
 
 
 def test_one_file_does_not_cost_the_others(project, invoke, branch):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tpuport.lint.records import Checked, Problem
     from tpuport.lint.settings import Settings
 
+    # A file, and what was found in it.
+    Pair = tuple[Path, Checked]
+
 _WHERE = "Where to"
 Diff = Annotated[
     bool,
@@ -121,12 +124,13 @@ def _from_files(
     with progress("Rewriting") as advance:
         checked = run(found.files, jobs=choice.jobs, cache=choice.cache(settings), progress=advance)
         # To another folder go the files without findings too.
-        files = list(found.files) if out else with_findings(found.files, checked, settings)
-        changes, problems = _rewritten(files, settings, unsafe=unsafe)
+        pairs = list(zip(found.files, checked, strict=True))
+        wanted = pairs if out else with_findings(pairs, settings)
+        changes, problems = _rewritten(wanted, settings, unsafe=unsafe)
     unread = [problem for one in checked for problem in one.problems]
     problems = list({str(p): p for p in (*found.problems, *unread, *problems)}.values())
     if out is not None:
-        problems += _copied(changes, files, out)
+        problems += _copied(changes, found.files, out)
         return _finish(changes, problems, len(found.files), f"To {out}: rewrote")
     if write:
         problems += [p for change in changes if change.changed for p in _written(change)]
@@ -137,13 +141,11 @@ def _from_files(
     return code or (FAILED if any(change.changed for change in changes) else 0)
 
 
-def with_findings(
-    files: Sequence[Path], checked: "Sequence[Checked]", settings: "Settings"
-) -> list[Path]:
+def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]":
     """The files in which there is something to rewrite, or to say why not."""
     return [
-        path
-        for path, one in zip(files, checked, strict=True)
+        (path, one)
+        for path, one in pairs
         if any(settings.selects_in(finding.code, path) for finding in one.findings)
     ]
 
@@ -152,7 +154,7 @@ def fix_files(
     files: Sequence[Path], checked: "Sequence[Checked]", settings: "Settings", *, unsafe: bool
 ) -> "tuple[list[Change], list[Problem]]":
     """Rewrite files in place: those that were changed, and what went wrong."""
-    wanted = with_findings(files, checked, settings)
+    wanted = with_findings(list(zip(files, checked, strict=True)), settings)
     changes, problems = _rewritten(wanted, settings, unsafe=unsafe)
     changed = [change for change in changes if change.changed]
     problems += [problem for change in changed for problem in _written(change)]
@@ -160,15 +162,15 @@ def fix_files(
 
 
 def _rewritten(
-    files: Sequence[Path], settings: "Settings", *, unsafe: bool
+    pairs: "Sequence[Pair]", settings: "Settings", *, unsafe: bool
 ) -> "tuple[list[Change], list[Problem]]":
     from tpuport.lint.fixing import rewrite_file
     from tpuport.lint.records import Problem
 
     changes: list[Change] = []
     problems: list[Problem] = []
-    for path in files:
-        result = rewrite_file(path, settings, unsafe=unsafe)
+    for path, one in pairs:
+        result = rewrite_file(path, settings, unsafe=unsafe, reached=one.reached)
         if isinstance(result, Problem):
             problems.append(result)
         else:

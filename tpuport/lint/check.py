@@ -13,13 +13,14 @@ from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
 from tpuport.source.kinds import StaticKinds
 from tpuport.source.module import FUNCTIONS, Module
+from tpuport.source.project import find_reached, summarise
 from tpuport.source.rewriter import prospects
 
 MAX_EXCERPT = 6
 
 
 def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every finding of every rule in one file, as JSON.
+    """Every finding of every rule in one file, and what other files may want to know of it.
 
     Which rules and severities the user wants to see is decided later, so that the answer can be
     kept. A file that cannot be linted is an answer too.
@@ -27,10 +28,17 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         data: The whole file.
         name: Its name; only the end matters.
-        options: `strict`, whether what is not known counts as traced inside a step.
+        options: `strict`, whether what is not known counts as traced inside a step; `facts`, the
+            functions of the file that only steps in other files reach, if there are any.
+
+    Returns:
+        As JSON: `checked` as of `Checked.to_json`, and `summary` for `connect`, null where the file
+        cannot be read.
     """
+    reached = frozenset(options.get("facts", ()))
     try:
-        return _check(read_source(data, name), strict=bool(options["strict"])).to_json()
+        checked, summary = _check(read_source(data, name), options["strict"], reached)
+        return {"checked": checked.to_json(), "summary": summary}
     except UnreadableError as error:
         problem = Problem("", error.reason, error.trouble)
     except SyntaxError as error:
@@ -40,7 +48,21 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         problem = Problem("", "nested too deeply to be read")
     except MemoryError:
         problem = Problem("", "nested too deeply, or too large for the memory there is")
-    return Checked("", problems=(problem,)).to_json()
+    return {"checked": Checked("", problems=(problem,)).to_json(), "summary": None}
+
+
+def connect(summaries: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For each file the functions that only steps in other files reach; files without are left out.
+
+    Args:
+        summaries: The summary of each file that could be read, by path.
+    """
+    reached = find_reached(summaries)
+    extra = {
+        file: sorted(reached[file].difference(summary["steps"]))
+        for file, summary in summaries.items()
+    }
+    return {file: names for file, names in extra.items() if names}
 
 
 def parse(source: Source, name: str = "") -> Module:
@@ -55,9 +77,10 @@ def parse(source: Source, name: str = "") -> Module:
         return Module(normal_line_breaks(source.text), file=name)
 
 
-def _check(source: Source, *, strict: bool) -> Checked:
+def _check(source: Source, strict: bool, reached: frozenset[str]) -> tuple[Checked, dict[str, Any]]:
     module = parse(source)
-    context = Context(module, StaticKinds().bind(module), strict=strict)
+    kinds = StaticKinds(reached).bind(module)
+    context = Context(module, kinds, strict=strict)
     found = matches(context, make_rules(None))
     safeties = {id(match): safety for match, safety in prospects(context, found)}
     directives = find_directives(module.text.text)
@@ -76,7 +99,8 @@ def _check(source: Source, *, strict: bool) -> Checked:
             for number, reason in notebook.broken
         )
     ordered = tuple(sorted(set(findings), key=lambda finding: finding.key))
-    return Checked("", ordered, ignores, problems, functions=len(steps))
+    checked = Checked("", ordered, ignores, problems, len(steps), tuple(sorted(reached)))
+    return checked, dict(summarise(module))
 
 
 def _steps(context: Context) -> dict[ast.AST, int]:

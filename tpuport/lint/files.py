@@ -121,12 +121,12 @@ class _Walk:
         return self._exclude.match_file(path, folder=folder)
 
     def file(self, path: Path) -> None:
-        """Take a file."""
+        """Take a file that is given by name."""
         path = Path(os.path.normpath(path))
         if path.exists() and not path.is_file():
             self._problem(path, "not a regular file")
-            return
-        self.files.setdefault(os.path.realpath(path), path)
+        else:
+            self.files.setdefault(os.path.realpath(path), path)
 
     def folder(self, path: Path) -> None:
         """Take what lies in a folder, and then what links in it lead to."""
@@ -171,8 +171,10 @@ class _Walk:
                 continue
             if is_folder:
                 yield replace(visit, folder=path, ignores=ignores)
-            elif entry.is_symlink() or entry.is_file():
+            elif entry.is_symlink():
                 self.file(path)
+            elif entry.is_file():
+                self.files.setdefault(os.path.join(visit.above[-1], entry.name), path)
 
     def _problem(self, path: Path, reason: str, trouble: Trouble = Trouble.UNREAD) -> None:
         self.problems.append(Problem(shown_path(path), reason, trouble))

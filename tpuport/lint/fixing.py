@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.source.discovery import find_rules
 from tpuport.source.engine import Match
+from tpuport.source.kinds import Oracle, StaticKinds
 from tpuport.source.module import Module
 from tpuport.source.rewriter import NotSettledError, RewriteResult, rewrite
 
@@ -61,22 +62,38 @@ class Change:
         return self.before != self.after
 
 
-def rewrite_file(path: Path, settings: Settings, *, unsafe: bool) -> "Change | Problem":
-    """What rewriting makes of a file, which stays as it is."""
+def rewrite_file(
+    path: Path, settings: Settings, *, unsafe: bool, reached: Iterable[str] = ()
+) -> "Change | Problem":
+    """What rewriting makes of a file, which stays as it is.
+
+    Args:
+        path: The file.
+        settings: Which rules to apply.
+        unsafe: Whether to apply fixes that can change results.
+        reached: The functions of the file that only steps in other files reach.
+    """
     name = shown_path(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         return Problem(name, f"cannot be read: {error.strerror or error}")
-    return rewrite_bytes(data, name, settings, unsafe=unsafe, path=path)
+    return rewrite_bytes(data, name, settings, unsafe=unsafe, path=path, reached=reached)
 
 
 def rewrite_bytes(
-    data: bytes, name: str, settings: Settings, *, unsafe: bool, path: Path | None = None
+    data: bytes,
+    name: str,
+    settings: Settings,
+    *,
+    unsafe: bool,
+    path: Path | None = None,
+    reached: Iterable[str] = (),
 ) -> "Change | Problem":
     """The same for a file's content, with the path it goes by."""
+    kinds = StaticKinds(frozenset(reached))
     try:
-        return _rewrite(read_source(data, name), name, settings, unsafe, path)
+        return _rewrite(read_source(data, name), name, settings, unsafe, path, kinds)
     except UnreadableError as error:
         return Problem(name, error.reason, error.trouble)
     except SyntaxError as error:
@@ -91,11 +108,13 @@ def rewrite_bytes(
 
 
 def _rewrite(
-    source: Source, name: str, settings: Settings, unsafe: bool, path: Path | None
+    source: Source, name: str, settings: Settings, unsafe: bool, path: Path | None, kinds: Oracle
 ) -> Change:
     rules = [rule for rule in find_rules() if settings.selects_in(rule.CODE, Path(name))]
     text = source.text if source.notebook is None else marked(source.notebook)
-    result = rewrite(text, rules=rules, file=name, unsafe=unsafe, ignored=ignored_by_comments)
+    result = rewrite(
+        text, rules=rules, kinds=kinds, file=name, unsafe=unsafe, ignored=ignored_by_comments
+    )
     after = source.raw
     if result.applied:
         after = result.source

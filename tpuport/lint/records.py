@@ -101,6 +101,7 @@ class Checked:
 
     Attributes:
         functions: How many functions of the file are part of a traced step.
+        reached: Those of them that only steps in other files reach: `f` or `Class.f`.
     """
 
     file: str
@@ -108,6 +109,7 @@ class Checked:
     ignores: tuple[Ignore, ...] = ()
     problems: tuple[Problem, ...] = ()
     functions: int = 0
+    reached: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A form to keep. It leaves the path out: the same text may lie at several."""
@@ -145,6 +147,7 @@ class Checked:
                 for item in found["problems"]
             ),
             functions=int(found["functions"]),
+            reached=tuple(found["reached"]),
         )
 
 

@@ -1,9 +1,10 @@
 """Runs a piece of work over many files: in parallel, from the cache where it can, in order.
 
-A run may have two passes. In the first each file is summed up by itself; then facts for each file
-are drawn from all summaries; in the second each file is checked with its facts. Both passes are
-kept by the content of the file, the second one also by its facts: a change in one file makes other
-files be checked again only if it changes what they have to know.
+A run has two passes. In the first each file is checked and summed up by itself. From all summaries
+follow facts about some files, such as which functions steps elsewhere reach, and in the second pass
+those files are checked again with their facts. Both are kept by the content of the file, the second
+also by the facts: a change in one file makes others be checked again only if it changes what there
+is to know about them.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tpuport.lint.cache import Cache
-from tpuport.lint.check import check
+from tpuport.lint.check import check, connect
 from tpuport.lint.files import shown_path
 from tpuport.lint.records import Checked, Problem, Trouble
 
@@ -39,17 +40,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Passes:
-    """What a run does with each file.
+    """What a run does.
 
     Attributes:
-        check: Gives what `Checked.to_json` does; its options have the facts, if there are any.
-        summarise: Gives what other files need to know of a file; without it there is one pass.
-        connect: From the summary of each file by path, the facts for each file by path.
+        check: What `tpuport.lint.check.check` does with one file.
+        connect: From the summary of each file by path the facts for files, by path, that cannot be
+            seen in the file itself.
     """
 
     check: Task = check
-    summarise: Task | None = None
-    connect: Callable[[Mapping[str, Json]], Mapping[str, Json]] | None = None
+    connect: Callable[[Mapping[str, Json]], Mapping[str, Json]] = connect
 
 
 def run(
@@ -74,19 +74,29 @@ def run(
     passes = passes or Passes()
     names = [shown_path(path) for path in files]
     with Workers(jobs=jobs or processors(), cache=cache or Cache(None)) as workers:
-        facts: Mapping[str, Json] = {}
-        if passes.summarise is not None and passes.connect is not None:
-            answers = workers.map(passes.summarise, [(path, {}) for path in files])
-            found = zip(names, answers, strict=True)
-            facts = passes.connect({n: a for n, a in found if not isinstance(a, Failure)})
-        options = [_options(strict, facts.get(name)) for name in names]
-        answers = workers.map(passes.check, list(zip(files, options, strict=True)), progress)
+        inputs = [(path, {"strict": strict}) for path in files]
+        answers = workers.map(passes.check, inputs, progress)
+        facts = passes.connect(_summaries(names, answers))
+        again = [place for place, name in enumerate(names) if name in facts]
+        inputs = [
+            (files[place], {"strict": strict, "facts": facts[names[place]]}) for place in again
+        ]
+        for place, answer in zip(again, workers.map(passes.check, inputs), strict=True):
+            answers[place] = answer
     return [_checked(answer, name) for answer, name in zip(answers, names, strict=True)]
+
+
+def _summaries(names: Sequence[str], answers: "Sequence[Json | Failure]") -> dict[str, Json]:
+    return {
+        name: answer["summary"]
+        for name, answer in zip(names, answers, strict=True)
+        if not isinstance(answer, Failure) and answer["summary"] is not None
+    }
 
 
 def run_source(data: bytes, name: str, *, strict: bool = False) -> Checked:
     """The same for one text that is in no file."""
-    return _checked(_attempt_on(check, data, name, _options(strict, None)), name)
+    return _checked(_attempt_on(check, data, name, {"strict": strict}), name)
 
 
 def processors() -> int:
@@ -96,14 +106,10 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def _options(strict: bool, facts: Json) -> Json:
-    return {"strict": strict} if facts is None else {"strict": strict, "facts": facts}
-
-
 def _checked(answer: "Json | Failure", name: str) -> Checked:
     if isinstance(answer, Failure):
         return Checked(name, problems=(Problem(name, answer.reason, answer.trouble),))
-    return Checked.from_json(answer, name)
+    return Checked.from_json(answer["checked"], name)
 
 
 @dataclass(frozen=True)
