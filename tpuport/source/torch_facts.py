@@ -54,7 +54,8 @@ OTHER_METHODS = frozenset(
     {
         *("append", "convert", "crop", "endswith", "extend", "get", "height", "items", "join"),
         *("keys", "lower", "mode", "pop", "resize", "startswith", "strip", "update", "upper"),
-        *("width", "tobytes", "insert", "fromarray", "thumbnail"),
+        *("width", "tobytes", "insert", "fromarray", "thumbnail", "named_modules", "modules"),
+        *("named_parameters", "parameters", "state_dict", "children", "named_children", "eval"),
     }
 )
 # These say so of any expression in a step: numpy's arrays and modules lack them, too.
