@@ -4,6 +4,7 @@ import ast
 
 from tpuport.rules._masks import is_number, is_tensor
 from tpuport.source.engine import Context
+from tpuport.source.kinds import Kind
 
 # By name: which argument decides the size (-1 is the tensor that a method is called on), and under
 # which keywords it may be given.
@@ -111,10 +112,11 @@ def _sizes(name: str, arguments: list[ast.expr]) -> list[ast.expr]:
 
 
 def _is_size(node: ast.expr, context: Context) -> bool:
-    return is_tensor(node, context)
+    # Sizes are everywhere: `--strict` asks for proof of them, too.
+    return context.kind(node) is Kind.TRACED and is_tensor(node, context)
 
 
 def dynamic_end(node: ast.Slice, context: Context) -> ast.expr | None:
     """The end of a slice that is a traced tensor."""
     ends = [end for end in (node.lower, node.upper, node.step) if end is not None]
-    return next((end for end in ends if is_tensor(end, context)), None)
+    return next((end for end in ends if _is_size(end, context)), None)
