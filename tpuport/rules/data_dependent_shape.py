@@ -4,8 +4,8 @@ import ast
 
 from tpuport.rules._dynamic import dynamic_end, why_dynamic
 from tpuport.rules._expressions import OPS
+from tpuport.rules._following import RowFix
 from tpuport.rules._masks import holds_rows, severity
-from tpuport.rules._rows import RowFix
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
