@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._guards import guard_of
 from tpuport.rules._masks import is_leading, is_ours, masks, parts
+from tpuport.rules._repairs import guard_of
 from tpuport.rules._row_calls import (
     is_other_axis,
     is_plain_loss,
