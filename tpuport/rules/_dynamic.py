@@ -1,12 +1,12 @@
-"""Which calls and slices give a tensor whose shape depends on traced values."""
+"""Which calls give a tensor whose shape depends on traced values."""
 
 import ast
 
-from tpuport.rules._masks import is_number, is_tensor
+from tpuport.rules._masks import is_number
 from tpuport.source.engine import Context
 
-# By name: which argument decides the size (-1 is the tensor that a method is called on), and under
-# which keywords it may be given.
+# By name: which argument decides the size (0 is also the tensor that a method is called on), and
+# under which keywords it may be given.
 _COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "argwhere": (0, ("input",)),
     "bincount": (0, ("input",)),
@@ -18,14 +18,7 @@ _COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "unique_consecutive": (0, ("input",)),
 }
 _METHODS = (frozenset(_COUNTED) | {"repeat_interleave"}) - {"combinations"}
-_SIZED = frozenset(
-    {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "randperm"}
-) | {"tril_indices", "triu_indices", "zeros"}
-_SIZED_METHODS = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
-_KNOWN = _METHODS | _SIZED | _SIZED_METHODS | {"combinations", "one_hot", "where"}
-# Of these only the first argument, or the third, is a size.
-_FIRST = frozenset({"full", "new_full"})
-_THIRD = frozenset({"linspace", "logspace"})
+_KNOWN = _METHODS | {"combinations", "one_hot", "where"}
 
 
 def why_dynamic(call: ast.Call, context: Context) -> str | None:
@@ -39,11 +32,7 @@ def why_dynamic(call: ast.Call, context: Context) -> str | None:
         return _text(decides) if _is_value(decides, context) else None
     if name in ("where", "one_hot"):
         return _of_where_or_one_hot(name, call, arguments, context)
-    if name == "repeat_interleave":
-        return _of_repeat(call, arguments, context)
-    sizes = _sizes(name, arguments)
-    found = next((size for size in sizes if _is_size(size, context)), None)
-    return None if found is None else ast.unparse(found)
+    return _of_repeat(call, arguments, context)
 
 
 def _called(call: ast.Call, context: Context) -> tuple[str | None, list[ast.expr]]:
@@ -57,13 +46,11 @@ def _called(call: ast.Call, context: Context) -> tuple[str | None, list[ast.expr
     name = context.name(function)
     if name is not None:
         is_torch = name.rpartition(".")[0] in ("torch", "torch.nn.functional", "torch.Tensor")
-        return (last if is_torch and last not in _SIZED_METHODS else None), call.args
-    if not isinstance(function, ast.Attribute):
+        return (last if is_torch else None), call.args
+    if last not in _METHODS or not isinstance(function, ast.Attribute):
         return None, []
-    if last in _METHODS:
-        is_traced = context.is_traced(function.value)
-        return (last if is_traced else None), [function.value, *call.args]
-    return (last if last in _SIZED_METHODS else None), call.args
+    is_traced = context.is_traced(function.value)
+    return (last if is_traced else None), [function.value, *call.args]
 
 
 def _argument(
@@ -100,21 +87,3 @@ def _of_repeat(call: ast.Call, arguments: list[ast.expr], context: Context) -> s
     if repeats is None and len(arguments) == 1:
         repeats = arguments[0]
     return _text(repeats) if _is_value(repeats, context) else None
-
-
-def _sizes(name: str, arguments: list[ast.expr]) -> list[ast.expr]:
-    chosen = arguments[:1] if name in _FIRST else arguments[2:3] if name in _THIRD else arguments
-    found: list[ast.expr] = []
-    for argument in chosen:
-        found += argument.elts if isinstance(argument, ast.Tuple | ast.List) else [argument]
-    return found
-
-
-def _is_size(node: ast.expr, context: Context) -> bool:
-    return is_tensor(node, context)
-
-
-def dynamic_end(node: ast.Slice, context: Context) -> ast.expr | None:
-    """The end of a slice that is a traced tensor."""
-    ends = [end for end in (node.lower, node.upper, node.step) if end is not None]
-    return next((end for end in ends if is_tensor(end, context)), None)

@@ -87,22 +87,6 @@ def is_ours(node: ast.expr) -> bool:
     return is_ops_call(node) and ast.unparse(node).startswith("tpuport.ops.masked(")
 
 
-def holds_rows(node: ast.expr, context: Context, depth: int = 4) -> bool:
-    """Whether an expression may hold the rows that a read has which a fix put there."""
-    match node:
-        case ast.Subscript(value=value) if depth:
-            return is_ours(value) or holds_rows(value, context, depth)
-        case ast.Call(func=ast.Attribute(value=value)) if depth:
-            return holds_rows(value, context, depth)
-        case ast.Name() if depth:
-            return any(
-                isinstance(value, ast.expr) and holds_rows(value, context, depth - 1)
-                for _, value in bindings(node, context)
-            )
-        case _:
-            return False
-
-
 def severity(node: ast.AST, context: Context) -> Severity:
     """What a finding does: code that packs tokens for a CUDA kernel never runs without one."""
     for parent in context.module.ancestors(node):

@@ -2,10 +2,12 @@
 
 import ast
 
-from tpuport.rules._dynamic import dynamic_end, why_dynamic
+from tpuport.rules._dynamic import why_dynamic
 from tpuport.rules._expressions import OPS
 from tpuport.rules._masks import holds_rows, severity
 from tpuport.rules._masked_rows import RowFix
+from tpuport.rules._following import RowFix
+from tpuport.rules._masks import severity
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
@@ -17,9 +19,9 @@ class DataDependentShape(Rule):
 
     ## What it does
     Finds `nonzero`, `argwhere`, `torch.where(condition)`, `masked_select`, `unique`,
-    `unique_consecutive`, `bincount`, `one_hot` without a number of classes, `repeat_interleave`
-    with a tensor of repeats, slices between traced ends and new tensors of a traced size. A
-    `masked_select` whose elements are reduced is rewritten with `tpuport.ops.masked_select`.
+    `unique_consecutive`, `bincount`, `one_hot` without a number of classes and `repeat_interleave`
+    with a tensor of repeats. A `masked_select` whose elements are reduced is rewritten with
+    `tpuport.ops.masked_select`.
 
     ## Why is this bad?
     Every array of a traced program has a shape that is known before any value is, so torchax raises
@@ -81,8 +83,8 @@ class DataDependentShape(Rule):
                 ("ids.unique(), x", "ConcretizationTypeError", "no fix"),
                 ("x.repeat_interleave(ids, dim=0)", "ConcretizationTypeError", "no fix"),
                 ("torch.nn.functional.one_hot(ids)", "ConcretizationTypeError", "no fix"),
-                ("x[: ids.max()]", "ConcretizationTypeError", "no fix"),
-                ("x + torch.arange(ids.max() + 2)", "RuntimeError", "no fix"),
+                ("torch.combinations(x[0])", "ConcretizationTypeError", "no fix"),
+                ("x.nonzero_static(size=4)", "ConcretizationTypeError", "no fix"),
                 ("x.masked_select(x > 0)", "ConcretizationTypeError", "returns as many rows"),
             )
         ),
@@ -124,16 +126,6 @@ class DataDependentShape(Rule):
         decides = why_dynamic(node, context)
         if decides is not None:
             context.report(self, node, severity=severity(node, context), made=node, decides=decides)
-
-    def visit_Subscript(self, node: ast.Subscript, context: Context) -> None:
-        slices = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.Slice)]
-        if isinstance(node.slice, ast.Tuple):
-            slices += [part for part in node.slice.elts if isinstance(part, ast.Slice)]
-        for part in slices:
-            end = dynamic_end(part, context)
-            if end is not None and not holds_rows(node.value, context):
-                context.report(self, node, severity=severity(node, context), made=node, decides=end)
-                return
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         function = node.func if isinstance(node, ast.Call) else None

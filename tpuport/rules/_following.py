@@ -7,6 +7,27 @@ from dataclasses import dataclass
 from tpuport.rules._origins import bound_values, is_one_tensor
 from tpuport.source.engine import Context
 from tpuport.source.statements import walk_scope
+from tpuport.rules._expressions import OPS
+from tpuport.rules._masks import is_leading, is_ours, masks, parts
+from tpuport.rules._repairs import guard_of
+from tpuport.rules._row_calls import (
+    is_other_axis,
+    is_plain_loss,
+    loss_modules,
+    starts_with_minus_one,
+)
+from tpuport.source.engine import Context, quote
+from tpuport.source.finding import Fix, NotFixable
+from tpuport.source.module import FUNCTIONS, SCOPES
+from tpuport.source.rowwise import (
+    ELEMENTWISE,
+    HOST_ATTRIBUTES,
+    JOINS,
+    LOSSES,
+    REDUCTIONS,
+    RESHAPES,
+)
+from tpuport.source.text import Edit, Passage
 
 Loop = ast.For | ast.comprehension
 
