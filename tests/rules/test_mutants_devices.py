@@ -99,6 +99,14 @@ def test_a_default_device_that_a_constructor_uses_is_an_error(init: str, expecte
     assert severities("TPU511", model(init=init)) == expected
 
 
+def test_a_default_is_a_note_however_it_is_written():
+    assert severities("TPU511", "def place(x, device='cuda:0'): ...\n") == [Severity.NOTE]
+    source = "import torch\ndef place(x, device=torch.device('cuda')): ...\n"
+    assert severities("TPU511", source) == [Severity.NOTE]
+    source = "import torch\nclass Options:\n    device: object = torch.device('cuda')\n"
+    assert severities("TPU511", source) == [Severity.NOTE]
+
+
 def test_a_name_passed_to_a_parameter_called_device_is_found():
     source = model(init="self.place('cuda')") + "\n    def place(self, device_type): ...\n"
     assert severities("TPU511", source) == [Severity.NOTE, Severity.ERROR]

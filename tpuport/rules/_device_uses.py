@@ -110,8 +110,12 @@ def _call_use(call: ast.Call, context: Context) -> Severity | None:
     written = ast.unparse(call.func)
     if _OTHERS.search(context.name(call.func) or written):
         return None
-    if isinstance(context.module.parents[call], ast.Compare):
+    parent = context.module.parents[call]
+    if isinstance(parent, ast.Compare):
         return None
+    in_class = isinstance(context.module.scope(call), ast.ClassDef)
+    if isinstance(parent, ast.arguments) or (in_class and isinstance(parent, ast.AnnAssign)):
+        return Severity.NOTE  # a default that callers may change
     if not context.in_step(call) or not _redirected(call, context):
         return Severity.ERROR
     return Severity.SLOW

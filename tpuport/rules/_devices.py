@@ -13,6 +13,8 @@ from tpuport.source.roles import Role
 ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available|deepspeed", re.IGNORECASE)
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
+# Streams are there to move weights to a GPU and back.
+ASKS_STREAMS = re.compile(rf"{ASKS_CUDA.pattern}|offload|stream|torch_greater", re.IGNORECASE)
 # Exceptions that code without CUDA, without a package or without a process group raises.
 CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
@@ -156,7 +158,10 @@ def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
         case ast.If(test=test, body=[*_, last]):
             return isinstance(last, EXITS) and _mentions(test, words)
         case ast.Expr(value=ast.Call(func=function)):
-            return words is ASKS_CUDA and REQUIRES.search(ast.unparse(function)) is not None
+            return (
+                words in (ASKS_CUDA, ASKS_STREAMS)
+                and REQUIRES.search(ast.unparse(function)) is not None
+            )
         case _:
             return False
 

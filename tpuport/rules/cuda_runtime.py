@@ -3,7 +3,13 @@
 import ast
 
 from tpuport.rules._cuda_facts import CUDA_ACTIONS, CUDA_VALUES
-from tpuport.rules._devices import AVAILABLE, insists_on_cuda, is_guarded, severity_anywhere
+from tpuport.rules._devices import (
+    ASKS_STREAMS,
+    AVAILABLE,
+    insists_on_cuda,
+    is_guarded,
+    severity_anywhere,
+)
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -142,7 +148,7 @@ class CudaRuntime(Rule):
             return
         if name == "device" and not isinstance(context.module.parents[node], ast.withitem):
             return  # only entering it raises
-        if not is_guarded(node, context.module):
+        if not is_guarded(node, context.module, ASKS_STREAMS):
             context.report(self, node, call=node, severity=severity_anywhere(node, context))
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
