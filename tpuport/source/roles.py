@@ -9,9 +9,11 @@ from pathlib import PurePath
 
 from tpuport.source.classes import ClassInfo, find_classes
 from tpuport.source.gpu_only import find_gpu_only
+from tpuport.source.imported import qualified_name
 from tpuport.source.module import FUNCTIONS, Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.torch_facts import is_operation
 from tpuport.source.values import contains_traced
 
 
@@ -196,7 +198,8 @@ class Roles:
             return Role.STEP, True
         if self.is_host_file:
             return Role.HOST, False
-        return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+        computes = self._takes_tensors(function) or self._calls_operations(function)
+        return (Role.STEP if computes else Role.HOST), False
 
     def _own_of_method(self, function: Function, owner: ClassInfo) -> tuple[Role, bool]:
         name = function.name
@@ -236,6 +239,17 @@ class Roles:
             and node.func.value.id == "self"
             for node in self.module.inside(function)
         )
+
+    def _calls_operations(self, function: Function) -> bool:
+        """Whether a function with parameters calls functions of torch that compute with tensors."""
+        if not all_arguments(function.args):
+            return False
+        names = (
+            qualified_name(node.func, self.module.imports)
+            for node in self.module.inside(function)
+            if isinstance(node, ast.Call)
+        )
+        return any(name is not None and is_operation(name) for name in names)
 
     def _takes_tensors(self, function: Function) -> bool:
         arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]

@@ -127,3 +127,12 @@ HOST_ANNOTATIONS = frozenset(
         ),
     }
 )
+
+
+def is_operation(name: str) -> bool:
+    """Whether a full name is that of a function of torch that computes with its tensors."""
+    package, _, last = name.rpartition(".")
+    if package == "torch.nn.functional":
+        return True
+    made = last in CREATION_TORCH or last in HOST_TORCH or last in RANDOM_TORCH
+    return package == "torch" and not made and last.islower()
