@@ -10,6 +10,7 @@ from tpuport.rules._rule import Example
 from tpuport.rules.no_grad_as_stop_gradient import NoGradAsStopGradient
 from tpuport.rules.tensor_in_forward import TensorInForward
 from tpuport.rules.write_through_view import WriteThroughView
+from tpuport.source.engine import find
 from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
@@ -101,6 +102,58 @@ def test_a_view_that_may_be_a_copy_is_left():
     result = rewrite(source, rules=[WriteThroughView])
     assert result.source == source
     assert "may be a copy" in result.left[0].reason
+
+
+# The rule says of each form what torchax does.
+FORMS = {
+    **{
+        name: f"part = y.{name}\n    part += 1"
+        for name in (
+            *("view(-1)", "reshape(4, 3)", "flatten()", "unsqueeze(0)", "squeeze()", "t()", "T"),
+            *("transpose(0, 1)", "permute(1, 0)", "movedim(0, 1)", "narrow(0, 0, 2)", "mT"),
+            *("select(0, 1)", "diagonal()", "expand(3, 4)", "unfold(1, 2, 2)", "unbind(1)[2]"),
+            *("split(2)[0]", "view(4, 3)[1:]", "view_as(y)", "unflatten(1, (2, 2))"),
+            *("contiguous()", "clone()", "float()", "detach().clone()", "abs()"),
+        )
+    },
+    "subscript": "part = y[1:]\n    part += 1",
+    "subscript of a subscript": "y[1:][:, 2:].mul_(3)",
+    "column": "y[:, 0] += 1",
+    "element": "y[0, 1] = 5.0",
+    "new dimension": "part = y[:, None]\n    part[0] = 1.0",
+    **{
+        f"subscript with {name}": f"y[1:].{name}"
+        for name in (
+            *("zero_()", "fill_(2.0)", "masked_fill_(x[1:] > 0, 0.5)", "addcmul_(x[1:], x[1:])"),
+            *(
+                "tril_()",
+                "sgn_()",
+                "add_(1)",
+                "clamp_(0, 1)",
+                "copy_(x[1:])",
+                "pow_(2)",
+                "sigmoid_()",
+            ),
+            *("lerp_(x[1:], 0.5)", "nan_to_num_()", "relu_()", "div_(2.0)", "fill_diagonal_(0.0)"),
+        )
+    },
+    "write without a name": "y.view(-1)[3] = 7.0",
+    "parts": "first, second = y.chunk(2, dim=1)\n    first += 1",
+    "base after its view": "part = y.view(-1)\n    y.mul_(2)\n    y = part.sum() + y",
+    "base after its subscript": "part = y[1:]\n    y.mul_(2)\n    y = part.sum() + y",
+    "name for the whole": "part = y\n    part += 1",
+    "base not read": "y = y.view(4, 3)\n    y += 1",
+}
+
+
+@pytest.mark.parametrize("lines", FORMS.values(), ids=FORMS)
+def test_what_is_found_is_what_torchax_loses(lines: str, tmp_path: Path):
+    source = f"import torch\n\n\ndef forward(x):\n    y = x * 2\n    {lines}\n    return y\n"
+    found = find(source.replace("(x)", "(x: torch.Tensor)"), rules=[WriteThroughView])
+    inputs = equivalence.make_inputs("(torch.randn(3, 4),)", seeds=1)
+    inputs += equivalence.make_inputs("(torch.randn(3, 4).log(),)", seeds=1)  # with NaN
+    is_lost = HARMS["differs"](equivalence.load(source, tmp_path), inputs) is None
+    assert bool(found) == is_lost
 
 
 # The harms say so where code is well.

@@ -51,7 +51,7 @@ def _starts_anew(write: Write, state: ClassState, context: Context) -> bool:
         and other.way == "bind"
         and other.value is not None
         and not context.is_traced(other.value)
-        and context.in_step(other.node)
+        and (context.in_step(other.node) or other.method.name.startswith("init_"))
         for other in state.writes
         if other.method.name != "__init__"
     )

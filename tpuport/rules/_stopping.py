@@ -22,7 +22,7 @@ _FROZEN = re.compile(r"(^|_)(teacher|old|ref|reference|target|frozen|ema|momentu
 # What models call tensors of whole numbers and truths.
 _WHOLE = re.compile(
     r"mask|idx|ids$|^ids|index|indices|position|bucket|coord|order|count|num_|len|token|label|hit"
-    r"|match|grid|shape|size|valid|hash"
+    r"|match|grid|shape|size|valid|hash|(^|_)ind($|_)"
 )
 # Of a tensor: neither carries a gradient.
 _NO_GRADIENT = frozenset(
@@ -76,6 +76,9 @@ def is_stopper(node: ast.expr, context: Context) -> bool:
 
 def asks_for_gradients(function: Function, context: Context) -> bool:
     """Whether a gradient may be asked for in a function: it is no sampling, nor switched off."""
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    if arguments and arguments[0].arg == "ctx":
+        return False  # of an autograd.Function, which says itself what its gradient is
     around = [
         function,
         *(p for p in context.module.ancestors(function) if isinstance(p, FUNCTIONS)),

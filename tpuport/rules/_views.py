@@ -26,7 +26,8 @@ LOSING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 LOSING_ON_SLICES = frozenset(
     {
         *("zero_", "fill_", "masked_fill_", "addcmul_", "addcdiv_", "tril_", "triu_", "renorm_"),
-        "fill_diagonal_",
+        *("fill_diagonal_", "lerp_", "nan_to_num_", "index_add_", "index_copy_", "index_fill_"),
+        *("frac_", "logit_", "sgn_"),
     }
 )
 NOT_A_WRITE = frozenset({"requires_grad_", "detach_", "retain_grad_", "share_memory_"})

@@ -20,7 +20,9 @@ METHODS = frozenset(
     {
         *("round_", "index_reduce", "index_reduce_", "put_", "to_sparse", "abs_", "atan_", "erf_"),
         *("clamp_max_", "cumsum_", "exp_", "floor_", "fmod_", "log_", "neg_", "reciprocal_"),
-        *("rsqrt_", "sign_", "sin_", "t_", "trunc_"),
+        *("rsqrt_", "sign_", "sin_", "t_", "trunc_", "addmm_", "asin_", "atan2_", "copysign_"),
+        *("cos_", "cosh_", "cumprod_", "erfinv_", "exp2_", "expm1_", "hypot_", "log1p_", "log2_"),
+        *("logical_and_", "sinh_", "tan_"),
     }
 )
 # Fail only if they are given this keyword.
