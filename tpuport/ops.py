@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_device import cuda
 from tpuport.ops_masked import (
     count_elements,
     count_rows,
@@ -22,7 +23,6 @@ from tpuport.ops_masked import (
     mismatched,
     rowwise,
 )
-from tpuport.ops_device import cuda
 
 __all__ = [
     "are_checks_on",

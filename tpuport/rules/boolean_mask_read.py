@@ -5,7 +5,6 @@ import ast
 from tpuport.rules._counts import count_fix, counted
 from tpuport.rules._following import RowFix
 from tpuport.rules._masks import is_ours, masks, severity, takes_one_mask
-from tpuport.rules._masked_rows import RowFix
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity

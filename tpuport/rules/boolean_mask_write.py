@@ -4,7 +4,6 @@ import ast
 
 from tpuport.rules._following import RowFix
 from tpuport.rules._masks import is_ours, is_view, masks, parts, takes_one_mask
-from tpuport.rules._masked_rows import RowFix
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity

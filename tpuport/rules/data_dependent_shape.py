@@ -4,8 +4,6 @@ import ast
 
 from tpuport.rules._dynamic import why_dynamic
 from tpuport.rules._expressions import OPS
-from tpuport.rules._masks import holds_rows, severity
-from tpuport.rules._masked_rows import RowFix
 from tpuport.rules._following import RowFix
 from tpuport.rules._masks import severity
 from tpuport.rules._rule import Example, Rule

@@ -279,11 +279,49 @@ def plain_jit(function: Callable[..., Any], args: Inputs) -> Any:
     """
     return PlainProgram(function)(*args)
 
-    environment = torchax.default_env()
-    with environment:
-        moved = [arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args]
-        result = interop.jax_jit(function)(*moved)
-        return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
+
+class PlainProgram:
+    """A function or module as one `jax.jit` through torchax alone, to be called again and again.
+
+    Parameters and buffers of a module become arguments of the program, as torchax's documentation
+    shows it; what a call leaves in the module's attributes stays there.
+
+    Args:
+        function: A function of tensors, or a module, of which a copy is taken.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        import torchax
+        from torchax import interop
+
+        self._environment = torchax.default_env()
+        self._state: dict[str, torch.Tensor] = {}
+        self._call = function
+        if isinstance(function, torch.nn.Module):
+            module = copy.deepcopy(function)
+            with self._environment:
+                module.to("jax")
+                self._state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            self._call = partial(torch.func.functional_call, module)
+        self._jitted = interop.jax_jit(self.pure)
+
+    def pure(self, state: dict[str, torch.Tensor], args: Inputs) -> Any:
+        """The result for a module's tensors and arguments, all of them on the JAX device."""
+        if isinstance(self._call, partial):
+            return self._call(state, args)
+        return self._call(*args)
+
+    def __call__(self, *args: Any) -> Any:
+        """The result for tensors on the CPU, moved there, too."""
+        with self._environment, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchax hands out arrays that cannot be written
+            result = self._jitted(self._state, moved(args))
+            return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
+
+
+def moved(args: Inputs) -> Inputs:
+    """Arguments with their tensors on the JAX device of the torchax environment in use."""
+    return tuple(arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args)
 
 
 def check_plain(
@@ -332,46 +370,3 @@ _NARROW = {
     torch.float64: torch.float32,
     torch.complex128: torch.complex64,
 }
-
-class PlainProgram:
-    """A function or module as one `jax.jit` through torchax alone, to be called again and again.
-
-    Parameters and buffers of a module become arguments of the program, as torchax's documentation
-    shows it; what a call leaves in the module's attributes stays there.
-
-    Args:
-        function: A function of tensors, or a module, of which a copy is taken.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        import torchax
-        from torchax import interop
-
-        self._environment = torchax.default_env()
-        self._state: dict[str, torch.Tensor] = {}
-        self._call = function
-        if isinstance(function, torch.nn.Module):
-            module = copy.deepcopy(function)
-            with self._environment:
-                module.to("jax")
-                self._state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            self._call = partial(torch.func.functional_call, module)
-        self._jitted = interop.jax_jit(self.pure)
-
-    def pure(self, state: dict[str, torch.Tensor], args: Inputs) -> Any:
-        """The result for a module's tensors and arguments, all of them on the JAX device."""
-        if isinstance(self._call, partial):
-            return self._call(state, args)
-        return self._call(*args)
-
-    def __call__(self, *args: Any) -> Any:
-        """The result for tensors on the CPU, moved there, too."""
-        with self._environment, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchax hands out arrays that cannot be written
-            result = self._jitted(self._state, moved(args))
-            return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
-
-
-def moved(args: Inputs) -> Inputs:
-    """Arguments with their tensors on the JAX device of the torchax environment in use."""
-    return tuple(arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args)

@@ -54,31 +54,6 @@ def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
     return None if results[0] == results[1] else "two calls of the program differ"
 
 
-def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Text about a tensor that shows no value: it was made when the program was traced."""
-    expected = observe(function, inputs[0])
-    got = observe(lambda *args: plain_jit(function, args), inputs[0])
-    if got.error is not None:
-        return f"plain torchax raises {got.error[0].__name__} instead"
-    return None if "Tracer" in got.printed and expected.printed else "the same is printed"
-
-
-def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A program that is longer when a dimension of its first input is twice as long."""
-    args = inputs[0]
-    first, *others = args
-    short = program_length(function, args)
-    for dim in range(first.ndim):
-        longer = (torch.cat([first, first], dim), *others)
-        if observe(function, longer).error is None and program_length(function, longer) > short:
-            return None
-    return f"the program always has {short} operations"
-
-
-def program_length(function: Callable[..., Any], args: Inputs) -> int:
-    """The number of operations of a function's program under plain torchax."""
-
-
 def freezes(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
     """Numbers that eager PyTorch draws anew, and a program does not, though it has its own key."""
     args, program = inputs[0], PlainProgram(function)
@@ -123,6 +98,121 @@ def second_trace_differs(function: Callable[..., Any], inputs: Sequence[Inputs])
 
 def gradient_flows(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
     """A gradient that eager PyTorch stops and `jax.grad` does not."""
+    import jax
+    import torchax
+    from torchax import interop
+
+    leaf, *rest = (_leaf(arg) for arg in inputs[0])
+    function(leaf, *rest).sum().backward()
+    with torchax.default_env():
+        first, *others = moved(inputs[0])
+
+        def loss(array: Any) -> Any:
+            return interop.jax_view(function(interop.torch_view(array), *others).sum())
+
+        gradient = torch.tensor(jax.grad(loss)(interop.jax_view(first)).tolist())
+    expected = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    if difference(expected, gradient, rtol=1e-4) is not None:
+        return None
+    return "jax.grad gives the gradient of eager PyTorch"
+
+
+def _leaf(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.clone().requires_grad_() if is_float else value
+
+
+def keeps_activations(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A checkpoint that leaves no trace in the program: nothing is computed again."""
+    import jax
+    import torchax
+    from torchax import interop
+
+    with torchax.default_env():
+
+        def loss(*arrays: Any) -> Any:
+            return interop.jax_view(function(*interop.torch_view(arrays)).sum())
+
+        arrays = interop.jax_view(moved(inputs[0]))
+        program = str(jax.make_jaxpr(jax.grad(loss))(*arrays))
+    return "the program has a checkpoint" if "remat" in program else None
+
+
+def retraces(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A model that is traced for each of its calls, once it is ported.
+
+    The example's function is a method of an object whose `model` it calls.
+    """
+    import tpuport
+    from tpuport.testing.retrace import TraceCounter
+
+    owner = function.__self__  # pyright: ignore[reportFunctionMemberAccess]
+    args = inputs[0]
+    calls, counter = TraceCounter(owner.model.forward), TraceCounter(owner.model.forward)
+    owner.model.forward = calls.counted
+    function(*args)
+    owner.model.forward = counter.counted
+    owner.model = tpuport.convert(owner.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(*args)
+    # The port calls the model eagerly and under the tracer, for each program that it makes.
+    return None if counter.count >= calls.count > 1 else "one program serves several calls"
+
+
+def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Frozen parameters that an optimiser holds, and that `jax.grad` gives a gradient for.
+
+    The example's function returns the model and the optimiser.
+    """
+    import jax
+    import torchax
+    from torchax import interop
+
+    model, optimizer = function(*inputs[0])
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    frozen = {
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) in held and not parameter.requires_grad
+    }
+    with torchax.default_env():
+        arrays = interop.jax_view({k: v.detach().to("jax") for k, v in model.named_parameters()})
+        args = moved(inputs[0])
+
+        def loss(state: Any) -> Any:
+            out = torch.func.functional_call(model, interop.torch_view(state), args)
+            return interop.jax_view(out.sum())
+
+        gradients = jax.grad(loss)(arrays)
+    if any(abs(gradients[name]).max() > 0 for name in frozen):
+        return None
+    return "the optimiser holds no frozen parameter with a gradient"
+
+
+def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """Text about a tensor that shows no value: it was made when the program was traced."""
+    expected = observe(function, inputs[0])
+    got = observe(lambda *args: plain_jit(function, args), inputs[0])
+    if got.error is not None:
+        return f"plain torchax raises {got.error[0].__name__} instead"
+    return None if "Tracer" in got.printed and expected.printed else "the same is printed"
+
+
+def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
+    """A program that is longer when a dimension of its first input is twice as long."""
+    args = inputs[0]
+    first, *others = args
+    short = program_length(function, args)
+    for dim in range(first.ndim):
+        longer = (torch.cat([first, first], dim), *others)
+        if observe(function, longer).error is None and program_length(function, longer) > short:
+            return None
+    return f"the program always has {short} operations"
+
+
+def program_length(function: Callable[..., Any], args: Inputs) -> int:
+    """The number of operations of a function's program under plain torchax."""
     import jax
     import torchax
     from torchax import interop
@@ -185,40 +275,17 @@ HARMS: dict[str, Harm] = {
     "computes_in_half": computes_in_half,
     "differs": differs,
     "fails_beside_torchax": fails_beside_torchax,
+    "forgets": forgets,
+    "freezes": freezes,
+    "gradient_flows": gradient_flows,
     "ignores_autocast": ignores_autocast,
+    "keeps_activations": keeps_activations,
+    "leaks": leaks,
     "needs_cuda": needs_cuda,
     "prints": prints,
     "repeats": repeats,
-    "unrolls": unrolls,
-}
-    frozen = {
-        name
-        for name, parameter in model.named_parameters()
-        if id(parameter) in held and not parameter.requires_grad
-    }
-    with torchax.default_env():
-        arrays = interop.jax_view({k: v.detach().to("jax") for k, v in model.named_parameters()})
-        args = moved(inputs[0])
-
-        def loss(state: Any) -> Any:
-            out = torch.func.functional_call(model, interop.torch_view(state), args)
-            return interop.jax_view(out.sum())
-
-        gradients = jax.grad(loss)(arrays)
-    if any(abs(gradients[name]).max() > 0 for name in frozen):
-        return None
-    return "the optimiser holds no frozen parameter with a gradient"
-
-
-HARMS: dict[str, Harm] = {
-    "differs": differs,
-    "repeats": repeats,
-    "freezes": freezes,
-    "forgets": forgets,
-    "leaks": leaks,
-    "second_trace_differs": second_trace_differs,
-    "gradient_flows": gradient_flows,
-    "keeps_activations": keeps_activations,
     "retraces": retraces,
+    "second_trace_differs": second_trace_differs,
     "trains_frozen": trains_frozen,
+    "unrolls": unrolls,
 }
