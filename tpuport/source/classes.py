@@ -17,7 +17,8 @@ _MODULE_BASE = re.compile(
 _OTHER_BASE = re.compile(r"^(pydantic\.|flax\.|keras\.|tf\.|tensorflow\.)|(^|\.)(TF|Flax)[A-Z]")
 _DATA_BASE = re.compile(r"(Dataset|Sampler|DataModule|Builder|DataLoader|Collator)$")
 _HOST_BASE = re.compile(
-    r"(Pipeline|Scheduler|SchedulerMixin|Processor|ProcessorMixin|Tokenizer|TokenizerFast|Config"
+    r"(Pipeline|Scheduler|SchedulerMixin|ProcessorMixin|Tokenizer|TokenizerFast|Config|Extractor"
+    r"|(Image|Video|Audio|Vae|Text|Feature|Logits)\w*Processor\w*"
     r"|Callback|Trainer|TestCase|Enum|Exception|Error|Output|NamedTuple|Dict)$"
 )
 

@@ -28,6 +28,7 @@ from tpuport.source.values import (
     MODULE,
     NONE,
     TRACED,
+    TRACED_NUMBER,
     UNKNOWN,
     Form,
     Kind,
@@ -100,7 +101,7 @@ def library_call(name: str, call: Call) -> Value:
     if package in ("numpy", "cupy", "scipy"):
         return ARRAY
     if package == "math":
-        return combine(call.passed)
+        return TRACED_NUMBER if call.takes_traced else HOST
     if package in ("einops", "torchvision", "jaxtyping") or last in ("rearrange", "einsum"):
         return _operation(last, call)
     if name == "copy.deepcopy" or name == "copy.copy":

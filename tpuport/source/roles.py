@@ -50,7 +50,7 @@ HOST_FUNCTION = re.compile(
 # Files whose functions run on the host unless a step calls them.
 HOST_FILE = re.compile(
     r"(^|_)(data|datasets?|dataloaders?|loader|tokeniz\w*|tokenization|preprocess\w*|processing"
-    r"|processors?|extraction|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
+    r"|(image|video|audio|vae|logits)_processors?|extraction|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
     r"|configuration|download|convert\w*|conversion|scheduling|schedulers?|pipelines?|scripts?|tests?"
     r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation)"
     r"(_|$)"

@@ -218,8 +218,7 @@ class Walker(Caller):
         for index, part in enumerate(parts):
             item = item_of(value, index if same else None)
             # What a module gives may be a tensor and numbers: `x, height, width = self.embed(x)`.
-            is_number = value.kind is Kind.TRACED and isinstance(part, ast.Name)
-            if is_number and NUMBER_NAME.search(part.id):
+            if value.kind is Kind.TRACED and NUMBER_NAME.search(getattr(part, "id", "")):
                 item = UNKNOWN
             self.bind(part, item)
 
