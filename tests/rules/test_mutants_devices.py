@@ -130,6 +130,14 @@ def test_what_makes_a_group_is_an_error():
     assert severities("TPU515", model(init="assert dist.is_initialized(); dist.barrier()")) == []
 
 
+def test_code_for_several_processes_or_for_measuring_is_a_note():
+    call = "    torch.cuda.synchronize()\n"
+    for head in ("def init_distributed_mode(args):", "def ring(q, sp_group):\n    sp_group.rank()"):
+        assert severities("TPU512", f"import torch\n{head}\n{call}") == [Severity.NOTE]
+    timer = f"import torch\nclass Timer:\n  def __enter__(self):\n{call}"
+    assert severities("TPU512", timer) == [Severity.NOTE]
+
+
 @pytest.mark.parametrize("test", ["x.device != torch.device('cuda')", "not x.is_cuda"])
 def test_asking_whether_a_tensor_is_there_yet_is_no_guard(test: str):
     forward = f"if {test}: x = x.cuda()"
