@@ -11,7 +11,8 @@ from tpuport.source.roles import Role
 
 # Words of a test after which code may take CUDA for granted.
 ASKS_CUDA = re.compile(
-    r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size", re.I
+    r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size|\bddp\b",
+    re.I,
 )
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
