@@ -185,7 +185,7 @@ def test_an_import_that_only_some_functions_need_is_a_note():
     body = "    import flash_attn\n    return flash_attn.f(x)\n"
     assert severities("TPU514", "import flash_attn\n") == [Severity.ERROR]
     assert severities("TPU514", "def fast_attention(x):\n" + body) == [Severity.NOTE]
-    head = "import torch\nclass A(torch.nn.Module):\n  def forward(self, x):\n"
+    head = "import torch\nclass A(torch.nn.Module):\n  def forward(self, x: torch.Tensor):\n"
     assert severities("TPU514", head + body) == [Severity.ERROR]
 
 
