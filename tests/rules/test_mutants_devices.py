@@ -130,6 +130,17 @@ def test_what_makes_a_group_is_an_error():
     assert severities("TPU515", model(init="assert dist.is_initialized(); dist.barrier()")) == []
 
 
+def test_code_for_several_processes_or_for_measuring_is_a_note():
+    call = "    torch.cuda.synchronize()\n"
+    for head in ("def init_distributed_mode(args):", "def ring(q, sp_group):\n    sp_group.rank()"):
+        assert severities("TPU512", f"import torch\n{head}\n{call}") == [Severity.NOTE]
+    step = "def step(optimizer):\n    for group in optimizer.param_groups: pass"
+    assert severities("TPU512", f"import torch\n{step}\n{call}") == [Severity.ERROR]
+    assert severities("TPU512", "import torch\nif ddp: torch.cuda.set_device(0)\n") == []
+    timer = f"import torch\nclass Timer:\n  def __enter__(self):\n{call}"
+    assert severities("TPU512", timer) == [Severity.NOTE]
+
+
 @pytest.mark.parametrize("test", ["x.device != torch.device('cuda')", "not x.is_cuda"])
 def test_asking_whether_a_tensor_is_there_yet_is_no_guard(test: str):
     forward = f"if {test}: x = x.cuda()"
@@ -174,7 +185,8 @@ def test_an_import_that_only_some_functions_need_is_a_note():
     body = "    import flash_attn\n    return flash_attn.f(x)\n"
     assert severities("TPU514", "import flash_attn\n") == [Severity.ERROR]
     assert severities("TPU514", "def fast_attention(x):\n" + body) == [Severity.NOTE]
-    assert severities("TPU514", "class A:\n  def forward(self, x):\n" + body) == [Severity.ERROR]
+    head = "import torch\nclass A(torch.nn.Module):\n  def forward(self, x: torch.Tensor):\n"
+    assert severities("TPU514", head + body) == [Severity.ERROR]
 
 
 def test_forked_workers_and_scalers_are_notes():

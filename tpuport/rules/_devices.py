@@ -10,11 +10,16 @@ from tpuport.source.module import Module
 from tpuport.source.roles import Role
 
 # Words of a test after which code may take CUDA for granted.
-ASKS_CUDA = re.compile(r"cuda|gpu|nccl|accelerat|available|deepspeed", re.IGNORECASE)
+ASKS_CUDA = re.compile(
+    r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size|\bddp\b",
+    re.I,
+)
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
 # Streams are there to move weights to a GPU and back.
-ASKS_STREAMS = re.compile(rf"{ASKS_CUDA.pattern}|offload|stream|torch_greater", re.IGNORECASE)
+ASKS_STREAMS = re.compile(
+    rf"{ASKS_CUDA.pattern}|offload|stream|pin_memory|torch_greater", re.IGNORECASE
+)
 # Exceptions that code without CUDA, without a package or without a process group raises.
 CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
@@ -26,7 +31,8 @@ _ASIDE = re.compile(
 )
 _PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
 # Functions that are for CUDA alone, and calls that raise unless there is CUDA.
-FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia", re.IGNORECASE)
+FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia|nvtx|nsys|_dist(_|$)|distribut|slurm|ddp", re.I)
+_MEASURES = re.compile(r"nvtx|nsys|profil|timer", re.I)
 REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
 EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 AVAILABLE = "torch.cuda.is_available()"
@@ -49,11 +55,14 @@ def severity_anywhere(
 ) -> Severity:
     """What a site means that raises on a TPU machine whoever runs it: host code, too.
 
-    It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, and in
-    functions that are for CUDA or find out about devices.
+    It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, in classes
+    that measure, and in functions that are for CUDA, start processes or find out about devices.
     """
     module = context.module
     function = module.function(node)
+    scope = next((p for p in module.ancestors(node) if isinstance(p, ast.ClassDef)), None)
+    if scope is not None and _MEASURES.search(scope.name):
+        return Severity.NOTE
     aside = function is not None and (
         _PREDICATE.search(function.name)
         or FOR_CUDA.search(function.name)

@@ -20,10 +20,18 @@ def is_chosen(call: ast.Call, module: Module) -> bool:
     """Whether a call is for a configuration with several processes only."""
     if any(isinstance(parent, ast.If | ast.IfExp) for parent in module.ancestors(call)):
         return True
-    function = module.function(call)
-    if function is not None and not _makes_group(call) and _GROUP.search(ast.unparse(function)):
+    if deals_with_groups(call, module) and not _makes_group(call):
         return True
     return _STARTS.search(module.text.text) is not None and not _makes_group(call)
+
+
+def deals_with_groups(node: ast.AST, module: Module) -> bool:
+    """Whether the function around a node speaks of a group of processes."""
+    function = module.function(node)
+    if function is None:
+        return False
+    text = ast.unparse(function)
+    return _GROUP.search(text) is not None and "param_groups" not in text  # an optimiser's
 
 
 def _makes_group(call: ast.Call) -> bool:

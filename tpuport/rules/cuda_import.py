@@ -5,7 +5,7 @@ import re
 from pathlib import PurePath
 
 from tpuport.rules._cuda_facts import CUDA_PACKAGES
-from tpuport.rules._devices import is_guarded, severity
+from tpuport.rules._devices import is_aside, is_guarded
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Safety, Severity
@@ -141,9 +141,9 @@ class CudaImport(Rule):
         function = context.module.function(node)
         if any(isinstance(parent, ast.Try) for parent in context.module.ancestors(node)):
             return
-        reached = severity(node, context)
-        if function is not None and not _is_entry(function, context.module):
-            reached = Severity.NOTE
+        # Not by role: what uses a package of kernels is taken for code that no TPU runs.
+        lazy = function is not None and not _is_entry(function, context.module)
+        reached = Severity.NOTE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
 
 

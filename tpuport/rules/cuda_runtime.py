@@ -10,6 +10,7 @@ from tpuport.rules._devices import (
     is_guarded,
     severity_anywhere,
 )
+from tpuport.rules._groups import deals_with_groups
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
@@ -53,9 +54,9 @@ class CudaRuntime(Rule):
                 y = x * 2
                 torch.cuda.synchronize()
                 for _ in range(2):
-                    torch.cuda.reset_peak_memory_stats(
-                        torch.cuda.set_device(0)
-                    )  # measured
+                    torch.cuda.set_device(
+                        0
+                    )  # the first
                 return y
             """,
             after="""
@@ -68,9 +69,9 @@ class CudaRuntime(Rule):
                     torch.cuda.synchronize()
                 for _ in range(2):
                     if torch.cuda.is_available():
-                        torch.cuda.reset_peak_memory_stats(
-                            torch.cuda.set_device(0)
-                        )  # measured
+                        torch.cuda.set_device(
+                            0
+                        )  # the first
                 return y
             """,
             reference="def forward(x): return x * 2",
@@ -78,11 +79,10 @@ class CudaRuntime(Rule):
         ),
         Example(
             before="""
-            import torch
+            from torch import cuda
 
-
-            def forward(x: torch.Tensor):
-                with torch.cuda.device(0):
+            def forward(x):
+                with cuda.device(0):
                     return x + 1
             """,
             jit_error="RuntimeError",
@@ -92,8 +92,7 @@ class CudaRuntime(Rule):
             before="""
             import torch
 
-
-            def forward(x: torch.Tensor):
+            def forward(x):
                 assert torch.cuda.is_available(), "needs a GPU"
                 return x + 1
             """,
@@ -108,12 +107,10 @@ class CudaRuntime(Rule):
 
         def forward(x: torch.Tensor):
             torch.cuda.empty_cache()
-            torch.cuda.manual_seed_all(0)
             scale = 1 + torch.cuda.device_count() + torch.cuda.max_memory_allocated()
             if x.is_cuda and torch.cuda.current_stream() is not None:
                 torch.cuda.synchronize()
-            with torch.cuda.stream(None):
-                return x * scale
+            return x * scale
         """,
         """
         import torch
@@ -130,7 +127,6 @@ class CudaRuntime(Rule):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-
         def start():
             try:
                 return torch.cuda.Event(enable_timing=True)
@@ -140,16 +136,15 @@ class CudaRuntime(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
-        name = context.name(node.func)
-        if name is None or not name.startswith("torch.cuda."):
-            return
-        name = name.removeprefix("torch.cuda.")
-        if name not in CUDA_ACTIONS and name not in CUDA_VALUES:
+        package, _, name = (context.name(node.func) or "").partition("torch.cuda.")
+        if package or name not in CUDA_ACTIONS | CUDA_VALUES:
             return
         if name == "device" and not isinstance(context.module.parents[node], ast.withitem):
             return  # only entering it raises
         if not is_guarded(node, context.module, ASKS_STREAMS):
-            context.report(self, node, call=node, severity=severity_anywhere(node, context))
+            chosen = deals_with_groups(node, context.module)
+            found = Severity.NOTE if chosen else severity_anywhere(node, context)
+            context.report(self, node, call=node, severity=found)
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
         if insists_on_cuda(node, context):
