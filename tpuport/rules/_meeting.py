@@ -43,7 +43,9 @@ def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.ex
         return found
     for node in nodes:
         operands = list(_operands(node, context))
-        if len(operands) > 1 and any(_is_on_device(each, context) for each in operands):
+        if len(operands) > 1 and any(
+            _is_on_device(each, context) and _has_traced_root(each, context) for each in operands
+        ):
             assert isinstance(node, ast.expr)
             for operand in operands:
                 call = cpu_tensor(operand, context)
@@ -82,6 +84,45 @@ def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:
             case _:
                 pass
     return True
+
+
+def _has_traced_root(node: ast.expr, context: Context) -> bool:
+    """Whether a value comes from a traced parameter or attribute, in one step or many.
+
+    A tensor that is traced only because it was made on a device which may be the CPU does not.
+    """
+    function = context.module.function(node)
+    if function is None:
+        return False
+    binders = context.flow(function).binders
+    seen: set[str] = set()
+    pending: list[ast.AST] = [node]
+    while pending:
+        for inner in ast.walk(pending.pop()):
+            match inner:
+                case ast.Attribute(value=ast.Name(id="self")) if context.is_traced(inner):
+                    return True
+                case ast.Name(id=name, ctx=ast.Load()) if name not in seen:
+                    seen.add(name)
+                    if not binders.get(name) and context.is_traced(inner):
+                        return True
+                    pending += [_statement(binder, context) for binder in binders.get(name, ())]
+                case _:
+                    pass
+    return False
+
+
+def _statement(node: ast.AST, context: Context) -> ast.AST:
+    """What binds a name: the value of an assignment, or what a loop goes over."""
+    for parent in context.module.ancestors(node):
+        match parent:
+            case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.For(iter=value):
+                return value
+            case ast.stmt():
+                return ast.Pass()
+            case _:
+                pass
+    return ast.Pass()
 
 
 def _operands(node: ast.AST, context: Context) -> Iterator[ast.expr]:

@@ -39,7 +39,8 @@ def drawn_at(node: ast.Call, context: Context) -> str | None:
     if root == "random" or root == "numpy.random":
         return None if last in _QUIET else root
     made = creation(node, context)
-    if made is not None and made[1] in RANDOM:
+    # torchax takes over `randperm` even where no device is named.
+    if made is not None and made[1] in RANDOM and made[1] != "randperm":
         return "the CPU" if _is_on_cpu(node) and not _has_default_device(context) else None
     if isinstance(node.func, ast.Attribute) and node.func.attr in ("sample", "rsample"):
         return "the CPU" if _is_host_distribution(node.func.value, context) else None

@@ -13,10 +13,10 @@ class HostRandomness(Rule):
     """Random numbers that Python, NumPy or the CPU draws in a step.
 
     ## What it does
-    Finds `random.*` and `numpy.random.*`, `torch.rand`, `randn`, `randint` and `randperm` without a
-    device, and samples of `torch.distributions` with Python numbers as parameters, in the code of a
-    step. Random operations on the device (`randn_like(x)`, `torch.rand(..., device=x.device)`) are
-    a note.
+    Finds `random.*` and `numpy.random.*`, `torch.rand`, `randn` and `randint` without a device,
+    and samples of `torch.distributions` with Python numbers as parameters, in the code of a step.
+    Random operations on the device (`randn_like(x)`, `torch.rand(..., device=x.device)`) are a
+    note.
 
     ## Why is this bad?
     The number is drawn while the program is traced and becomes a constant: every call sees the same
@@ -105,7 +105,8 @@ class HostRandomness(Rule):
                 self.noise = random.random() * np.random.rand()
 
             def forward(self, x: torch.Tensor):
-                return x + self.noise + torch.randn_like(x) + torch.rand(4, device=x.device)
+                x = x[torch.randperm(len(x))] + torch.rand(4, device=x.device)
+                return x + self.noise + torch.randn_like(x)
         """,
         """
         import torch

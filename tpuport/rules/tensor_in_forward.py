@@ -102,6 +102,20 @@ class TensorInForward(Rule):
                     places = torch.arange(4)
                 return x + places
         """,
+        """
+        import torch
+
+
+        def table(count):
+            step = 3.0 / count
+            step = torch.exp(torch.arange(count).float() * -step)
+            step = torch.arange(4).float().unsqueeze(1) * step.unsqueeze(0)
+            return torch.cat([step, torch.zeros(4, 1)], dim=1)
+
+
+        def forward(x: torch.Tensor):
+            return x * table(3).to(x.device)
+        """,
     )
 
     def visit_FunctionDef(self, node: Function, context: Context) -> None:
