@@ -192,7 +192,8 @@ def _checked(wanted: _Wanted, settings: "Settings") -> "tuple[list[Checked], lis
         if wanted.fix:
             from tpuport.commands.rewrite import fix_files
 
-            changed, more = fix_files(found.files, checked, settings, unsafe=wanted.unsafe)
+            pairs = list(zip(found.files, checked, strict=True))
+            changed, more = fix_files(pairs, choice, settings, unsafe=wanted.unsafe)
             problems += more
             if changed:
                 checked = run(found.files, strict=settings.strict, jobs=choice.jobs, cache=cache)
