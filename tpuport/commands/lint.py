@@ -179,6 +179,8 @@ def _checked(wanted: _Wanted, settings: "Settings") -> "tuple[list[Checked], lis
         if wanted.fix:
             raise UsageError("--fix changes files. For standard input: tpuport rewrite - --write")
         data = typer.get_binary_stream("stdin").read()
+        if choice.leaves_stdin_out(settings):
+            return [], []
         return [run_source(data, choice.stdin_name, strict=settings.strict)], []
     found = choice.files(settings)
     if not found.files:

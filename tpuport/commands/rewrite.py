@@ -99,6 +99,9 @@ def _from_stdin(
 
     del out
     data = typer.get_binary_stream("stdin").read()
+    if choice.leaves_stdin_out(settings):
+        typer.get_binary_stream("stdout").write(data if write else b"")
+        return 0
     request = Request(settings, choice.codes(settings), unsafe)
     change = rewrite_source(data, choice.stdin_name, request)
     if isinstance(change, Problem):
