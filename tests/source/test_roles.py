@@ -63,6 +63,9 @@ def test_a_module_runs_its_forward_and_what_that_calls():
         ("def f(x: Tensor): pass", "step"),
         ("def f(x): return x.unsqueeze(0)", "step"),
         ("def f(x): return x + 1", "host"),
+        ("def f(x, y): return torch.cat([x, y])", "step"),
+        ("def f(x): return torch.zeros(x)", "host"),
+        ("def f(): return torch.cat(WEIGHTS)", "host"),
         ("def save_image(x: Tensor): pass", "host"),
         ("def collate_fn(x): return x.unsqueeze(0)", "host"),
         ("@jax.jit\ndef f(a): return a", "step"),
@@ -96,6 +99,38 @@ def test_functions_by_name_and_parameters(source: str, expected: str):
 )
 def test_the_file_decides_where_nothing_else_does(file: str, expected: str):
     assert roles("def f(x: Tensor): pass", file) == {"f": expected}
+
+
+def test_code_behind_cuda_kernels_is_no_step():
+    found = roles("""
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+        class FlashAttention(nn.Module):
+            def forward(self, q: Tensor, mask: Tensor):
+                q = q * 2
+                return self._flash(q, mask)
+
+            def _flash(self, q: Tensor, mask: Tensor):
+                if mask is not None:
+                    return flash_attn_varlen_func(self._unpad(q, mask))
+                else:
+                    return flash_attn_func(q)
+
+            def _unpad(self, q: Tensor, mask: Tensor):
+                return q[mask]
+
+        class Attention(nn.Module):
+            def forward(self, q: Tensor):
+                if self.fast:
+                    return flash_attn_func(q)
+                return shared(q)
+
+        def shared(q: Tensor):
+            return q
+    """)
+    steps = [name for name, role in found.items() if role == "step"]
+    assert steps == ["shared", "forward"]
+    assert found["_unpad"] == found["_flash"] == "host"
 
 
 # Across files.

@@ -54,6 +54,7 @@ class Context:
         self.imports_inside = imports_inside
         self.strict = strict
         self._flows: dict[Function, Flow] = {}
+        self._names: dict[ast.expr, str | None] = {}
         self._roles = kinds.roles if isinstance(kinds, Inference) else Roles(module)
 
     def kind(self, node: ast.expr) -> Kind:
@@ -79,7 +80,9 @@ class Context:
         None if the expression is no dotted name, or does not start at an import or is rebound.
         Relative imports keep their dots: `.layers.Block`.
         """
-        return qualified_name(node, self.module.imports)
+        if node not in self._names:
+            self._names[node] = qualified_name(node, self.module.imports)
+        return self._names[node]
 
     def role(self, node: ast.AST) -> Role:
         """What runs the code at a node: the traced step, set-up, or the host around them."""

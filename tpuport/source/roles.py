@@ -8,9 +8,12 @@ from functools import cached_property
 from pathlib import PurePath
 
 from tpuport.source.classes import ClassInfo, find_classes
+from tpuport.source.gpu_only import find_gpu_only
+from tpuport.source.imported import qualified_name
 from tpuport.source.module import FUNCTIONS, Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.torch_facts import is_operation
 from tpuport.source.values import contains_traced
 
 
@@ -115,12 +118,15 @@ class Roles:
         own = {function: self._own(function) for function in self.everything}
         sure = [f for f, (role, is_sure) in own.items() if role is Role.STEP and is_sure]
         reached = self._closure(sure)
+        behind_kernels = self._closure(list(self.gpu_only), through_kernels=True) - reached
         by_host = self._closure(
             [f for f, (role, _) in own.items() if role is not Role.STEP and f not in reached]
         )
         roles: dict[Function, Role] = {}
         for function, (role, is_sure) in own.items():
-            if function in reached:
+            if function in self.gpu_only or (function in behind_kernels and not is_sure):
+                roles[function] = Role.HOST
+            elif function in reached:
                 roles[function] = Role.STEP
             elif role is Role.STEP and not is_sure and self._is_helper(function, by_host):
                 roles[function] = Role.HOST
@@ -135,12 +141,17 @@ class Roles:
         owner = self.owners.get(function)
         return function in by_host and (owner is None or not owner.is_module)
 
-    def _closure(self, roots: list[Function]) -> set[Function]:
+    @cached_property
+    def gpu_only(self) -> set[Function]:
+        """The functions that use a package of CUDA kernels: on a TPU nothing runs them."""
+        return find_gpu_only(self.module, {f: self.calls(f) for f in self.everything})
+
+    def _closure(self, roots: list[Function], *, through_kernels: bool = False) -> set[Function]:
         found: set[Function] = set()
         pending = list(roots)
         while pending:
             function = pending.pop()
-            if function not in found:
+            if function not in found and (through_kernels or function not in self.gpu_only):
                 found.add(function)
                 pending.extend(callee for callee in self.calls(function) if self._follows(callee))
         return found
@@ -187,7 +198,8 @@ class Roles:
             return Role.STEP, True
         if self.is_host_file:
             return Role.HOST, False
-        return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+        computes = self._takes_tensors(function) or self._calls_operations(function)
+        return (Role.STEP if computes else Role.HOST), False
 
     def _own_of_method(self, function: Function, owner: ClassInfo) -> tuple[Role, bool]:
         name = function.name
@@ -227,6 +239,17 @@ class Roles:
             and node.func.value.id == "self"
             for node in self.module.inside(function)
         )
+
+    def _calls_operations(self, function: Function) -> bool:
+        """Whether a function with parameters calls functions of torch that compute with tensors."""
+        if not all_arguments(function.args):
+            return False
+        names = (
+            qualified_name(node.func, self.module.imports)
+            for node in self.module.inside(function)
+            if isinstance(node, ast.Call)
+        )
+        return any(name is not None and is_operation(name) for name in names)
 
     def _takes_tensors(self, function: Function) -> bool:
         arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]

@@ -54,7 +54,8 @@ OTHER_METHODS = frozenset(
     {
         *("append", "convert", "crop", "endswith", "extend", "get", "height", "items", "join"),
         *("keys", "lower", "mode", "pop", "resize", "startswith", "strip", "update", "upper"),
-        *("width", "tobytes", "insert", "fromarray", "thumbnail"),
+        *("width", "tobytes", "insert", "fromarray", "thumbnail", "named_modules", "modules"),
+        *("named_parameters", "parameters", "state_dict", "children", "named_children", "eval"),
     }
 )
 # These say so of any expression in a step: numpy's arrays and modules lack them, too.
@@ -127,3 +128,12 @@ HOST_ANNOTATIONS = frozenset(
         ),
     }
 )
+
+
+def is_operation(name: str) -> bool:
+    """Whether a full name is that of a function of torch that computes with its tensors."""
+    package, _, last = name.rpartition(".")
+    if package == "torch.nn.functional":
+        return True
+    made = last in CREATION_TORCH or last in HOST_TORCH or last in RANDOM_TORCH
+    return package == "torch" and not made and last.islower()

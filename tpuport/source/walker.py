@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tpuport.source.inference import Inference
 
 Environment = dict[str, Value]
+NUMBER_NAME = re.compile(r"(^|_)(h|w|height|width|len|length|size|shape|count|num|dim)$|^(num|n)_")
 HELPER = re.compile(r"(if_true|if_false|loop_test|loop_body)(_\d+)?")
 
 
@@ -215,7 +216,12 @@ class Walker(Caller):
         starred = any(isinstance(part, ast.Starred) for part in parts)
         same = value.items is not None and len(value.items) == len(parts) and not starred
         for index, part in enumerate(parts):
-            self.bind(part, item_of(value, index if same else None))
+            item = item_of(value, index if same else None)
+            # What a module gives may be a tensor and numbers: `x, height, width = self.embed(x)`.
+            is_number = value.kind is Kind.TRACED and isinstance(part, ast.Name)
+            if is_number and NUMBER_NAME.search(part.id):
+                item = UNKNOWN
+            self.bind(part, item)
 
     def by_evidence(self, name: str, value: Value) -> Value:
         """A value, or a tensor where it is not known and the name is used like one."""

@@ -1,0 +1,87 @@
+"""Functions that run only where a package of CUDA kernels is installed: no step on a TPU."""
+
+import ast
+from collections.abc import Sequence
+
+from tpuport.source.module import FUNCTIONS, SCOPES, Function, Module
+
+# Packages of kernels for NVIDIA GPUs. Without one they cannot be installed, or fail to import or
+# at the first call.
+CUDA_PACKAGES = frozenset(
+    {
+        *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
+        *("xformers", "triton", "apex", "amp_C", "deepspeed", "bitsandbytes", "mamba_ssm"),
+        *("causal_conv1d", "causal_conv1d_cuda", "selective_scan_cuda", "tensorrt", "fla"),
+        *("torch_tensorrt", "sageattention", "sageattn3", "spas_sage_attn", "vllm", "sgl_kernel"),
+        *("transformer_engine", "liger_kernel", "flex_block_attn", "block_sparse_attn", "cupy"),
+        *("pycuda", "cutlass", "deep_gemm", "deep_ep", "nunchaku", "exllamav2"),
+        *("auto_gptq", "gptqmodel", "awq", "spconv", "torchsparse", "MinkowskiEngine"),
+        *("nvdiffrast", "gsplat", "diff_gaussian_rasterization", "tinycudann", "lightseq"),
+        *("rotary_emb", "dropout_layer_norm", "fused_dense_lib", "xentropy_cuda_lib", "tilelang"),
+    }
+)
+
+
+def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[Function]:
+    """The functions of a file that use such a package whichever way their branches go.
+
+    Args:
+        module: The file.
+        calls: For each function the functions of the file that it mentions.
+    """
+    kernels = {
+        name
+        for name, full in module.imports.items()
+        if full.lstrip(".").partition(".")[0] in CUDA_PACKAGES
+    }
+    if not kernels:
+        return set()
+    found: set[Function] = set()
+    while True:
+        names = kernels | {function.name for function in found}
+        more = {
+            function
+            for function, callees in calls.items()
+            if function not in found
+            and (kernels & _names(function) or found.intersection(callees))
+            and _always_uses(function.body, names)
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def _names(function: Function) -> set[str]:
+    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+
+
+def _always_uses(statements: Sequence[ast.stmt], names: set[str]) -> bool:
+    """Whether statements use one of some names on every path, loops taken as entered."""
+    for statement in statements:
+        match statement:
+            case ast.If(test=test, body=body, orelse=orelse):
+                both = _always_uses(body, names) and _always_uses(orelse, names)
+                found = both or _uses(test, names)
+            case ast.Try(body=body, handlers=handlers, finalbody=last):
+                raises = all(isinstance(handler.body[-1], ast.Raise) for handler in handlers)
+                found = (raises and _always_uses(body, names)) or _always_uses(last, names)
+            case ast.With(body=body) | ast.For(body=body) | ast.While(body=body):
+                found = _always_uses(body, names)
+            case _:
+                found = _uses(statement, names)
+        if found:
+            return True
+    return False
+
+
+def _uses(code: ast.AST, names: set[str]) -> bool:
+    """Whether code reads one of some names at once: nested functions run later, if at all."""
+    if isinstance(code, SCOPES) or isinstance(code, FUNCTIONS):
+        return False
+    match code:
+        case ast.Name(id=name):
+            return name in names
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+            return name in names
+        case _:
+            return any(_uses(child, names) for child in ast.iter_child_nodes(code))
