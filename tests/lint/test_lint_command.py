@@ -214,6 +214,16 @@ def test_standard_input_goes_by_its_name(project, lint, branch):
     assert cell.stdout.startswith("n.ipynb:cell 1:5:5: TPU101")
 
 
+def test_standard_input_of_an_excluded_path_is_left_out_if_forced(project, lint, invoke, branch):
+    project()
+    given = ("-", "--stdin-filename", "build/a.py")
+    assert lint(*given, input=branch).exit_code == 1
+    assert lint(*given, "--force-exclude", input=branch).exit_code == 0
+    assert invoke("rewrite", *given, "--force-exclude", input=branch).stdout == ""
+    kept = invoke("rewrite", *given, "--force-exclude", "--write", input=branch)
+    assert (kept.exit_code, kept.stdout) == (0, branch)
+
+
 # The baseline.
 
 

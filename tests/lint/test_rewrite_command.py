@@ -174,6 +174,39 @@ def test_what_cannot_be_read_is_said_and_the_rest_rewritten(project, invoke, bra
     assert "tpuport.ops" in (root / "a.py").read_text()
 
 
+def test_a_file_that_changes_meanwhile_is_not_overwritten(project, invoke, branch, monkeypatch):
+    root = project({"a.py": branch})
+    real = rewriter.rewrite
+
+    def and_edit(source: str, **more):
+        (root / "a.py").write_text("x = 'edited'\n")
+        return real(source, **more)
+
+    monkeypatch.setattr(fixing, "rewrite", and_edit)
+    result = invoke("rewrite", "--write", "--no-cache")
+    assert result.exit_code == 1
+    assert "a.py: not written: the file has changed meanwhile\n" in result.stderr
+    assert (root / "a.py").read_text() == "x = 'edited'\n"
+
+
+def test_a_bug_in_a_fix_costs_one_file(project, invoke, branch, monkeypatch):
+    from tpuport.rules.tensor_to_number import TensorToNumber
+
+    def fail(self, node, context):
+        raise ZeroDivisionError("oops")
+
+    number = branch.replace(
+        "    if x.sum() > 0:\n        x = x + 1\n    return x", "    return int(x.sum())"
+    )
+    root = project({"a.py": number, "b.py": branch})
+    invoke("lint")
+    monkeypatch.setattr(TensorToNumber, "fix", fail)
+    result = invoke("rewrite", "--write")
+    assert result.exit_code == 2
+    assert "a.py: internal error, ZeroDivisionError at " in result.stderr
+    assert "tpuport.ops" in (root / "b.py").read_text()
+
+
 # Copies.
 
 

@@ -124,6 +124,12 @@ class Choice:
         """The path that standard input goes by."""
         return self.stdin_filename or "stdin.py"
 
+    def leaves_stdin_out(self, settings: "Settings") -> bool:
+        """Whether standard input goes by a path that is excluded, which an editor does not know."""
+        from tpuport.lint.files import is_excluded
+
+        return self.force_exclude and is_excluded(Path(self.stdin_name), settings)
+
     def settings(self) -> "Settings":
         """The configuration with the command line over it.
 

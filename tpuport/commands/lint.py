@@ -179,6 +179,8 @@ def _checked(wanted: _Wanted, settings: "Settings") -> "tuple[list[Checked], lis
         if wanted.fix:
             raise UsageError("--fix changes files. For standard input: tpuport rewrite - --write")
         data = typer.get_binary_stream("stdin").read()
+        if choice.leaves_stdin_out(settings):
+            return [], []
         return [run_source(data, choice.stdin_name, strict=settings.strict)], []
     found = choice.files(settings)
     if not found.files:
@@ -192,7 +194,8 @@ def _checked(wanted: _Wanted, settings: "Settings") -> "tuple[list[Checked], lis
         if wanted.fix:
             from tpuport.commands.rewrite import fix_files
 
-            changed, more = fix_files(found.files, checked, settings, unsafe=wanted.unsafe)
+            pairs = list(zip(found.files, checked, strict=True))
+            changed, more = fix_files(pairs, choice, settings, unsafe=wanted.unsafe)
             problems += more
             if changed:
                 checked = run(found.files, strict=settings.strict, jobs=choice.jobs, cache=cache)

@@ -94,12 +94,16 @@ def rewrite(
 def _from_stdin(
     choice: Choice, settings: "Settings", *, write: bool, out: Path | None, unsafe: bool
 ) -> int:
-    from tpuport.lint.fixing import rewrite_bytes
+    from tpuport.lint.fixing import Request, rewrite_source
     from tpuport.lint.records import Problem
 
     del out
     data = typer.get_binary_stream("stdin").read()
-    change = rewrite_bytes(data, choice.stdin_name, settings, unsafe=unsafe)
+    if choice.leaves_stdin_out(settings):
+        typer.get_binary_stream("stdout").write(data if write else b"")
+        return 0
+    request = Request(settings, choice.codes(settings), unsafe)
+    change = rewrite_source(data, choice.stdin_name, request)
     if isinstance(change, Problem):
         if write:
             typer.get_binary_stream("stdout").write(data)
@@ -126,7 +130,7 @@ def _from_files(
         # To another folder go the files without findings too.
         pairs = list(zip(found.files, checked, strict=True))
         wanted = pairs if out else with_findings(pairs, settings)
-        changes, problems = _rewritten(wanted, settings, unsafe=unsafe)
+        changes, problems = _rewritten(wanted, choice, settings, unsafe)
     unread = [problem for one in checked for problem in one.problems]
     problems = list({str(p): p for p in (*found.problems, *unread, *problems)}.values())
     if out is not None:
@@ -151,31 +155,25 @@ def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]"
 
 
 def fix_files(
-    files: Sequence[Path], checked: "Sequence[Checked]", settings: "Settings", *, unsafe: bool
+    pairs: "Sequence[Pair]", choice: Choice, settings: "Settings", *, unsafe: bool
 ) -> "tuple[list[Change], list[Problem]]":
     """Rewrite files in place: those that were changed, and what went wrong."""
-    wanted = with_findings(list(zip(files, checked, strict=True)), settings)
-    changes, problems = _rewritten(wanted, settings, unsafe=unsafe)
+    changes, problems = _rewritten(with_findings(pairs, settings), choice, settings, unsafe)
     changed = [change for change in changes if change.changed]
     problems += [problem for change in changed for problem in _written(change)]
     return changed, problems
 
 
 def _rewritten(
-    pairs: "Sequence[Pair]", settings: "Settings", *, unsafe: bool
+    pairs: "Sequence[Pair]", choice: Choice, settings: "Settings", unsafe: bool
 ) -> "tuple[list[Change], list[Problem]]":
-    from tpuport.lint.fixing import rewrite_file
+    from tpuport.lint.fixing import Change, Request, rewrite_files
     from tpuport.lint.records import Problem
 
-    changes: list[Change] = []
-    problems: list[Problem] = []
-    for path, one in pairs:
-        result = rewrite_file(path, settings, unsafe=unsafe, reached=one.reached)
-        if isinstance(result, Problem):
-            problems.append(result)
-        else:
-            changes.append(result)
-    return changes, problems
+    request = Request(settings, choice.codes(settings), unsafe)
+    results = rewrite_files(pairs, request, jobs=choice.jobs, cache=choice.cache(settings))
+    changes = [result for result in results if isinstance(result, Change)]
+    return changes, [result for result in results if isinstance(result, Problem)]
 
 
 def _written(change: "Change") -> "Iterator[Problem]":

@@ -61,6 +61,11 @@ def find_files(paths: Sequence[str], settings: Settings, *, force_exclude: bool 
     return Found(tuple(files), tuple(walk.problems))
 
 
+def is_excluded(path: Path, settings: Settings) -> bool:
+    """Whether the excludes of the settings name a file, or a folder that it lies in."""
+    return _Walk(settings).excludes(path, folder=False)
+
+
 def _expanded(given: str) -> list[Path]:
     path = Path(given)
     if path.exists() or path.is_symlink():

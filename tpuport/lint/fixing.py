@@ -3,23 +3,56 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tpuport.errors import UsageError
-from tpuport.lint.cache import write_atomically
+from tpuport.lint.cache import Cache, write_atomically
 from tpuport.lint.comments import find_directives
-from tpuport.lint.files import shown_path
 from tpuport.lint.notebooks import marked, marked_place, write_notebook
-from tpuport.lint.records import RANK, Problem, Trouble
+from tpuport.lint.records import RANK, Checked, Problem, Trouble
+from tpuport.lint.run import Failure, Progress, Workers, attempt, processors
 from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.source.discovery import find_rules
 from tpuport.source.engine import Match
-from tpuport.source.kinds import Oracle, StaticKinds
+from tpuport.source.finding import Severity
+from tpuport.source.kinds import StaticKinds
 from tpuport.source.module import Module
 from tpuport.source.rewriter import NotSettledError, RewriteResult, rewrite
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which fixes to apply.
+
+    Attributes:
+        settings: What is selected, and the mildest severity of which to say why it is left.
+        codes: The codes that there are.
+        unsafe: Whether to apply fixes that can change results.
+    """
+
+    settings: Settings
+    codes: Sequence[str]
+    unsafe: bool = False
+
+    def options(self, file: str, reached: Sequence[str]) -> dict[str, Any]:
+        """What it asks for in one file.
+
+        Args:
+            file: The path that the file goes by.
+            reached: Its functions that only steps in other files reach.
+        """
+        selects = self.settings.selects_in
+        return {
+            "file": file,
+            "codes": [code for code in self.codes if selects(code, Path(file))],
+            "severity": self.settings.severity.value,
+            "unsafe": self.unsafe,
+            "reached": list(reached),
+        }
 
 
 @dataclass(frozen=True)
@@ -62,80 +95,100 @@ class Change:
         return self.before != self.after
 
 
-def rewrite_file(
-    path: Path, settings: Settings, *, unsafe: bool, reached: Iterable[str] = ()
-) -> "Change | Problem":
-    """What rewriting makes of a file, which stays as it is.
+def rewrite_files(
+    pairs: Sequence[tuple[Path, Checked]],
+    request: Request,
+    *,
+    jobs: int | None = None,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> "list[Change | Problem]":
+    """What rewriting makes of files, which stay as they are; in their order.
 
     Args:
-        path: The file.
-        settings: Which rules to apply.
-        unsafe: Whether to apply fixes that can change results.
-        reached: The functions of the file that only steps in other files reach.
+        pairs: Each file with what a run says of it.
+        request: Which fixes to apply.
+        jobs: How many processes may work at once; as many as there are processors if left out.
+        cache: Where answers are kept.
+        progress: Called now and then.
     """
-    name = shown_path(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return Problem(name, f"cannot be read: {error.strerror or error}")
-    return rewrite_bytes(data, name, settings, unsafe=unsafe, path=path, reached=reached)
+    inputs = [(path, request.options(one.file, one.reached)) for path, one in pairs]
+    with Workers(jobs=jobs or processors(), cache=cache or Cache(None)) as workers:
+        answers = workers.map(rewrite_file, inputs, progress)
+    return [
+        _result(answer, one.file, path) for answer, (path, one) in zip(answers, pairs, strict=True)
+    ]
 
 
-def rewrite_bytes(
-    data: bytes,
-    name: str,
-    settings: Settings,
-    *,
-    unsafe: bool,
-    path: Path | None = None,
-    reached: Iterable[str] = (),
-) -> "Change | Problem":
-    """The same for a file's content, with the path it goes by."""
-    kinds = StaticKinds(frozenset(reached))
+def rewrite_source(data: bytes, name: str, request: Request) -> "Change | Problem":
+    """The same for one text that is in no file."""
+    return _result(attempt(rewrite_file, data, name, request.options(name, ())), name, None)
+
+
+def _result(answer: "Any | Failure", name: str, path: Path | None) -> "Change | Problem":
+    if isinstance(answer, Failure):
+        return Problem(name, answer.reason, answer.trouble)
+    if "reason" in answer:
+        return Problem(name, answer["reason"], Trouble(answer["trouble"]))
+    left = tuple(Stays(*fields) for fields in answer["left"])
+    applied = Counter[str](answer["applied"])
+    texts = answer["before"], answer["after"], answer["encoding"]
+    return Change(path, name, *texts, applied, left)
+
+
+def rewrite_file(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What rewriting makes of one file, as JSON; or why nothing.
+
+    Args:
+        data: The whole file.
+        name: Its name; only the end matters.
+        options: As `Request.options` gives them.
+    """
+    trouble = Trouble.UNREAD
     try:
-        return _rewrite(read_source(data, name), name, settings, unsafe, path, kinds)
+        return _rewrite(read_source(data, name), options)
     except UnreadableError as error:
-        return Problem(name, error.reason, error.trouble)
+        reason, trouble = error.reason, error.trouble
     except SyntaxError as error:
         place = f" in line {error.lineno}" if error.lineno else ""
-        return Problem(name, f"no Python 3 that can be read{place}: {error.msg}")
+        reason = f"no Python 3 that can be read{place}: {error.msg}"
     except UsageError as error:
-        return Problem(name, str(error))
+        reason = str(error)
     except (RecursionError, MemoryError):
-        return Problem(name, "nested too deeply to be read")
+        reason = "nested too deeply to be read"
     except NotSettledError as error:
-        return Problem(name, str(error), Trouble.INTERNAL)
+        reason, trouble = str(error), Trouble.INTERNAL
+    return {"reason": reason, "trouble": trouble.value}
 
 
-def _rewrite(
-    source: Source, name: str, settings: Settings, unsafe: bool, path: Path | None, kinds: Oracle
-) -> Change:
-    rules = [rule for rule in find_rules() if settings.selects_in(rule.CODE, Path(name))]
-    text = source.text if source.notebook is None else marked(source.notebook)
+def _rewrite(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     result = rewrite(
-        text, rules=rules, kinds=kinds, file=name, unsafe=unsafe, ignored=ignored_by_comments
+        source.text if source.notebook is None else marked(source.notebook),
+        rules=[rule for rule in find_rules() if rule.CODE in options["codes"]],
+        kinds=StaticKinds(frozenset(options["reached"])),
+        file=options["file"],
+        unsafe=options["unsafe"],
+        ignored=ignored_by_comments,
     )
     after = source.raw
     if result.applied:
         after = result.source
         if source.notebook is not None:
             after = write_notebook(source.raw, source.notebook, after)
-    return Change(
-        path=path,
-        file=name,
-        before=source.raw,
-        after=after,
-        encoding=source.encoding,
-        applied=Counter(applied.code for applied in result.applied),
-        left=_stays(result, source, name, settings),
-    )
+    return {
+        "before": source.raw,
+        "after": after,
+        "encoding": source.encoding,
+        "applied": Counter(applied.code for applied in result.applied),
+        "left": _stays(result, source, options),
+    }
 
 
 def _stays(
-    result: RewriteResult, source: Source, name: str, settings: Settings
-) -> tuple[Stays, ...]:
-    most = RANK[settings.severity]
-    found: list[Stays] = []
+    result: RewriteResult, source: Source, options: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    most = RANK[Severity(options["severity"])]
+    found: list[tuple[str, str, str]] = []
     for left in result.left:
         finding = left.finding
         if RANK[finding.severity] > most:
@@ -144,9 +197,9 @@ def _stays(
         if source.notebook is not None:
             number, line = marked_place(source.notebook, line)
             cell = f"cell {number}:"
-        place = f"{name}:{cell}{line}:{finding.column + 1}"
-        found.append(Stays(place, finding.code, left.reason))
-    return tuple(found)
+        place = f"{options['file']}:{cell}{line}:{finding.column + 1}"
+        found.append((place, finding.code, left.reason))
+    return found
 
 
 def ignored_by_comments(module: Module) -> Callable[[Match], bool]:
@@ -172,6 +225,8 @@ def write_in_place(change: Change) -> Problem | None:
         # What is read-only is so on purpose; replacing the file would get around that.
         if not os.access(change.path, os.W_OK):
             return Problem(change.file, "not written: the file is read-only")
+        if change.path.read_bytes() != change.before.encode(change.encoding):
+            return Problem(change.file, "not written: the file has changed meanwhile")
         write_atomically(change.path, _encoded(change), mode=mode)
     except OSError as error:
         return Problem(change.file, f"not written: {error.strerror or error}")

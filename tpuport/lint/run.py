@@ -96,7 +96,7 @@ def _summaries(names: Sequence[str], answers: "Sequence[Json | Failure]") -> dic
 
 def run_source(data: bytes, name: str, *, strict: bool = False) -> Checked:
     """The same for one text that is in no file."""
-    return _checked(_attempt_on(check, data, name, {"strict": strict}), name)
+    return _checked(attempt(check, data, name, {"strict": strict}), name)
 
 
 def processors() -> int:
@@ -256,10 +256,11 @@ def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
         data = path.read_bytes()
     except OSError as error:
         return _unreadable(error)
-    return _attempt_on(task, data, path.name, argument)
+    return attempt(task, data, path.name, argument)
 
 
-def _attempt_on(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":
+def attempt(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":
+    """The answer for a file's bytes, or what went wrong."""
     try:
         return task(data, name, argument)
     except Exception as error:
