@@ -37,8 +37,18 @@ def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
 
 
 def choice(node: ast.expr, context: Context) -> Edit:
-    """The edit that makes a device's name a choice between it and the CPU."""
-    return chosen(node, AVAILABLE, '"cpu"', context)
+    """The edit that makes a device's name a choice between it and the CPU.
+
+    A traced tensor that is moved stays where it is instead: it cannot leave its program.
+    """
+    match context.module.parents[node]:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name(id=name) as moved, attr="to"), args=[first]
+        ):
+            stays = first is node and context.is_traced(moved)
+            return chosen(node, AVAILABLE, f"{name}.device" if stays else '"cpu"', context)
+        case _:
+            return chosen(node, AVAILABLE, '"cpu"', context)
 
 
 def device_use(node: ast.expr, context: Context) -> Severity | None:

@@ -15,7 +15,8 @@ class CudaDevice(Rule):
     ## What it does
     Finds `"cuda"` and `"cuda:0"` where they name a device to put things on: in `.to`, `device=`,
     `map_location=`, a variable or a parameter's default. The fix asks PyTorch whether there is
-    CUDA and takes the CPU if not: what is made there joins the program that is being traced.
+    CUDA and takes the CPU if not: what is made there joins the program that is being traced. A
+    traced tensor that is moved stays on its device.
 
     ## Why is this bad?
     A TPU machine has no CUDA: constructors, weight loading and eager PyTorch raise. Inside its
@@ -49,7 +50,7 @@ class CudaDevice(Rule):
 
 
             def forward(x: torch.Tensor):
-                return x.to("cuda" if torch.cuda.is_available() else "cpu") + 1
+                return x.to("cuda" if torch.cuda.is_available() else x.device) + 1
             """,
             reference="def forward(x): return x + 1",
             jit_error="TracerArrayConversionError",
