@@ -315,7 +315,12 @@ def test_nothing_is_left_behind(project, invoke, branch):
     assert sorted(os.listdir(root)) == [".git", "a.py"]
 
 
+# By itself the file says that `scale` is the script's.
 HELPER = """import torch
+
+
+def main():
+    scale(1)
 
 
 def scale(x):

@@ -164,7 +164,12 @@ def test_only_what_changed_is_done_again(project, log):
     assert log() == {"check b.py -": 1, "check b.py x = 1": 1, "check a.py def h():": 1}
 
 
+# By itself the file says that `scale` is the script's.
 HELPER = """import torch
+
+
+def main():
+    scale(1)
 
 
 def scale(x):
