@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parent.parent / "tpuport"
 GROUPS = (
     {"errors", "markup"},
     {"source", "rules"},
-    {"shims", "model", "ops", "lint", "ops_device", "ops_masked"},
+    {"lint"},
+    {"shims", "model", "ops", "ops_device", "ops_masked"},
     {"sharding"},
     {"program"},
     {"training"},

@@ -149,6 +149,9 @@ def test_the_result_runs_under_plain_torchax_too(
         return
     before, after = functions(example, tmp_path)
     inputs = equivalence.make_inputs(example.inputs)
+    if example.plain_harm is not None:
+        assert HARMS[example.plain_harm](after, inputs) is None
+        return
     passing = [args for args in inputs if equivalence.observe(before, args).error is None]
     assert len(passing) > 1
     equivalence.check_plain(before, after, passing, rtol=max(rule.SAFETY.rtol, 1e-5))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tpuport.source.finding import Severity
 from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 
@@ -77,7 +78,7 @@ def load_both(source: str, folder):
 
 def test_tokens_in_the_order_of_their_masks(tmp_path):
     before, after, result = load_both(ORDER, tmp_path)
-    assert result.left == []
+    assert [left for left in result.left if left.finding.severity is not Severity.NOTE] == []
     inputs = equivalence.make_inputs(
         "(torch.randn(2, 3, 2), torch.randn(2, 4, 2), torch.randn(2, 7))", seeds=4
     )

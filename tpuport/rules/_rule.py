@@ -26,6 +26,7 @@ class Example:
         reference: A module that computes what `before` does where its devices exist, for code that
             cannot run on a CPU; `before` itself if left out.
         left: Part of the reason why there is no fix, where `after` is None.
+        plain_harm: What plain torchax does wrong with `after`, too: a name of `testing/harms.py`.
         plain_error: The exception that plain torchax raises for `after`, too, where only
             `tpuport.convert` runs it.
     """
@@ -38,6 +39,7 @@ class Example:
     reference: str | None = None
     left: str | None = None
     plain_error: str | None = None
+    plain_harm: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "before", _text(self.before))

@@ -28,9 +28,8 @@ class CudaAutocast(Rule):
     agree, torchax promotes without a word.
 
     ## Fix safety
-    With CUDA nothing changes. Without it results change, which is what the fix is for: they
-    become those of autocast. A region that names no dtype has float16 on CUDA and bfloat16 on the
-    CPU. Plain torchax ignores autocast whatever the device; `tpuport.convert` honours it.
+    With CUDA nothing changes. Without it results become those of autocast, which is what the fix
+    is for; where no dtype is named, of bfloat16 instead of float16. Plain torchax ignores autocast.
 
     ## References
     https://pytorch.org/docs/stable/amp.html
@@ -79,6 +78,7 @@ class CudaAutocast(Rule):
             """,
             jit_error=None,
             harm="ignores_autocast",
+            plain_harm="ignores_autocast",
         ),
         Example(
             before="""

@@ -98,7 +98,7 @@ class CudaCall(Rule):
         def forward(x: torch.Tensor, use_cuda: bool = False):
             if torch.cuda.is_available():
                 x = x.cuda()
-            return x.cuda() if use_cuda else x.cpu()
+            return x.cuda() if use_cuda else x
 
 
         class Rotation:

@@ -15,8 +15,7 @@ class CudaDevice(Rule):
     ## What it does
     Finds `"cuda"` and `"cuda:0"` where they name a device to put things on: in `.to`, `device=`,
     `map_location=`, a variable or a parameter's default. The fix asks PyTorch whether there is
-    CUDA and takes the CPU if not: what is made there joins the program that is being traced. A
-    traced tensor that is moved stays on its device.
+    CUDA and takes the CPU if not, or the device that a traced tensor is on.
 
     ## Why is this bad?
     A TPU machine has no CUDA: constructors, weight loading and eager PyTorch raise. Inside its
@@ -152,8 +151,8 @@ class CudaDevice(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         argument = default_passed_on(node, context)
         if argument is not None and not is_guarded(node, context.module):
-            source = context.module.source(argument)
-            context.report(self, argument, device=f'`{source}`, "cuda" if left out,')
+            name = context.module.source(argument)
+            context.report(self, argument, device=f'`{name}`, "cuda" if left out,')
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if not isinstance(node, ast.Constant | ast.JoinedStr):
