@@ -4,6 +4,7 @@ import textwrap
 
 import pytest
 
+from tpuport.source.engine import find
 from tpuport.source.module import Module
 from tpuport.source.project import find_reached, summarise
 from tpuport.source.roles import Roles
@@ -205,3 +206,30 @@ def test_names_that_lead_nowhere_are_no_obstacle():
         }
     )
     assert found == {"a/one.py": {"Model.forward"}}
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("torch.distributed.is_initialized()", []),
+        ("n and dist.is_initialized()", []),
+        ("torch.cuda.is_available()", []),
+        ("x.is_cuda", []),
+        ("x.device.type == 'cuda'", []),
+        ("is_flash_attn_2_available()", []),
+        ("n or torch.cuda.is_available()", ["TPU103"]),
+        ("not torch.cuda.is_available()", ["TPU103"]),
+        ("is_available()", ["TPU103"]),
+    ],
+)
+def test_branches_that_ask_for_cuda_or_processes_are_no_part_of_a_step(
+    test: str, expected: list[str]
+):
+    source = (
+        f"{HEAD}def forward(x: Tensor, n):\n    if {test}:\n        return float(x)\n    return x\n"
+    )
+    assert [finding.code for finding in find(source)] == expected
+    other = source.replace(
+        "        return float(x)\n", "        pass\n    else:\n        float(x)\n"
+    )
+    assert [finding.code for finding in find(other)] == ["TPU103"]

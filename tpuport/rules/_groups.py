@@ -18,11 +18,20 @@ ASKS_GROUP = re.compile(
 
 def is_chosen(call: ast.Call, module: Module) -> bool:
     """Whether a call is for a configuration with several processes only."""
-    if any(isinstance(parent, ast.If | ast.IfExp) for parent in module.ancestors(call)):
-        return True
+    child: ast.AST = call
+    for parent in module.ancestors(call):
+        if isinstance(parent, ast.If) and child in parent.orelse and _speaks_of_group(parent.body):
+            return False  # the other side is the one for several processes
+        if isinstance(parent, ast.If | ast.IfExp):
+            return True
+        child = parent
     if deals_with_groups(call, module) and not _makes_group(call):
         return True
     return _STARTS.search(module.text.text) is not None and not _makes_group(call)
+
+
+def _speaks_of_group(statements: list[ast.stmt]) -> bool:
+    return any(_GROUP.search(ast.unparse(statement)) for statement in statements)
 
 
 def deals_with_groups(node: ast.AST, module: Module) -> bool:

@@ -133,7 +133,7 @@ def _has_gradient(node: ast.expr, context: Context) -> bool:
         return False
     match node:
         case ast.Call(func=ast.Attribute(attr=method) | ast.Name(id=method)):
-            if method in _NO_GRADIENT:
+            if method in _NO_GRADIENT or _gives_detached(method, context):
                 return False
             if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
                 if not _has_gradient(node.func.value, context):
@@ -143,6 +143,25 @@ def _has_gradient(node: ast.expr, context: Context) -> bool:
         case _:
             pass
     return context.is_traced(node) or _is_module_call(node, context)
+
+
+def _gives_detached(name: str, context: Context) -> bool:
+    """Whether the functions of this name in the file detach all that they return."""
+    module = context.module
+    results = [
+        value
+        for function in module.functions
+        if function.name == name
+        for node in walk_scope(function.body)
+        if isinstance(node, ast.Return) and node.value is not None
+        for value in (node.value.elts if isinstance(node.value, ast.Tuple) else [node.value])
+    ]
+    return bool(results) and all(
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr == "detach"
+        for value in results
+    )
 
 
 def _is_module_call(node: ast.expr, context: Context) -> bool:

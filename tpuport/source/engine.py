@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpuport.source.finding import Finding, Severity
 from tpuport.source.flow import Flow
+from tpuport.source.gpu_only import is_off_tpu
 from tpuport.source.imported import qualified_name
 from tpuport.source.inference import Inference
 from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
@@ -68,7 +69,10 @@ class Context:
         program. With `strict`, whatever is not known to be a host value counts too.
         """
         kind = self.kind(node)
-        return kind is Kind.TRACED or (self.strict and kind is Kind.UNKNOWN and self.in_step(node))
+        if kind is Kind.HOST or (kind is Kind.UNKNOWN and not (self.strict and self.in_step(node))):
+            return False
+        # What a trace has met is there, whatever the tests around it ask.
+        return not isinstance(self.kinds, Inference) or not is_off_tpu(node, self.module)
 
     def is_boolean(self, node: ast.expr) -> bool:
         """Whether an expression is known to be a traced tensor of dtype bool."""

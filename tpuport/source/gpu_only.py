@@ -1,6 +1,7 @@
-"""Functions that run only where a package of CUDA kernels is installed: no step on a TPU."""
+"""Code that never runs on a TPU: behind CUDA kernels, or after asking for CUDA or processes."""
 
 import ast
+import re
 from collections.abc import Sequence
 
 from tpuport.source.module import FUNCTIONS, SCOPES, Function, Module
@@ -36,6 +37,7 @@ def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[
     }
     if not kernels:
         return set()
+    kernels |= _aliases(module, kernels)
     found: set[Function] = set()
     while True:
         names = kernels | {function.name for function in found}
@@ -51,12 +53,31 @@ def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[
         found |= more
 
 
+def _aliases(module: Module, kernels: set[str]) -> set[str]:
+    """The names that the file also gives to kernels: `flash, varlen = _flash, _varlen`."""
+    found: set[str] = set()
+    for node in module.by_class.get(ast.Assign, []):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=False))
+            else:
+                pairs = [(target, value)]
+            for name, given in pairs:
+                if isinstance(name, ast.Name) and isinstance(given, ast.Name):
+                    found.update({name.id} if given.id in kernels else ())
+    return found
+
+
 def _names(function: Function) -> set[str]:
     return {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
 
 
 def _always_uses(statements: Sequence[ast.stmt], names: set[str]) -> bool:
-    """Whether statements use one of some names on every path, loops taken as entered."""
+    """Whether statements use one of some names on every path that does not raise.
+
+    Loops are taken as entered.
+    """
     for statement in statements:
         match statement:
             case ast.If(test=test, body=body, orelse=orelse):
@@ -65,6 +86,8 @@ def _always_uses(statements: Sequence[ast.stmt], names: set[str]) -> bool:
             case ast.Try(body=body, handlers=handlers, finalbody=last):
                 raises = all(isinstance(handler.body[-1], ast.Raise) for handler in handlers)
                 found = (raises and _always_uses(body, names)) or _always_uses(last, names)
+            case ast.Raise():
+                found = True
             case ast.With(body=body) | ast.For(body=body) | ast.While(body=body):
                 found = _always_uses(body, names)
             case _:
@@ -85,3 +108,43 @@ def _uses(code: ast.AST, names: set[str]) -> bool:
             return name in names
         case _:
             return any(_uses(child, names) for child in ast.iter_child_nodes(code))
+
+
+_AVAILABLE = re.compile(r"^(is|has)_(flash|xformers|triton|apex|sage|cuda|deepspeed|npu|mamba)\w*$")
+
+
+def is_off_tpu(node: ast.AST, module: Module) -> bool:
+    """Whether code stands in a branch that is taken only with CUDA or with several processes."""
+    child = node
+    for parent in module.ancestors(node):
+        if isinstance(parent, ast.If) and child in parent.body and asks_for_gpu(parent.test):
+            return True
+        if isinstance(parent, ast.IfExp) and child is parent.body and asks_for_gpu(parent.test):
+            return True
+        if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
+            return False
+        child = parent
+    return False
+
+
+def asks_for_gpu(test: ast.expr) -> bool:
+    """Whether a test holds only where there is CUDA, a CUDA package or a process group."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return any(map(asks_for_gpu, values))
+        case ast.Call(func=ast.Attribute(attr="is_initialized")):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="cuda"), attr="is_available")):
+            return True
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return _AVAILABLE.search(name) is not None
+        case ast.Attribute(attr="is_cuda"):
+            return True
+        case ast.Compare(
+            left=ast.Attribute(attr="type"),
+            ops=[ast.Eq()],
+            comparators=[ast.Constant(value="cuda")],
+        ):
+            return True
+        case _:
+            return False

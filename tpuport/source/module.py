@@ -116,6 +116,12 @@ class Module:
         ]
 
     @cached_property
+    def functions(self) -> list[Function]:
+        """The function definitions of the file, outer ones first."""
+        nodes = [n for kind in FUNCTIONS for n in self.by_class.get(kind, [])]
+        return [node for node in nodes if isinstance(node, FUNCTIONS)]
+
+    @cached_property
     def is_script(self) -> bool:
         """Whether the file is made to be run: it has an `if __name__ == "__main__"`."""
         return any(

@@ -21,7 +21,8 @@ class Summary(TypedDict):
 
     Attributes:
         steps: Its functions that are part of a step by what this file says: `f` or `Class.f`.
-        calls: For each function the functions of this file that it mentions.
+        calls: For each function the functions of this file that it mentions. Functions that need a
+            package of CUDA kernels are left out: what they call is not reached on a TPU.
         uses: For each function the full names of what it mentions of other files.
         imports: What the file's imported names stand for.
     """
@@ -42,8 +43,13 @@ def summarise(module: Module) -> Summary:
         calls={
             names[f]: [names[callee] for callee in dict.fromkeys(roles.calls(f))]
             for f in roles.everything
+            if f not in roles.gpu_only
         },
-        uses={names[f]: _outside_names(module, f, imports) for f in roles.everything},
+        uses={
+            names[f]: _outside_names(module, f, imports)
+            for f in roles.everything
+            if f not in roles.gpu_only
+        },
         imports=imports,
     )
 
