@@ -212,13 +212,17 @@ def test_strict_is_another_question(project, log):
     assert log()["check a.py -"] == 2
 
 
-def test_equal_files_have_one_answer_each_under_its_name(project, log):
-    root = project({"a.py": "x = 1\n", "b.py": "x = 1\n"})
+def test_equal_files_in_equal_places_have_one_answer_each_under_its_name(project, log):
+    """What a file is for counts, which its name and the folders around it say."""
+    name = "far/data/a.py"
+    root = project({name: "x = 1\n", f"near/{name}": "x = 1\n", "b.py": "x = 1\n"})
     cache = Cache(root / "cache")
-    run([Path("a.py")], cache=cache, passes=ALONE)
-    (found,) = run([Path("b.py")], cache=cache, passes=ALONE)
-    assert found.file == found.problems[0].file == "b.py"
+    run([Path(name)], cache=cache, passes=ALONE)
+    (found,) = run([Path("near") / name], cache=cache, passes=ALONE)
+    assert found.file == found.problems[0].file == f"near/{name}"
     assert log().total() == 1
+    run([Path("b.py")], cache=cache, passes=ALONE)
+    assert log().total() == 2
 
 
 def test_failed_work_is_not_kept(project):

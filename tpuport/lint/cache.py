@@ -51,7 +51,7 @@ class Cache:
 
     def key(self, *parts: str) -> str:
         """The name under which the answer to a question is kept."""
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
+        return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:40]
 
     def get(self, key: str) -> Any | None:
         """What is kept, or None."""

@@ -1,6 +1,5 @@
 """The rules as people ask about them: what `explain` shows and codes are checked with."""
 
-import difflib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tpuport.errors import UsageError
 from tpuport.lint.pseudo import UnusedIgnore
+from tpuport.lint.spelling import nearest
 from tpuport.source.discovery import find_rules
 from tpuport.source.finding import Severity
 
@@ -74,8 +74,8 @@ def entry_named(wanted: str) -> Entry:
     key = wanted.replace("-", "").replace("_", "").lower()
     if key in by_name:
         return by_name[key]
-    near = [by_name[name].code for name in difflib.get_close_matches(key, by_name, n=1)]
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = nearest(key, list(by_name))
+    hint = f" Did you mean {by_name[near].code}?" if near else ""
     raise UsageError(f"There is no rule {wanted}.{hint} `tpuport rules` lists them all.")
 
 

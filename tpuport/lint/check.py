@@ -4,6 +4,7 @@ import ast
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tpuport.lint.comments import Directive, find_directives
@@ -11,10 +12,11 @@ from tpuport.lint.notebooks import Notebook
 from tpuport.lint.records import Checked, Ignore, Problem, Reported
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
-from tpuport.source.kinds import StaticKinds
+from tpuport.source.inference import Inference
 from tpuport.source.module import FUNCTIONS, Module
 from tpuport.source.project import find_reached, summarise
 from tpuport.source.rewriter import prospects
+from tpuport.source.roles import Roles
 
 MAX_EXCERPT = 6
 
@@ -27,7 +29,8 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         data: The whole file.
-        name: Its name; only the end matters.
+        name: Its name with the folders around it, as `tail` gives it: code in `tests` or `data`
+            is run by the host.
         options: `strict`, whether what is not known counts as traced inside a step; `facts`, the
             functions of the file that only steps in other files reach, if there are any.
 
@@ -37,7 +40,7 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     reached = frozenset(options.get("facts", ()))
     try:
-        checked, summary = _check(read_source(data, name), options["strict"], reached)
+        checked, summary = _check(read_source(data, name), name, options["strict"], reached)
         return {"checked": checked.to_json(), "summary": summary}
     except UnreadableError as error:
         problem = Problem("", error.reason, error.trouble)
@@ -49,6 +52,11 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except MemoryError:
         problem = Problem("", "nested too deeply, or too large for the memory there is")
     return {"checked": Checked("", problems=(problem,)).to_json(), "summary": None}
+
+
+def tail(path: Path) -> str:
+    """The end of a path that says what a file is for: its name and the two folders around it."""
+    return "/".join(path.parts[-3:])
 
 
 def connect(summaries: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -77,9 +85,11 @@ def parse(source: Source, name: str = "") -> Module:
         return Module(normal_line_breaks(source.text), file=name)
 
 
-def _check(source: Source, strict: bool, reached: frozenset[str]) -> tuple[Checked, dict[str, Any]]:
-    module = parse(source)
-    kinds = StaticKinds(reached).bind(module)
+def _check(
+    source: Source, name: str, strict: bool, reached: frozenset[str]
+) -> tuple[Checked, dict[str, Any]]:
+    module = parse(source, name)
+    kinds = Inference(module, Roles(module, reached=reached))
     context = Context(module, kinds, strict=strict)
     found = matches(context, make_rules(None))
     safeties = {id(match): safety for match, safety in prospects(context, found)}
@@ -100,7 +110,7 @@ def _check(source: Source, strict: bool, reached: frozenset[str]) -> tuple[Check
         )
     ordered = tuple(sorted(set(findings), key=lambda finding: finding.key))
     checked = Checked("", ordered, ignores, problems, len(steps), tuple(sorted(reached)))
-    return checked, dict(summarise(module))
+    return checked, dict(summarise(module, None if reached else kinds.roles))
 
 
 def _steps(context: Context) -> dict[ast.AST, int]:

@@ -1,10 +1,10 @@
 """The findings that are not about PyTorch but about tpuport's own comments."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 
 from tpuport.lint.records import Checked, Ignore, Reported
 from tpuport.lint.settings import Settings
+from tpuport.lint.spelling import nearest
 from tpuport.source.finding import Severity
 
 
@@ -73,8 +73,8 @@ def _complaints(
         return
     unknown = [code for code in ignore.codes if code not in known]
     for code in unknown:
-        near = difflib.get_close_matches(code, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest(code, list(known))
+        hint = f"; did you mean {near}?" if near else ""
         yield f"`{ignore.text}` names {code}, which is no rule's code{hint}"
     idle = [code for code in ignore.codes if code in known and settings.selects(code)]
     idle = [code for code in idle if code not in used]

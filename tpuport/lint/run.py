@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tpuport.lint.cache import Cache
-from tpuport.lint.check import check, connect
+from tpuport.lint.check import check, connect, tail
 from tpuport.lint.files import shown_path
 from tpuport.lint.records import Checked, Problem, Trouble
 
@@ -186,7 +186,7 @@ class Workers:
         digest, size = self._digests[path]
         question = json.dumps(argument, sort_keys=True)
         name = f"{task.__module__}.{task.__qualname__}"
-        key = self._cache.key(name, path.suffix, digest, question)
+        key = self._cache.key(name, tail(path), digest, question)
         kept = self._cache.get(key)
         return _Item(place, path, argument, size, key) if kept is None else kept
 
@@ -256,7 +256,7 @@ def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
         data = path.read_bytes()
     except OSError as error:
         return _unreadable(error)
-    return attempt(task, data, path.name, argument)
+    return attempt(task, data, tail(path), argument)
 
 
 def attempt(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":

@@ -1,6 +1,5 @@
 """What a run is asked for: `[tool.tpuport]` of a pyproject.toml, and the command line over it."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.errors import UsageError
+from tpuport.lint.spelling import nearest
 from tpuport.source.finding import Severity
 
 CONFIG_FILE = "pyproject.toml"
@@ -224,8 +224,8 @@ def _wrong(config: Path, key: str, form: str, value: object) -> UsageError:
 
 
 def _hint(given: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given, known, n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    near = nearest(given, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 
 from tpuport.rules._devices import AVAILABLE
 from tpuport.rules._guarding import chosen
+from tpuport.rules._origins import last_name
 from tpuport.source.engine import Context
 from tpuport.source.finding import Severity
 from tpuport.source.module import FUNCTIONS, Function
@@ -165,9 +166,11 @@ def default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:
         call: A call of `.to(...)`, or one that takes `device=` or `device_map=`.
         context: What may be asked about the file.
     """
-    function = context.module.function(call)
     argument = _device_argument(call)
-    if argument is None or function is None or context.role(call) is not Role.SETUP:
+    if argument is None or context.role(call) is not Role.SETUP:
+        return None
+    function = context.module.function(call)
+    if function is None:
         return None
     name = _parameter_behind(argument, function)
     defaults = {p.arg for p, value in _with_defaults(function.args) if _is_cuda(value)}
@@ -179,11 +182,12 @@ def default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:
 
 
 def _device_argument(call: ast.Call) -> ast.expr | None:
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "to" and call.args:
+    name = last_name(call.func)
+    if name not in ("from_pretrained", "to", "from_config"):
+        return None
+    if name == "to" and isinstance(call.func, ast.Attribute) and call.args:
         return call.args[0]
-    named = (k.value for k in call.keywords if k.arg in ("device", "device_map"))
-    loads = ast.unparse(call.func).rpartition(".")[2] in ("from_pretrained", "to", "from_config")
-    return next(named, None) if loads else None
+    return next((k.value for k in call.keywords if k.arg in ("device", "device_map")), None)
 
 
 def _parameter_behind(argument: ast.expr, function: Function) -> str | None:

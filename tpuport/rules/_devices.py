@@ -74,8 +74,8 @@ def severity_anywhere(
 def is_aside(node: ast.AST, module: Module) -> bool:
     """Whether a port does without code: tests and benchmarks, and what runs a file alone."""
     path = PurePath(module.file)
-    names = (path.stem, path.parent.name)
-    return any(_ASIDE.search(name) for name in names) or _in_main(node, module)
+    folder = _ASIDE.fullmatch(path.parent.name) is not None
+    return folder or _ASIDE.search(path.stem) is not None or _in_main(node, module)
 
 
 def _in_main(node: ast.AST, module: Module) -> bool:

@@ -1,6 +1,7 @@
 """What a name is bound to, and whether a value is a single tensor."""
 
 import ast
+import weakref
 
 from tpuport.source.engine import Context
 from tpuport.source.module import Function, own_bindings
@@ -40,20 +41,33 @@ def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
     function = context.module.function(name)
     if function is None:
         return None
-    found: list[ast.expr] = []
-    count = 0
+    if function not in _known:
+        _known[function] = _bindings(function)
+    values, count = _known[function].get(name.id, ([], 0))
+    return values if values and count == len(values) else None
+
+
+_Bindings = dict[str, tuple[list[ast.expr], int]]
+_known: "weakref.WeakKeyDictionary[Function, _Bindings]" = weakref.WeakKeyDictionary()
+
+
+def _bindings(function: Function) -> _Bindings:
+    """For each name of a function's scope what is assigned to it, and how often it is bound."""
+    values: dict[str, list[ast.expr]] = {}
+    counts: dict[str, int] = {}
     for node in walk_scope([*function.args.args, *function.args.kwonlyargs, *function.body]):
-        count += own_bindings(node).count(name.id)
+        for bound in own_bindings(node):
+            counts[bound] = counts.get(bound, 0) + 1
         match node:
             case (
                 ast.Assign(targets=[ast.Name(id=target)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value)
                 | ast.NamedExpr(target=ast.Name(id=target), value=value)
-            ) if target == name.id:
-                found.append(value)
+            ):
+                values.setdefault(target, []).append(value)
             case _:
                 pass
-    return found if found and count == len(found) else None
+    return {name: (values.get(name, []), count) for name, count in counts.items()}
 
 
 def is_one_tensor(node: ast.expr, context: Context) -> bool:

@@ -198,11 +198,16 @@ def _names(target: ast.expr) -> set[str]:
 def rebound(names: set[str], first: ast.stmt, last: ast.stmt, function: Function) -> bool:
     """Whether a name is bound between two statements, in the order of the text."""
     inside = {id(inner) for statement in (first, last) for inner in ast.walk(statement)}
+    between = [
+        statement
+        for statement in function.body
+        if statement.lineno <= last.lineno and first.lineno <= (statement.end_lineno or 0)
+    ]
     return any(
         names.intersection(own_bindings(node))
         and id(node) not in inside
         and first.lineno <= getattr(node, "lineno", 0) <= last.lineno
-        for node in walk_scope(function.body)
+        for node in walk_scope(between)
     )
 
 

@@ -121,12 +121,14 @@ class HostRandomness(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
+        where = drawn_at(node, context)
+        if where is None and not draws_on_device(node, context):
+            return
         if not runs_in_step(node, context) or is_start(node, context):
             return
-        where = drawn_at(node, context)
         if where is not None:
             text = "once, while the program is traced, and then stays"
             context.report(self, node, call=node, where=text)
-        elif draws_on_device(node, context):
+        else:
             text = "from the device's key, which must be an argument of the program"
             context.report(self, node, severity=Severity.NOTE, call=node, where=text)

@@ -21,6 +21,7 @@ _BINDERS = (
     *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
     *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
 )
+_BOUND_BY = (*_BINDERS, ast.Import, ast.ImportFrom)
 
 _Index = tuple[dict[ast.AST, ast.AST], list[ast.AST], dict[ast.AST, tuple[int, int]]]
 
@@ -199,8 +200,13 @@ class Module:
 
     def outermost_function(self, node: ast.AST) -> ast.AST:
         """The outermost `def` around a node, or the module."""
-        around = [node, *self.ancestors(node)]
-        return next((p for p in reversed(around) if isinstance(p, FUNCTIONS)), self.tree)
+        found: ast.AST = self.tree
+        around: ast.AST | None = node
+        while around is not None:
+            if isinstance(around, FUNCTIONS):
+                found = around
+            around = self.parents.get(around)
+        return found
 
     def block(self, statement: ast.stmt) -> tuple[list[ast.stmt], int]:
         """The list of statements that a statement stands in, and its place there."""
@@ -314,7 +320,7 @@ class Module:
     @cached_property
     def _bound(self) -> set[str]:
         found: set[str] = set()
-        for node in self.nodes:
+        for node in (n for kind in _BOUND_BY for n in self.by_class.get(kind, ())):
             found.update(own_bindings(node))
             if isinstance(node, ast.Import):
                 found.update(alias.asname for alias in node.names if alias.asname)

@@ -33,9 +33,14 @@ class Summary(TypedDict):
     imports: dict[str, str]
 
 
-def summarise(module: Module) -> Summary:
-    """The summary of one parsed file."""
-    roles = Roles(module)
+def summarise(module: Module, roles: Roles | None = None) -> Summary:
+    """The summary of one parsed file.
+
+    Args:
+        module: The file.
+        roles: What runs its functions by what the file itself says, if that is known already.
+    """
+    roles = roles or Roles(module)
     names = {function: name_of(function, roles) for function in roles.everything}
     imports = {n: full for n, full in module.imports.items() if not full.startswith(_FOREIGN)}
     return Summary(

@@ -55,6 +55,14 @@ HOST_FILE = re.compile(
     r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation)"
     r"(_|$)"
 )
+HOST_FOLDERS = frozenset(
+    {
+        *("data", "dataset", "datasets", "dataloader", "dataloaders", "eval", "evaluation"),
+        *("scripts", "tools", "test", "tests", "demo", "demos", "serving", "pipelines"),
+        *("schedulers", "conversion", "benchmark", "benchmarks", "preprocess", "preprocessing"),
+        *("processing", "tokenizers", "viz", "visualization", "metrics"),
+    }
+)
 _TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
 
@@ -100,7 +108,7 @@ class Roles:
     def is_host_file(self) -> bool:
         """Whether the file's functions run on the host unless a step calls them."""
         path = PurePath(self.module.file)
-        if HOST_FILE.search(path.stem) or any(HOST_FILE.search(part) for part in path.parts[-3:-1]):
+        if HOST_FILE.search(path.stem) or any(part in HOST_FOLDERS for part in path.parts[-3:-1]):
             return True
         return self.module.is_script
 
