@@ -1,7 +1,7 @@
 """What someone may have meant who got a name slightly wrong."""
 
 import difflib
-import os
+import itertools
 from collections.abc import Sequence
 
 
@@ -10,4 +10,9 @@ def nearest(given: str, known: Sequence[str]) -> str | None:
     near = difflib.get_close_matches(given, known, n=10)
     best = difflib.SequenceMatcher(None, given, near[0]).ratio() if near else 0.0
     alike = [name for name in near if difflib.SequenceMatcher(None, given, name).ratio() == best]
-    return max(alike, key=lambda name: len(os.path.commonprefix([given, name])), default=None)
+
+    def same(name: str) -> int:
+        pairs = zip(given, name, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(alike, key=same, default=None)
