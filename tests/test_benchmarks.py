@@ -176,3 +176,27 @@ def test_tables_go_between_their_markers():
     assert page.replaced(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- end of t -->\nb"
     with pytest.raises(ValueError, match="markers <!-- x --> and <!-- end of x -->"):
         page.replaced(text, "x", "new")
+
+
+def test_linters_are_timed_against_parsing(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "import torch\n\n\ndef forward(x: torch.Tensor):\n    return x\n"
+    )
+    out = tmp_path / "page.md"
+    command = [sys.executable, "-m", "benchmarks.lint", str(tmp_path), "--out", str(out)]
+    result = subprocess.run(
+        [*command, "--ruff", shutil.which("ruff") or "", "--flake8", ""],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    rows = re.findall(
+        r"^\| (.*?) \| ([\d.]+)x \| ([\d.]+)x \| (\d+) MiB \|$", out.read_text(), re.M
+    )
+    assert [row[0] for row in rows][:3] == [
+        "tpuport lint, one process",
+        "tpuport lint, cold",
+        "tpuport lint, warm",
+    ]
+    assert all(int(row[3]) > 10 for row in rows)
