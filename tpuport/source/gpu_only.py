@@ -111,6 +111,9 @@ def _uses(code: ast.AST, names: set[str]) -> bool:
 
 
 _AVAILABLE = re.compile(r"^(is|has)_(flash|xformers|triton|apex|sage|cuda|deepspeed|npu|mamba)\w*$")
+# Names of flags, and values of settings, that choose kernels for CUDA.
+_CHOSEN = re.compile(r"(^|_)use_(flash|xformers|triton|apex|sage|cuda|memory_efficient)\w*$")
+_KERNELS = re.compile(r"^(cuda|flash|xformers|triton|apex|sage)")
 
 
 def is_off_tpu(node: ast.AST, module: Module) -> bool:
@@ -138,13 +141,9 @@ def asks_for_gpu(test: ast.expr) -> bool:
             return True
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return _AVAILABLE.search(name) is not None
-        case ast.Attribute(attr="is_cuda"):
-            return True
-        case ast.Compare(
-            left=ast.Attribute(attr="type"),
-            ops=[ast.Eq()],
-            comparators=[ast.Constant(value="cuda")],
-        ):
-            return True
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name == "is_cuda" or _CHOSEN.search(name) is not None
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(value))]):
+            return _KERNELS.match(value) is not None
         case _:
             return False
