@@ -141,13 +141,14 @@ HEAD = """\
 
 Written by `python -m benchmarks.annotated`; do not edit.
 
-Lines of three code bases were judged by hand, by reading them and by running what they do under plain
-torchax, before the linter saw them: *breaks* (the trace stops there without CUDA), *hazard* (silently
-wrong, slow, or only in an unusual configuration) and *look-alike* (fine). The rules were then worked on
-with these lines at hand, so expect a little less on code that nobody has judged yet. An error on a line
-judged a hazard counts against the precision. The judgements are in `benchmarks/sites`.
+Lines of three code bases were judged by hand, by reading them and by running what they do under
+plain torchax, before the linter saw them: *breaks* (the trace stops there without CUDA), *hazard*
+(silently wrong, slow, or only in an unusual configuration) and *look-alike* (fine). The rules were
+then worked on with these lines at hand, so expect a little less on code that nobody has judged
+yet. An error on a line judged a hazard counts against the precision. The judgements are in
+`benchmarks/sites`.
 
-| code | judged lines | breaking | precision of errors | recall of breaking lines | look-alikes flagged |
+| code | lines | breaking | precision of errors | recall of breaking lines | false alarms |
 | --- | --- | --- | --- | --- | --- |
 """
 MISSED = """
