@@ -112,6 +112,11 @@ LEFT = {
         "inside a `with`",
         "y = a * 2\nv = y.unsqueeze(0)\nwith torch.no_grad():\n    v += 1\nreturn y",
     ),
+    "a view without gradients": (
+        "TPU410",
+        "inside a `with`",
+        "y = a * 2\nwith torch.no_grad():\n    v = y.view(4, 3)\n    v[0] = 1\nreturn y",
+    ),
     "a base with two names": (
         "TPU410",
         "other names",

@@ -147,9 +147,10 @@ def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, contex
     if view.losing in PARTS or view.losing not in _SAME_ORDER:
         raise NotFixable(f"the base cannot be had back from the result of {view.losing}")
     base = view.base.id
-    _refuse_aliases(base, assign, node, context)
+    made = _only_assignment(base, assign, node, context)
     _refuse_other_shapes(node)
-    _refuse_around({base, name}, assign, node, context)
+    _refuse_loops({base, name}, assign, node, context)
+    _refuse_other_withs(made, node, context)
     module = context.module
     line = node.end_lineno or node.lineno
     end = module.text.line_end(line)
@@ -169,27 +170,27 @@ def _refuse_other_shapes(node: ast.stmt) -> None:
             raise NotFixable(f"{inner.attr} changes what the view shows")
 
 
-def _refuse_around(names: set[str], assign: ast.Assign, node: ast.stmt, context: Context) -> None:
-    """Make sure that what is around a write does not change what its names stand for.
-
-    Raises:
-        NotFixable: a loop binds one of them, or gradients may be off where the base is rebound.
-    """
+def _refuse_loops(names: set[str], assign: ast.Assign, node: ast.stmt, context: Context) -> None:
+    """Make sure that no loop around a write makes its names stand for something else."""
     outer = set(context.module.ancestors(assign))
+    own = set(ast.walk(node))
     for parent in context.module.ancestors(node):
-        if parent in outer:
-            return
-        if isinstance(parent, ast.With | ast.AsyncWith):
-            raise NotFixable("the base would be rebound inside a `with`")
-        if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
-            own = set(ast.walk(node))
+        if isinstance(parent, ast.For | ast.AsyncFor | ast.While) and parent not in outer:
             inside = (inner for inner in ast.walk(parent) if inner not in own)
             if any(names.intersection(own_bindings(inner)) for inner in inside):
                 raise NotFixable("a loop around it binds the view or its base again")
 
 
-def _refuse_aliases(base: str, assign: ast.Assign, node: ast.stmt, context: Context) -> None:
-    """Make sure that nobody but one name stands for a view's base."""
+def _refuse_other_withs(made: ast.Assign, node: ast.stmt, context: Context) -> None:
+    """Make sure that gradients are not off where a base is rebound and on where it is made."""
+    outer = set(context.module.ancestors(made))
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.With | ast.AsyncWith) and parent not in outer:
+            raise NotFixable("the base would be rebound inside a `with`")
+
+
+def _only_assignment(base: str, assign: ast.Assign, node: ast.stmt, context: Context) -> ast.Assign:
+    """What binds a view's base, for which nothing but this one name may stand."""
     function = context.module.function(node)
     assert function is not None
     flow = context.flow(function)
@@ -212,6 +213,7 @@ def _refuse_aliases(base: str, assign: ast.Assign, node: ast.stmt, context: Cont
     ]
     if reads:
         raise NotFixable(f"other names may stand for {base}")
+    return made
 
 
 def _is_fresh(value: ast.expr) -> bool:

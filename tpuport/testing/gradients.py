@@ -47,14 +47,22 @@ def _aspects(function: Callable[..., Any], args: Inputs) -> Aspects | None:
     tensors = [result for result in results if isinstance(result, torch.Tensor)]
     sources = [*(arg for arg in given if isinstance(arg, torch.Tensor)), *tensors]
     total = sum((x.double().nan_to_num().sum() for x in tensors if _has_gradient(x)), 0.0)
-    if isinstance(total, torch.Tensor):
-        total.backward()  # pyright: ignore[reportUnknownMemberType]
     return {
         "needs a gradient": [x.requires_grad for x in tensors],
         "is the same object": [[x is y for y in sources] for x in tensors],
         "shares memory": [[_memory(x) == _memory(y) for y in sources] for x in tensors],
-        "gradients": [x.grad for x in leaves if _has_gradient(x)],
+        "gradients": _gradients(total, leaves),
     }
+
+
+def _gradients(total: Any, leaves: Inputs) -> Any:
+    """The gradients of leaves; the name of the exception where there are none."""
+    try:
+        if isinstance(total, torch.Tensor):
+            total.backward()  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:  # what the backward pass needs was overwritten
+        return type(error).__name__
+    return [x.grad for x in leaves if _has_gradient(x)]
 
 
 def _leaf(value: Any) -> Any:
