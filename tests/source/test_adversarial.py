@@ -1,11 +1,15 @@
 """Code that once was rewritten wrongly, or that looks as if it might be, keeps its meaning."""
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from tpuport.rules import _meeting, _rebinding, _stopping
 from tpuport.source.rewriter import RewriteResult, rewrite
+from tpuport.source.text import Edit, Passage
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference
 
@@ -249,3 +253,67 @@ def test_a_nasty_module_becomes_this(case: tuple[str, str | None]):
     assert bool(result.left) == (expected is None)
     assert rewrite(result.source).source == result.source
     compile(result.source, "module", "exec")
+
+
+def always(value: object) -> Callable[..., object]:
+    return lambda *_: value
+
+
+# Conditions of fixes, left out: where, its name, what takes its place, and the case that notices.
+MUTANTS: dict[str, tuple[ModuleType, str, object, str]] = {
+    "any value fills": (_rebinding, "_is_single", always(True), "several elements to fill with"),
+    "another tensor": (
+        _rebinding,
+        "_cloned",
+        lambda place, context, call: Edit(place, place, Passage.of(".abs()", 1)),
+        "a method only in place",
+    ),
+    "writes in arguments": (_rebinding, "_refuse_writes", always(None), "a walrus in a fill"),
+    "arguments that write": (
+        _rebinding,
+        "_refuse_writes",
+        always(None),
+        "an argument that writes",
+    ),
+    "shared memory": (
+        _rebinding,
+        "_refuse_expanded",
+        always(None),
+        "a row of an expanded tensor",
+    ),
+    "the whole tensor": (_rebinding, "_refuse_whole", always(None), "all of a leaf"),
+    "loops": (_rebinding, "_refuse_loops", always(None), "a view bound again in a loop"),
+    "other shapes": (
+        _rebinding,
+        "_refuse_other_shapes",
+        always(None),
+        "a view transposed in place",
+    ),
+    "no gradients": (
+        _rebinding,
+        "_refuse_other_withs",
+        always(None),
+        "a base without gradients",
+    ),
+    "gradients on": (_stopping, "_switches_on", always(False), "gradients on again"),
+    "not new": (
+        _stopping,
+        "_is_one_tensor",
+        always(True),
+        "a float that is the tensor itself",
+    ),
+    "any parameter": (_meeting, "_may_be_other", always(False), "another parameter"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_condition_left_out_is_noticed(
+    mutant: tuple[ModuleType, str, object, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    module, name, replacement, case = mutant
+    body = (LEFT[case] if case in LEFT else REWRITTEN[case])[-1]
+    source = HEAD + textwrap.indent(body, "    ") + "\n"
+    check(source, tmp_path)
+    monkeypatch.setattr(module, name, replacement)
+    with pytest.raises(AssertionError):
+        check(source, tmp_path)
