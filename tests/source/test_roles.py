@@ -158,6 +158,32 @@ def test_what_a_step_calls_is_part_of_it_whatever_it_returns():
     assert set(found.values()) == {"step"}
 
 
+def test_a_loop_over_tokens_is_host_and_so_are_its_private_helpers():
+    found = roles("""
+        class Model(nn.Module):
+            def forward(self, x: Tensor):
+                return self._norm(x)
+
+            def generate(self, x: Tensor, streamer=None):
+                streamer.put(self._words(self._norm(self(x))))
+                return self.embed(x)
+
+            def sample(self, x: Tensor, steps: int, generation_config=None):
+                return self(x)
+
+            def _norm(self, x: Tensor):
+                return x
+
+            def _words(self, x: Tensor):
+                return x
+
+            def embed(self, x: Tensor):
+                return x
+    """)
+    steps = {name for name, role in found.items() if role == "step"}
+    assert steps == {"forward", "sample", "_norm", "embed"}
+
+
 def test_code_behind_cuda_kernels_is_no_step():
     found = roles("""
         from flash_attn import flash_attn_func, flash_attn_varlen_func

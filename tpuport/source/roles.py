@@ -80,6 +80,8 @@ _HOST_PACKAGES = frozenset(
         *("safetensors", "huggingface_hub", "wandb"),
     }
 )
+# Of loops that generate token after token: they run one step a round.
+_HOST_PARAMETERS = frozenset({"tokenizer", "streamer", "logits_processor", "stopping_criteria"})
 _TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
 
@@ -164,7 +166,8 @@ class Roles:
     def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
         """Whether a function that might be part of a step only helps host code of this file."""
         owner = self.owners.get(function)
-        return function in by_host and (owner is None or not owner.is_module)
+        is_private = function.name.startswith("_")
+        return function in by_host and (owner is None or not owner.is_module or is_private)
 
     @cached_property
     def gpu_only(self) -> set[Function]:
@@ -237,7 +240,7 @@ class Roles:
         if HOST_FUNCTION.search(name) or owner.is_host:
             return Role.HOST, True
         parameters = {argument.arg for argument in all_arguments(function.args)}
-        if "tokenizer" in parameters:
+        if not _HOST_PARAMETERS.isdisjoint(parameters):
             return Role.HOST, True
         if owner.is_module:
             return self._own_of_module_method(function)
