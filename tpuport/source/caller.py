@@ -19,7 +19,9 @@ from tpuport.source.values import (
     Kind,
     Value,
     combine,
+    item_of,
     join,
+    sequence_of,
 )
 
 OPS_OF_HOST = frozenset({"check", "passes", "report"})
@@ -80,6 +82,8 @@ class Caller(Evaluator):
 
     def _method_call(self, function: ast.Attribute, call: library.Call) -> Value:
         receiver, name = call.receiver, function.attr
+        if receiver.form is Form.SEQUENCE and isinstance(function.value, ast.Name):
+            self._grow(function.value.id, name, call)
         if receiver.form is Form.INSTANCE and receiver.owner is not None:
             return self._call_on_instance(receiver.owner, name, call)
         if receiver.form is Form.CLASS and receiver.owner is not None:
@@ -88,6 +92,15 @@ class Caller(Evaluator):
                 return self._own_call(method, receiver.owner, call, bound=True)
             return UNKNOWN
         return library.method_call(name, call)
+
+    def _grow(self, name: str, method: str, call: library.Call) -> None:
+        """Remember what a list that a name stands for was given."""
+        if method in ("append", "extend", "insert") and call.arguments:
+            given = call.arguments[-1]
+            more = given if method == "extend" else sequence_of(given)
+            if more.form is Form.SEQUENCE:
+                item = join(item_of(value) for value in (call.receiver, more) if value.items != ())
+                self.environment[name] = sequence_of(item)
 
     def _call_on_instance(self, owner: ClassInfo, name: str, call: library.Call) -> Value:
         method = owner.method(name)
