@@ -23,6 +23,7 @@ from tpuport.ops_masked import (
     mismatched,
     rowwise,
 )
+from tpuport.ops_state import grows
 
 __all__ = [
     "are_checks_on",
@@ -36,6 +37,7 @@ __all__ = [
     "either",
     "first_falsy",
     "first_truthy",
+    "grows",
     "inverse",
     "is_traced",
     "item",

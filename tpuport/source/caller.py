@@ -22,7 +22,7 @@ from tpuport.source.values import (
     join,
 )
 
-OPS_OF_HOST = frozenset({"check", "passes", "report"})
+OPS_OF_HOST = frozenset({"check", "grows", "passes", "report"})
 
 
 class Caller(Evaluator):
