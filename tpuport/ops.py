@@ -14,6 +14,7 @@ from typing import Any
 
 from tpuport.errors import TpuportError
 from tpuport.ops_device import cuda
+from tpuport.ops_filled import filled
 from tpuport.ops_masked import (
     count_elements,
     count_rows,
@@ -35,6 +36,7 @@ __all__ = [
     "cuda",
     "debug_checks",
     "either",
+    "filled",
     "first_falsy",
     "first_truthy",
     "grows",
