@@ -19,15 +19,14 @@ def filled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        value = args[1] if len(args) > 1 else kwargs.get("fill_value")
+        value: Any = args[1] if len(args) > 1 else kwargs.get("fill_value")
         if is_plain_torchax(value):
             from tpuport.model import plain_filled
 
             traced: Callable[..., Any] = getattr(plain_filled, function.__name__)
             return traced(*args, **kwargs)
         if getattr(value, "is_traced", False) is True:
-            number = value.item()
-            args, kwargs = (args[0],), {**kwargs, "fill_value": number}
+            return function(args[0], **{**kwargs, "fill_value": value.item()})
         return function(*args, **kwargs)
 
     return call
