@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_attention import attention
 from tpuport.ops_device import cuda
 from tpuport.ops_filled import filled
 from tpuport.ops_masked import (
@@ -28,6 +29,7 @@ from tpuport.ops_state import grows
 
 __all__ = [
     "are_checks_on",
+    "attention",
     "both",
     "check",
     "cond",
