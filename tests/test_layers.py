@@ -14,11 +14,13 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tpuport"
 
 # The data flow from left to right. Members of one group may import each other.
+# What `tpuport.ops` gathers.
+OPS = ("attention", "device", "filled", "masked", "state")
 GROUPS = (
     {"errors", "markup"},
     {"source", "rules"},
     {"lint"},
-    {"shims", "model", "ops", "ops_device", "ops_masked"},
+    {"shims", "model", "ops", *(f"ops_{n}" for n in OPS)},
     {"sharding"},
     {"program"},
     {"training"},

@@ -18,15 +18,15 @@ def filled(function: Callable[..., Any]) -> Callable[..., Any]:
         The function itself, except that what it fills the tensor with stays part of a program.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value: Any = args[1] if len(args) > 1 else kwargs.get("fill_value")
+    def call(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        value: Any = args[0] if args else kwargs.get("fill_value")
         if is_plain_torchax(value):
             from tpuport.model import plain_filled
 
             traced: Callable[..., Any] = getattr(plain_filled, function.__name__)
-            return traced(*args, **kwargs)
+            return traced(shape, *args, **kwargs)
         if getattr(value, "is_traced", False) is True:
-            return function(args[0], **{**kwargs, "fill_value": value.item()})
-        return function(*args, **kwargs)
+            return function(shape, **{**kwargs, "fill_value": value.item()})
+        return function(shape, *args, **kwargs)
 
     return call
