@@ -13,9 +13,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tpuport"
 
-# The data flow from left to right. Members of one group may import each other.
 # What `tpuport.ops` gathers.
 OPS = ("attention", "device", "filled", "masked", "state")
+# The data flow from left to right. Members of one group may import each other.
 GROUPS = (
     {"errors", "markup"},
     {"source", "rules"},
