@@ -59,6 +59,7 @@ REWRITTEN = {
         "t = torch.tensor(\n    [1.0, 2, 3, 4]  # y\n)\nreturn b * t",
     ),
     "another parameter": ("TPU417", "import os as a\nreturn b * torch.arange(4)"),
+    "a parameter of a lambda": ("TPU417", "return (lambda a: b * torch.arange(4))(3)"),
     "a float of a new tensor": (
         "TPU416",
         "with torch.no_grad():\n    t = (a * 2).float()\nreturn t * a",
@@ -98,7 +99,7 @@ LEFT = {
     ),
     "a base bound again in a loop": (
         "TPU410",
-        "a loop around it",
+        "bound more than once",
         "y = a * 2\nv = y.unsqueeze(0)\nfor i in range(2):\n    v += 1\n    y = y + 1\nreturn y",
     ),
     "a view transposed in place": (
@@ -130,11 +131,6 @@ LEFT = {
         "TPU417",
         "no parameter",
         "def g():\n    nonlocal a, b, m\n    a = b = m = 3\nc = b\ng()\nreturn c * torch.arange(4)",
-    ),
-    "parameters hidden by a lambda's": (
-        "TPU417",
-        "no parameter",
-        "return (lambda a, m, b: b * torch.arange(4))(1, 2, b)",
     ),
     "a float that is the tensor itself": (
         "TPU416",
@@ -200,7 +196,8 @@ MODULES = {
         "import torch\n\nf = torch.nn.Linear(\n    3,\n    4,\n)\n",
     ),
     "a block of wrappers only": (
-        "import torch\n\nf = g = torch.abs\nif f:\n    f = torch.compile(f)\n    g = torch.compile(g)\n",
+        "import torch\n\nf = g = torch.abs\n"
+        "if f:\n    f = torch.compile(f)\n    g = torch.compile(g)\n",
         None,
     ),
     "a wrapper on the last line": (
