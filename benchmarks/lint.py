@@ -101,18 +101,20 @@ def _wait(process: "subprocess.Popen[bytes]", start: float) -> tuple[float, floa
         time.sleep(0.005)
 
 
-def contestants(path: Path, cache: Path, others: dict[str, str | None]) -> list[Run]:
+def contestants(path: Path, folder: Path, others: dict[str, str | None]) -> list[Run]:
     """Every run: ours cold and warm, then the other linters."""
+    config, cache = folder / "pyproject.toml", folder / "cache"
+    config.write_text(f'[tool.tpuport]\ncache-dir = "{cache}"\n', encoding="utf-8")
     ours = [sys.executable, "-c", "from tpuport.cli import app; app()", "lint", str(path)]
-    ours += ["--isolated", "--exit-zero", "--quiet"]
+    ours += ["--config", str(config), "--exit-zero", "--quiet"]
 
     def forget() -> None:
         shutil.rmtree(cache, ignore_errors=True)
 
     runs = [
         measure("tpuport lint, one process", [*ours, "--jobs", "1", "--no-cache"], rounds=3),
-        measure("tpuport lint, cold", [*ours, "--cache-dir", str(cache)], rounds=3, before=forget),
-        measure("tpuport lint, warm", [*ours, "--cache-dir", str(cache)], rounds=3),
+        measure("tpuport lint, cold", ours, rounds=3, before=forget),
+        measure("tpuport lint, warm", ours, rounds=3),
     ]
     if ruff := others["ruff"]:
         command = [ruff, "check", "--isolated", "--no-cache", "--exit-zero", str(path)]
@@ -172,7 +174,7 @@ def main() -> None:
     others = {"ruff": options.ruff, "flake8": options.flake8}
     bases = [parse_and_walk(files)]
     with tempfile.TemporaryDirectory() as folder:
-        runs = contestants(options.path, Path(folder) / "cache", others)
+        runs = contestants(options.path, Path(folder), others)
     bases.append(parse_and_walk(files))
     base = statistics.mean(bases)
     text = page(options.path, files, base, runs)

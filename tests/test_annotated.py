@@ -57,6 +57,12 @@ def test_the_judgements_are_well_formed(name: str):
     assert len(labels) == 3
 
 
+def test_the_page_shows_scores_and_what_was_missed():
+    text = annotated.page({"a/b 123": score(SITES, [finding(1, Severity.ERROR)])})
+    assert "| a/b 123 | 4 | 2 | 1.000 | 0.500 | 0.00% |" in text
+    assert "- `a.py:2`: r" in text
+
+
 def test_scores_are_immutable():
     found = score(SITES, [])
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -199,7 +199,10 @@ def test_forked_workers_and_scalers_are_notes():
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("import torch\nf = torch.compile(f)  # faster\n", "something else stands on its lines"),
+        (
+            "import torch\nfrom x import f\nf = torch.compile(f)  # faster\n",
+            "something else stands on its lines",
+        ),
         ("import torch\nif 1 > 0:\n    f = torch.compile(f)\n", "the block would be empty"),
         ("import torch\nf = torch.compile(*fs)\n", "not clear what is wrapped"),
         ("import torch\nf = torch.compile(g)\nf._orig_mod\n", "the wrapped module"),

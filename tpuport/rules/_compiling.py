@@ -11,12 +11,15 @@ from tpuport.source.finding import Severity
 # Words of a test that chooses whether to compile.
 ASKS = re.compile(r"compil|dynamo|inductor|cuda|gpu|available|script|trace", re.IGNORECASE)
 
+_COMPILERS = frozenset({"compile", "script", "script_method", "trace", "trace_module"})
+
 
 def is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
     """Whether a name may be a compiler's; a quick look, as every name of a file comes here."""
-    if isinstance(node, ast.Name):
-        return node.id in context.module.imports
-    return node.attr in {"compile", "script", "script_method", "trace", "trace_module"}
+    if isinstance(node, ast.Attribute):
+        return node.attr in _COMPILERS
+    full = context.module.imports.get(node.id)
+    return full is not None and full.rpartition(".")[2] in _COMPILERS
 
 
 def fate(node: ast.expr, context: Context) -> tuple[Severity, str]:

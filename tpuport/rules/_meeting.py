@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tpuport.rules._placing import RANDOM, cpu_tensor, creation, only_value
 from tpuport.source.engine import Context
 from tpuport.source.inference import Inference
-from tpuport.source.module import Function
+from tpuport.source.module import Function, own_bindings
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
 from tpuport.source.values import TRACED
@@ -158,13 +158,13 @@ def _arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
 
 def sure_tensor(function: Function, context: Context) -> str | None:
     """A parameter that is a tensor and never anything else."""
-    binders = context.flow(function).binders
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
-    used = attributes_used(context.module.inside(function))
+    inside = context.module.inside(function)
+    used = attributes_used(inside)
     for argument in all_arguments(arguments):
-        if argument.arg in optional or binders.get(argument.arg):
+        if argument.arg in optional or any(_may_be_other(node, argument) for node in inside):
             continue
         kind = annotated(argument.annotation)
         text = "" if argument.annotation is None else ast.unparse(argument.annotation)
@@ -174,3 +174,15 @@ def sure_tensor(function: Function, context: Context) -> str | None:
         if kind == TRACED or (like_one and is_used_like_a_tensor(used.get(argument.arg, ()))):
             return argument.arg
     return None
+
+
+def _may_be_other(node: ast.AST, argument: ast.arg) -> bool:
+    """Whether a node binds a parameter's name, here or in a scope inside, or asks if it is None."""
+    name = argument.arg
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return any((alias.asname or alias.name).partition(".")[0] == name for alias in node.names)
+    match node:
+        case ast.Compare(left=ast.Name(id=compared), ops=[ast.Is() | ast.IsNot()]):
+            return compared == name
+        case _:
+            return node is not argument and name in own_bindings(node)

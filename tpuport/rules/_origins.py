@@ -109,7 +109,7 @@ def _is_one_name(node: ast.Name, context: Context, seen: frozenset[str]) -> bool
         return False
     stores = [
         inner
-        for inner in walk_scope(function.body)
+        for inner in context.module.inside(function)
         if isinstance(inner, ast.Assign | ast.AugAssign | ast.For | ast.With)
         and node.id in _stored(inner)
     ]

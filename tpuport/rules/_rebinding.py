@@ -7,18 +7,28 @@ from tpuport.rules._views import (
     MAY_COPY,
     PARTS,
     View,
+    is_in_place,
     made_before,
     mutation,
     rebound,
     view_of,
 )
-from tpuport.source.engine import Context
+from tpuport.source.engine import Context, quote
 from tpuport.source.finding import Fix, NotFixable
+from tpuport.source.kinds import Kind
+from tpuport.source.module import own_bindings
 from tpuport.source.statements import walk_scope
 from tpuport.source.text import Edit, Passage
 
 # Always views, whose result has the same elements in the same order.
 _SAME_ORDER = frozenset({"view", "unflatten", "unsqueeze", "squeeze"})
+# In-place methods after which a view has other dimensions, or other memory.
+_RESHAPING = frozenset(
+    {
+        *("resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
+        *("transpose_", "unsqueeze_", "as_strided_", "data"),
+    }
+)
 
 
 def rebinding_fix(node: ast.stmt, context: Context) -> Fix:
@@ -50,7 +60,7 @@ def _refuse(view: View) -> Fix:
 
 
 def _assignment(node: ast.stmt, context: Context) -> Fix:
-    """`x[i].fill_(v)` as `x[i] = v`."""
+    """`x[i].fill_(v)` as `x[i] = v`, other methods as `x[i] = x[i].clone().method_(v)`."""
     match node:
         case ast.Expr(
             value=ast.Call(
@@ -64,18 +74,68 @@ def _assignment(node: ast.stmt, context: Context) -> Fix:
             raise NotFixable("more than one method is called on the subscript")
     if context.module.comments(*context.module.span(node)):
         raise NotFixable("a comment stands inside the call")
+    _refuse_whole(target)
+    _refuse_expanded(target, node, context)
     written = context.module.copy_node(target)
     if method == "zero_":
         made = written + " = 0"
-    elif method == "fill_" and len(arguments) == 1:
+    elif method == "fill_" and _is_single(arguments, context):
+        _refuse_writes(arguments, context)
         made = written + " = " + context.module.copy_node(arguments[0])
     else:
-        # The same call, out of place: from the end of the subscript on only the name changes.
-        name_end = context.module.text.text.index(method, context.module.span(target)[1])
-        rest = context.module.copy(name_end + len(method), context.module.span(call)[1])
-        made = written + " = " + context.module.copy_node(target) + f".{method[:-1]}" + rest
+        # On a copy the method raises what it raises on the view: its result has to fit there.
+        _refuse_writes(arguments, context)
+        start, end = context.module.span(target)[1], context.module.span(call)[1]
+        copied = context.module.copy(start, end, [_cloned(start, context, call)])
+        made = written + " = " + context.module.copy_node(target) + copied
     start, end = context.module.span(node)
     return Fix((Edit(start, end, made),))
+
+
+def _cloned(place: int, context: Context, call: ast.Call) -> Edit:
+    return Edit(place, place, Passage.of(".clone()", context.module.origin(call)))
+
+
+def _refuse_whole(target: ast.Subscript) -> None:
+    """`x[:]` of a leaf is a view to a method and the leaf itself to an assignment."""
+    parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+    if all(ast.unparse(part) in (":", "...") for part in parts):
+        raise NotFixable("the subscript is the whole tensor")
+
+
+def _refuse_expanded(target: ast.Subscript, node: ast.stmt, context: Context) -> None:
+    """Elements that share memory may be filled by a method and not by an assignment."""
+    base = ast.unparse(target.value)
+    for _, value in made_before(base, node, context):
+        if any(
+            isinstance(part, ast.Attribute) and part.attr.startswith(("expand", "broadcast_to"))
+            for part in ast.walk(value)
+        ):
+            raise NotFixable(f"elements of {base} may share memory")
+
+
+def _refuse_writes(arguments: list[ast.expr], context: Context) -> None:
+    """Arguments are evaluated after the subscript by a method, and before it in an assignment."""
+    for node in walk_scope(arguments):
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            raise NotFixable("an argument binds a name or suspends the function")
+        if isinstance(node, ast.Call) and not _is_pure(node, context):
+            raise NotFixable(f"{quote(ast.unparse(node))} may write to the tensor")
+
+
+def _is_pure(call: ast.Call, context: Context) -> bool:
+    """Whether a call is one of torch's that only computes."""
+    if not isinstance(call.func, ast.Attribute) or is_in_place(call.func.attr):
+        return False
+    name = context.name(call.func)
+    if name is not None:
+        return name.startswith("torch.") and not call.keywords
+    return context.is_traced(call.func.value)
+
+
+def _is_single(arguments: list[ast.expr], context: Context) -> bool:
+    """Whether arguments are one, and that a number or a tensor without dimensions."""
+    return len(arguments) == 1 and is_number(arguments[0], context)
 
 
 def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, context: Context) -> Fix:
@@ -88,6 +148,8 @@ def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, contex
         raise NotFixable(f"the base cannot be had back from the result of {view.losing}")
     base = view.base.id
     _refuse_aliases(base, assign, node, context)
+    _refuse_other_shapes(node)
+    _refuse_around({base, name}, assign, node, context)
     module = context.module
     line = node.end_lineno or node.lineno
     end = module.text.line_end(line)
@@ -101,6 +163,31 @@ def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, contex
     return Fix((Edit(end, end, Passage.of(added, module.origin(node))),))
 
 
+def _refuse_other_shapes(node: ast.stmt) -> None:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and inner.attr in _RESHAPING:
+            raise NotFixable(f"{inner.attr} changes what the view shows")
+
+
+def _refuse_around(names: set[str], assign: ast.Assign, node: ast.stmt, context: Context) -> None:
+    """Make sure that what is around a write does not change what its names stand for.
+
+    Raises:
+        NotFixable: a loop binds one of them, or gradients may be off where the base is rebound.
+    """
+    outer = set(context.module.ancestors(assign))
+    for parent in context.module.ancestors(node):
+        if parent in outer:
+            return
+        if isinstance(parent, ast.With | ast.AsyncWith):
+            raise NotFixable("the base would be rebound inside a `with`")
+        if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
+            own = set(ast.walk(node))
+            inside = (inner for inner in ast.walk(parent) if inner not in own)
+            if any(names.intersection(own_bindings(inner)) for inner in inside):
+                raise NotFixable("a loop around it binds the view or its base again")
+
+
 def _refuse_aliases(base: str, assign: ast.Assign, node: ast.stmt, context: Context) -> None:
     """Make sure that nobody but one name stands for a view's base."""
     function = context.module.function(node)
@@ -108,7 +195,9 @@ def _refuse_aliases(base: str, assign: ast.Assign, node: ast.stmt, context: Cont
     flow = context.flow(function)
     binders = flow.binders.get(base, [])
     made = context.module.parents.get(binders[0]) if binders else None
-    if base in flow.captured or not (isinstance(made, ast.Assign) and _is_fresh(made.value)):
+    if base in flow.captured or not (
+        isinstance(made, ast.Assign) and len(made.targets) == 1 and _is_fresh(made.value)
+    ):
         raise NotFixable(f"other names may stand for {base}")
     if rebound({base}, made, assign, function) or made.lineno >= assign.lineno:
         raise NotFixable(f"{base} is bound more than once")
@@ -134,3 +223,24 @@ def _is_fresh(value: ast.expr) -> bool:
             return True
         case _:
             return False
+
+
+_REDUCING = frozenset({"mean", "sum", "max", "min", "amax", "amin", "prod", "std", "var", "norm"})
+_KEEPING = frozenset({"detach", "abs", "clone", "float", "exp", "log", "sqrt", "item"})
+
+
+def is_number(node: ast.expr, context: Context) -> bool:
+    """Whether a value surely is a number or a tensor without dimensions."""
+    match node:
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand, context)
+        case ast.BinOp(left=left, right=right):
+            return is_number(left, context) and is_number(right, context)
+        case ast.Call(func=ast.Attribute(value=owner, attr=method), args=[], keywords=[]):
+            if context.name(node.func) is not None or not context.is_traced(owner):
+                return False
+            return method in _REDUCING or (method in _KEEPING and is_number(owner, context))
+        case ast.Constant(value=bool() | int() | float()):
+            return True
+        case _:
+            return context.kind(node) is Kind.HOST

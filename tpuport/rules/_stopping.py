@@ -61,6 +61,7 @@ _ONE_TENSOR = frozenset(
         ),
     }
 )
+_SWITCHES = frozenset({"enable_grad", "set_grad_enabled", "inference_mode"})
 
 
 def is_stopper(node: ast.expr, context: Context) -> bool:
@@ -199,19 +200,45 @@ def detached(name: str, value: ast.expr, context: Context) -> Edit:
     """
     if not _is_one_tensor(value, context):
         raise NotFixable(f"the value of {name} may be more than one tensor")
+    if any(_switches_on(node, context) for node in ast.walk(_block_around(value, context))):
+        raise NotFixable("gradients may be switched on inside the block")
     start, end = context.module.span(value)
     opened, closed = ("(", ")") if isinstance(value, ast.BinOp) else ("", "")
     first = Passage.of(opened, context.module.origin(value))
     return Edit(start, end, first + context.module.copy_node(value) + f"{closed}.detach()")
 
 
+def _block_around(node: ast.expr, context: Context) -> ast.AST:
+    """The outermost `with` around an expression within its function."""
+    found: ast.AST = node
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, FUNCTIONS):
+            break
+        if isinstance(parent, ast.With):
+            found = parent
+    return found
+
+
+def _switches_on(node: ast.AST, context: Context) -> bool:
+    """Whether a node is a call that may switch gradients on again."""
+    if not isinstance(node, ast.Call) or is_stopper(node, context):
+        return False
+    return ast.unparse(node.func).rpartition(".")[2] in _SWITCHES
+
+
 def _is_one_tensor(node: ast.expr, context: Context) -> bool:
-    """Whether a traced value surely is a tensor and not several."""
+    """Whether a traced value surely is a new tensor and not several."""
     match node:
         case ast.BinOp():
             return context.is_traced(node)
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _ONE_TENSOR:
             name = context.name(node.func) or ""
+            if {"out", "inplace", None} & {keyword.arg for keyword in node.keywords}:
+                return False  # it may be the very tensor that was given
+            if method == "relu" and len(node.args) > 1:
+                return False
+            if method == "float":  # of a tensor that has this dtype: the tensor itself
+                return _is_one_tensor(owner, context)
             return name.startswith("torch.") or context.is_traced(owner)
         case _:
             return False

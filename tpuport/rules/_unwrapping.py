@@ -4,6 +4,8 @@ import ast
 
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable
+from tpuport.source.imported import imported_names
+from tpuport.source.module import own_bindings
 from tpuport.source.text import Edit, Passage
 
 
@@ -53,17 +55,59 @@ def _unwrapped(call: ast.Call, context: Context) -> Fix:
     if not call.args or isinstance(call.args[0], ast.Starred):
         raise NotFixable("it is not clear what is wrapped")
     statement = module.parents[call]
-    match statement:
-        case ast.Assign(targets=[target]) if ast.unparse(target) == ast.unparse(call.args[0]):
-            block, _ = module.block(statement)
-            if len(block) == 1:
-                raise NotFixable("the block would be empty")
+    if isinstance(statement, ast.Assign) and _rebinds(statement, call):
+        block, _ = module.block(statement)
+        if all(_rebinds(each) for each in block):
+            raise NotFixable("the block would be empty")
+        if _is_bound_elsewhere(statement, context):
             return _without_lines(statement, context)
+    start, end = module.span(call)
+    if module.comments(start, end):
+        raise NotFixable("a comment would be lost")
+    bare = module.copy_node(call.args[0])
+    if _stands_alone(call.args[0], bare.text):
+        return Fix((Edit(start, end, bare),))
+    return Fix((Edit(start, end, Passage.of("(", module.origin(call)) + bare + ")"),))
+
+
+def _rebinds(statement: ast.AST | None, call: ast.Call | None = None) -> bool:
+    """Whether a statement is `f = wrapper(f)`; of one call, if that is given."""
+    match statement:
+        case ast.Assign(targets=[target], value=ast.Call(args=[wrapped, *_]) as value):
+            is_asked = call is None or value is call
+            return is_asked and ast.unparse(target) == ast.unparse(wrapped)
         case _:
-            start, end = module.span(call)
-            if module.comments(start, end):
-                raise NotFixable("a comment would be lost")
-            return Fix((Edit(start, end, module.copy_node(call.args[0])),))
+            return False
+
+
+def _is_bound_elsewhere(statement: ast.Assign, context: Context) -> bool:
+    """Whether what an assignment binds is there without it, too, and found without effects."""
+    (target,) = statement.targets
+    if not isinstance(target, ast.Name):
+        return not any(isinstance(node, ast.Call | ast.NamedExpr) for node in ast.walk(target))
+    module = context.module
+    scope = module.scope(statement)
+    if isinstance(scope, ast.ClassDef):
+        return False
+    return any(
+        node is not target
+        and (target.id in own_bindings(node) or target.id in imported_names([node]))
+        and module.scope(node) is scope
+        and not _rebinds(module.parents.get(node))
+        for node in module.nodes
+        if node is not scope
+    )
+
+
+def _stands_alone(node: ast.expr, text: str) -> bool:
+    """Whether an expression means the same wherever it is put, and on more than one line."""
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+        return False
+    try:
+        ast.parse(text, mode="eval")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _without_lines(node: ast.expr | ast.stmt, context: Context) -> Fix:
@@ -75,4 +119,6 @@ def _without_lines(node: ast.expr | ast.stmt, context: Context) -> Fix:
     if around or module.comments(line_start, line_end):
         raise NotFixable("something else stands on its lines")
     nothing = Passage.of("", module.origin(node))
+    if line_end == len(text.text):  # the last line has no line break of its own
+        return Fix((Edit(max(line_start - 1, 0), line_end, nothing),))
     return Fix((Edit(line_start, line_end + 1, nothing),))

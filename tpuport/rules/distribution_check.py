@@ -2,16 +2,24 @@
 
 import ast
 
+from tpuport.rules._appending import with_argument
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
 
 # Of `torch.distributions`: not distributions with parameters to check.
 OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})
 # They take distributions, and check nothing of their own.
 WRAPPERS = frozenset({"Independent", "TransformedDistribution", "MixtureSameFamily"})
+# Before which argument by position `validate_args` comes; the third of all others.
+_PARAMETERS = {
+    **dict.fromkeys(("Chi2", "Dirichlet", "Exponential", "HalfCauchy", "HalfNormal", "Poisson"), 1),
+    **dict.fromkeys(("Binomial", "ContinuousBernoulli", "GeneralizedPareto"), 3),
+    **dict.fromkeys(("LowRankMultivariateNormal", "Multinomial", "NegativeBinomial"), 3),
+    **dict.fromkeys(("RelaxedBernoulli", "RelaxedOneHotCategorical", "StudentT"), 3),
+    **dict.fromkeys(("MultivariateNormal", "Wishart"), 4),
+}
 
 
 class DistributionCheck(Rule):
@@ -84,7 +92,7 @@ class DistributionCheck(Rule):
 
         def forward(x: torch.Tensor):
             policy = Normal(x, 1.0, validate_args=False)
-            return kl_divergence(policy, policy)
+            return kl_divergence(policy, policy) + Normal(x, 1.0, False).log_prob(x)
         """,
         """
         import torch
@@ -118,18 +126,22 @@ class DistributionCheck(Rule):
             return
         if any(keyword.arg == "validate_args" for keyword in node.keywords):
             return
+        if len(node.args) > _PARAMETERS.get(last, 2):
+            return
         if any(map(context.is_traced, _given(node))):
             context.report(self, node, call=node)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
+        if any(isinstance(a, ast.Starred) for a in node.args) or None in [
+            keyword.arg for keyword in node.keywords
+        ]:
+            raise NotFixable("the arguments that it unpacks may hold `validate_args`")
         names = [n.id for n in _given(node) if isinstance(n, ast.Name) and context.is_traced(n)]
         if not names:
             raise NotFixable("no parameter is a plain name, and no other expression may run twice")
-        last = max([*node.args, *node.keywords], key=lambda part: (part.lineno, part.col_offset))
-        end = context.module.span(last)[1]
-        text = f", validate_args={OPS}.validate_args({', '.join(names)})"
-        return Fix((Edit(end, end, Passage.of(text, context.module.origin(node))),), (OPS,))
+        text = f"validate_args={OPS}.validate_args({', '.join(names)})"
+        return with_argument(node, text, context, (OPS,))
 
 
 def _given(node: ast.Call) -> list[ast.expr]:

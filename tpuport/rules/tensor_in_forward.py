@@ -2,13 +2,13 @@
 
 import ast
 
+from tpuport.rules._appending import with_argument
 from tpuport.rules._meeting import cpu_creations, sure_tensor
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
 from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.module import Function
-from tpuport.source.text import Edit, Passage
 
 
 class TensorInForward(Rule):
@@ -141,10 +141,4 @@ class TensorInForward(Rule):
         name = None if function is not outermost else sure_tensor(outermost, context)
         if name is None:
             raise NotFixable("no parameter that is surely a tensor has a device to take")
-        module = context.module
-        last = max([*node.args, *(k.value for k in node.keywords)], key=module.start)
-        end = module.span(last)[1]
-        if module.text.text[end : module.span(node)[1]].strip(" \n\t,") != ")":
-            raise NotFixable("a comment or a parenthesis stands behind its last argument")
-        added = Passage.of(f", device={name}.device", module.origin(last))
-        return Fix((Edit(end, end, added),))
+        return with_argument(node, f"device={name}.device", context)

@@ -87,7 +87,7 @@ class WriteThroughView(Rule):
                 y = x + 1
                 y[..., :2] = 0
                 y[..., 0] = x.mean().detach() * 2
-                y[..., 1:] = y[..., 1:].masked_fill(x[..., 1:] > 0, -1.0)
+                y[..., 1:] = y[..., 1:].clone().masked_fill_(x[..., 1:] > 0, -1.0)
                 return y
             """,
             jit_error=None,

@@ -24,7 +24,7 @@ from tpuport.source.values import (
     sequence_of,
 )
 
-OPS_OF_HOST = frozenset({"check", "passes", "report"})
+OPS_OF_HOST = frozenset({"check", "grows", "passes", "report"})
 
 
 class Caller(Evaluator):
@@ -40,7 +40,11 @@ class Caller(Evaluator):
         if is_ops_call(node):
             return self._ops_call(node)
         call = library.Call(node, receiver, arguments, keywords, step=self.step)
-        name = qualified_name(node.func, self.imports, hidden=self.environment)
+        # `tpuport.ops.rowwise(f)(x)` gives what `f(x)` does.
+        wrapped = node.func.args[:1] if is_ops_call(node.func) else []
+        name = qualified_name(
+            wrapped[0] if wrapped else node.func, self.imports, hidden=self.environment
+        )
         if name is not None:
             return library.library_call(name, call)
         match node.func:

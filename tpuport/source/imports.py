@@ -8,17 +8,22 @@ from tpuport.source.module import FUNCTIONS, Module
 from tpuport.source.text import Edit, Passage, SourceText
 
 
-def check(module: Module, names: Iterable[str], *, inside: bool) -> None:
+def check(module: Module, names: Iterable[str], *, inside: bool, place: int = 0) -> None:
     """Make sure that modules can be imported without hiding a name of the user's.
 
     Args:
         module: The file.
         names: Dotted names of modules; each binds its first part.
         inside: Whether the import will stand inside the function.
+        place: Offset of the first text that uses them.
 
     Raises:
-        NotFixable: the file uses such a name for something else.
+        NotFixable: the file uses such a name for something else, or imports it further down.
     """
+    for name in () if inside else names:
+        places = [module.start(node) for node in _top_imports(module, name)]
+        if places and place < min(places):
+            raise NotFixable(f"the file imports {name} further down only")
     for root in {name.partition(".")[0] for name in names}:
         taken = module.binds_otherwise(root) or (not inside and _bound_locally(module, root))
         if taken:
@@ -45,7 +50,7 @@ def add(module: Module, names: Iterable[str], *, inside: bool) -> SourceText:
         names: Dotted names of modules.
         inside: Whether to import at the start of the file's only function.
     """
-    missing = [name for name in sorted(names) if inside or not _has(module, name)]
+    missing = [name for name in sorted(names) if inside or not _top_imports(module, name)]
     if not missing:
         return module.text
     lines = [f"import {name}" for name in missing]
@@ -54,13 +59,13 @@ def add(module: Module, names: Iterable[str], *, inside: bool) -> SourceText:
     return SourceText(made.text, [line.origin for line in made.lines], module.text.original)
 
 
-def _has(module: Module, name: str) -> bool:
-    return any(
-        alias.name == name and alias.asname is None
+def _top_imports(module: Module, name: str) -> list[ast.Import]:
+    return [
+        node
         for node in module.tree.body
         if isinstance(node, ast.Import)
-        for alias in node.names
-    )
+        and any(alias.name == name and alias.asname is None for alias in node.names)
+    ]
 
 
 def _top_edit(module: Module, lines: list[str]) -> Edit:
@@ -71,15 +76,29 @@ def _top_edit(module: Module, lines: list[str]) -> Edit:
     while end < len(body) and isinstance(body[end], ast.Import | ast.ImportFrom):
         end += 1
     if end > start:
-        last = body[end - 1]
-        line = last.end_lineno or last.lineno
-        offset = module.text.line_end(line)
-        return Edit(offset, offset, Passage.of("\n" + "\n".join(lines), module.text.origin(line)))
+        return _edit_after(body[end - 1], module, lines)
     first = body[start]
+    if _shares_line(module, module.start(first)):
+        return _edit_after(body[start - 1], module, lines)
     line = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])
+    while line > 1 and module.text.lines[line - 2].startswith("#"):
+        line -= 1
+    if line == 1:  # these comments are about the file
+        while module.text.lines[line - 1].startswith("#"):
+            line += 1
     offset = module.text.line_start(line)
     gap = "\n\n\n" if isinstance(first, (*FUNCTIONS, ast.ClassDef)) else "\n\n"
     return Edit(offset, offset, Passage.of("\n".join(lines) + gap, module.text.origin(line)))
+
+
+def _edit_after(last: ast.stmt, module: Module, lines: list[str]) -> Edit:
+    """Below a statement, or on its line if another one follows it there."""
+    line, end = last.end_lineno or last.lineno, module.span(last)[1]
+    rest = module.text.text[end : module.text.line_end(line)].strip(" \t;")
+    if rest and not rest.startswith("#"):
+        return Edit(end, end, Passage.of("; " + "; ".join(lines), module.text.origin(line)))
+    offset = module.text.line_end(line)
+    return Edit(offset, offset, Passage.of("\n" + "\n".join(lines), module.text.origin(line)))
 
 
 def _inside_edit(module: Module, lines: list[str]) -> Edit:

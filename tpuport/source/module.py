@@ -21,7 +21,7 @@ _BINDERS = (
     *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
     *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
 )
-_BOUND_BY = (*_BINDERS, ast.Import, ast.ImportFrom)
+_BOUND_BY = (*(kind for kind in _BINDERS if kind is not ast.Name), ast.Import, ast.ImportFrom)
 
 _Index = tuple[dict[ast.AST, ast.AST], list[ast.AST], dict[ast.AST, tuple[int, int]]]
 
@@ -319,7 +319,11 @@ class Module:
 
     @cached_property
     def _bound(self) -> set[str]:
-        found: set[str] = set()
+        found = {
+            node.id
+            for node in self.by_class.get(ast.Name, ())
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        }
         for node in (n for kind in _BOUND_BY for n in self.by_class.get(kind, ())):
             found.update(own_bindings(node))
             if isinstance(node, ast.Import):

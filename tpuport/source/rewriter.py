@@ -181,7 +181,7 @@ class Session:
         if context.module.in_f_string(match.node):
             raise NotFixable("it stands inside an f-string")
         fix = match.rule.fix(match.node, context)
-        imports.check(context.module, fix.imports, inside=self.imports_inside)
+        imports.check(context.module, fix.imports, inside=self.imports_inside, place=fix.start)
         return fix
 
     def _not_settled(self, chosen: list[Match]) -> NotSettledError:
