@@ -298,6 +298,8 @@ def test_names_that_lead_nowhere_are_no_obstacle():
         ("is_flash_attn_2_available()", []),
         ("n._attn_implementation == 'flash_attention_2'", []),
         ("n.use_flash_attn", []),
+        ("x.dtype == torch.float16", []),
+        ("x.dtype == torch.bfloat16", ["TPU103"]),
         ("x.device.type == 'mps'", []),
         ("x.device.type in ('mps', 'npu')", []),
         ("x.device.type in {'mps', 'cpu'}", ["TPU103"]),
@@ -324,3 +326,18 @@ def test_branches_that_ask_for_cuda_or_processes_are_no_part_of_a_step(
         "        return float(x)\n", "        pass\n    else:\n        float(x)\n"
     )
     assert [finding.code for finding in find(other)] == ["TPU103"]
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("x.dtype == torch.float16 and torch.isinf(x).any()", []),
+        ("torch.isinf(x).any() and x.dtype == torch.float16", ["TPU101"]),
+        ("x.dtype == torch.float16 or torch.isinf(x).any()", ["TPU101"]),
+    ],
+)
+def test_what_a_test_asks_after_float16_is_not_asked_on_a_tpu(test: str, expected: list[str]):
+    source = (
+        f"{HEAD}def forward(x: Tensor):\n    if {test}:\n        x = x.clamp(0)\n    return x\n"
+    )
+    assert [finding.code for finding in find(source)] == expected

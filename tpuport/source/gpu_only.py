@@ -126,9 +126,7 @@ def is_off_tpu(node: ast.AST, module: Module) -> bool:
     """Whether code stands in a branch that is taken only on other devices, or on several."""
     child = node
     for parent in module.ancestors(node):
-        if isinstance(parent, ast.If) and child in parent.body and asks_for_gpu(parent.test):
-            return True
-        if isinstance(parent, ast.IfExp) and child is parent.body and asks_for_gpu(parent.test):
+        if any(map(asks_for_gpu, _before(parent, child))):
             return True
         if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
             return False
@@ -136,8 +134,21 @@ def is_off_tpu(node: ast.AST, module: Module) -> bool:
     return False
 
 
+def _before(parent: ast.AST, child: ast.AST) -> list[ast.expr]:
+    """The tests of a node that hold where its child runs."""
+    match parent:
+        case ast.If(test=test, body=body) if child in body:
+            return [test]
+        case ast.IfExp(test=test, body=body) if child is body:
+            return [test]
+        case ast.BoolOp(op=ast.And(), values=values):
+            return values[: next(i for i, value in enumerate(values) if value is child)]
+        case _:
+            return []
+
+
 def asks_for_gpu(test: ast.expr) -> bool:
-    """Whether a test holds only with CUDA or its packages, other devices, or several of them."""
+    """Whether a test holds only with CUDA, its packages or dtype, other devices, or several."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(asks_for_gpu, values))
@@ -155,6 +166,8 @@ def asks_for_gpu(test: ast.expr) -> bool:
             comparators=[ast.Attribute(attr="device")],
         ):
             return True
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Attribute(attr="float16" | "half")]):
+            return True  # a TPU computes in bfloat16
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(value))]):
             return _KERNELS.match(value) is not None
         case ast.Compare(
