@@ -13,7 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from tpuport.errors import TpuportError
+from tpuport.ops_attention import attention
 from tpuport.ops_device import cuda
+from tpuport.ops_filled import filled
 from tpuport.ops_masked import (
     count_elements,
     count_rows,
@@ -23,9 +25,11 @@ from tpuport.ops_masked import (
     mismatched,
     rowwise,
 )
+from tpuport.ops_state import grows
 
 __all__ = [
     "are_checks_on",
+    "attention",
     "both",
     "check",
     "cond",
@@ -34,8 +38,10 @@ __all__ = [
     "cuda",
     "debug_checks",
     "either",
+    "filled",
     "first_falsy",
     "first_truthy",
+    "grows",
     "inverse",
     "is_traced",
     "item",

@@ -146,8 +146,8 @@ def test_the_end_of_a_run_sums_up():
         "Portability\n"
         "  ██████████████████████████████░░░░░░░░░░  75 %, 3 of 4 step functions ready\n"
         "Order of work\n"
-        "  1. ████████████     3  Python that needs a traced value (TPU101 2, TPU103 1)\n"
-        "Fixes: `tpuport rewrite` fixes 1 of 3 findings and 1 more with --unsafe.\n"
+        "  1. ████████████     2  Python that needs a traced value (TPU101 1, TPU103 1)\n"
+        "Fixes: `tpuport rewrite` fixes 1 of 2 findings and 1 more with --unsafe.\n"
     )
 
 
@@ -189,7 +189,7 @@ def test_json_has_everything_and_counts_from_one():
     assert content["problems"] == [{"file": "bad.py", "reason": "binary", "kind": "unread"}]
     assert content["hidden"] == {"note": 2}
     assert content["summary"]["share"] == 0.75
-    assert content["summary"]["steps"][0]["codes"] == [["TPU101", 2], ["TPU103", 1]]
+    assert content["summary"]["steps"][0]["codes"] == [["TPU101", 1], ["TPU103", 1]]
     assert json.loads(text("json", EMPTY))["findings"] == []
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tpuport.source.engine import find
 from tpuport.source.finding import Severity
 from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
@@ -144,3 +145,24 @@ def test_a_handler_that_does_something_else_stays(old: str, new: str):
     result = rewrite(WRITE.replace(old, new))
     assert any("an except clause may handle" in left.reason for left in result.left)
     assert "cut=True" not in result.source
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("FlashAttention2", Severity.NOTE),
+        ("LlamaFlashAttn", Severity.NOTE),
+        ("MiMoV2FlashExperts", Severity.ERROR),
+        ("Experts", Severity.ERROR),
+    ],
+)
+def test_a_class_packs_for_kernels_if_it_is_flash_attention(name: str, expected: Severity):
+    source = f"""
+import torch
+
+
+class {name}(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        return x[x > 0], x.nonzero()
+"""
+    assert [finding.severity for finding in find(source)] == [expected, expected]

@@ -57,6 +57,8 @@ def in_forward(body: str, *, init: str = "pass", others: str = "") -> dict[str, 
         ("self.weight = nn.Parameter(torch.ones(3))", "self.weight.sum() > 0", "mask"),
         ("self.register_buffer('table', torch.ones(3))", "self.table", "traced"),
         ("self.register_buffer('seen', torch.zeros(3, dtype=torch.bool))", "self.seen", "mask"),
+        ("self.table = nn.Buffer(torch.ones(3))", "self.table", "traced"),
+        ("self.seen = nn.Buffer(torch.zeros(3, dtype=torch.bool))", "self.seen", "mask"),
         ("self.register_buffer('late', None)", "self.late is None", "host"),
         ("self.table = torch.arange(4)", "self.table.max()", "host"),
         ("self.proj = nn.Linear(dim, dim)", "self.proj(x)", "traced"),
@@ -217,6 +219,14 @@ def test_expressions(expression: str, expected: str):
         ("z = torch.zeros(3)\nz[0] = x", "z", "traced"),
         ("z = [a * 2 for a in x]", "z[0]", "traced"),
         ("z = []", "z", "host"),
+        ("z = []\nz.append(x)", "torch.stack(z)", "traced"),
+        ("z = []\nfor i in range(3):\n    z.append(x)", "torch.stack(z)", "traced"),
+        ("z = []\nz.append(x)", "z", "unknown"),
+        ("z = [1]\nz.append(n)", "torch.tensor(z)", "host"),
+        ("z = []\nz.insert(0, x)", "z[0]", "traced"),
+        ("z = [1]\nz.extend([x, x])", "z[0]", "unknown"),
+        ("z = []\nz.extend(x.chunk(2))", "z[0]", "traced"),
+        ("z = []\nz.count(x)", "z", "host"),
         ("z = None\nif n:\n    z = x", "z", "traced"),
         ("z = 1\nif n:\n    return x\nelse:\n    z = x", "z", "traced"),
         ("z = make_mask(x)\nz = z.masked_fill(z == 0, 1)", "z", "traced"),
@@ -238,10 +248,52 @@ def test_names_follow_the_flow(before: str, expression: str, expected: str):
         ("y.append(1)", "unknown"),
         ("y.convert('RGB'); y.shape", "unknown"),
         ("y.items()", "unknown"),
+        ("isinstance(y, list); y.shape", "unknown"),
     ],
 )
 def test_a_bare_parameter_is_judged_by_its_use(use: str, expected: str):
     assert in_forward(f"{use}\nhere(y)") == {"y": expected}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "use", "expected"),
+    [
+        ("list[int] | Tensor", "y[0].item()", "traced"),
+        ("list[int] | Tensor", "y[0] + 1", "unknown"),
+        ("list[int] | Tensor", "y[0].item() if isinstance(y, Tensor) else y", "unknown"),
+        ("list[int]", "y[0].item()", "host"),
+        ("SomeModel", "y.to('cpu')", "unknown"),
+        ("Unpack[Anything]", "y.unsqueeze(0)", "traced"),
+    ],
+)
+def test_a_parameter_that_may_be_several_things(annotation: str, use: str, expected: str):
+    found = asked(f"def forward(y: {annotation}):\n    {use}\n    here(y)\n")
+    assert found == {"y": expected}
+
+
+@pytest.mark.parametrize(
+    ("test", "holds", "fails"),
+    [
+        ("isinstance(x, np.ndarray)", "unknown", "traced"),
+        ("isinstance(x, (list, tuple))", "unknown", "traced"),
+        ("isinstance(x, (list, Tensor))", "traced", "traced"),
+        ("isinstance(x, torch.Tensor)", "traced", "unknown"),
+        ("not isinstance(x, torch.Tensor)", "unknown", "traced"),
+        ("isinstance(x, Something)", "traced", "traced"),
+        ("torch.is_tensor(x)", "traced", "unknown"),
+        ("is_numpy_array(x)", "unknown", "traced"),
+        ("n and isinstance(x, int)", "unknown", "traced"),
+        ("n or isinstance(x, int)", "traced", "traced"),
+        ("n or isinstance(x, Tensor)", "traced", "unknown"),
+        ("n and isinstance(x, Tensor)", "traced", "traced"),
+        ("isinstance(x)", "traced", "traced"),
+        ("callable(x)", "traced", "traced"),
+    ],
+)
+def test_a_test_for_a_class_tells_what_is_no_tensor(test: str, holds: str, fails: str):
+    found = in_forward(f"if {test}:\n    here(x + 1)\nelse:\n    here(x + 2)")
+    assert found == {"x + 1": holds, "x + 2": fails}
+    assert in_forward(f"here(x + 1) if {test} else here(x + 2)") == found
 
 
 def test_nested_functions_and_lambdas_see_the_names_around_them():

@@ -81,6 +81,27 @@ def test_a_module_runs_its_forward_and_what_that_calls():
         ("class Kernel:\n    def __call__(self, attn, x: Tensor): pass", "step"),
         ("class M(nn.Module):\n    def sample(self, n): return self.net(n)", "step"),
         ("class M(nn.Module):\n    def sample(self, n): return n", "host"),
+        ("def f(x: Tensor) -> bool: return x.any().item()", "host"),
+        ("def f(x: Tensor) -> Tensor: return x", "step"),
+        ("def f(x: Tensor) -> None: x.zero_()", "step"),
+        (
+            "class M(nn.Module):\n    def predict(self, x) -> int: return self.net(x)",
+            "host",
+        ),
+        ("class Stop:\n    def __call__(self, x: Tensor) -> bool: return x.any()", "host"),
+        ("def f(model: PreTrainedModel): model.to('cpu')", "host"),
+        ("def f(x: 'PreTrainedModel | None'): x.to('cpu')", "host"),
+        ("def f(x: Optional[Reply]): return x.max()", "host"),
+        ("def f(x: Any): return x.unsqueeze(0)", "step"),
+        ("def f(x: T): return x.unsqueeze(0)", "step"),
+        ("def f(x: 'Tensor or so'): return x.unsqueeze(0)", "step"),
+        ("def f(x: ModelOutput): return x.unsqueeze(0)", "step"),
+        ("from PIL import Image\ndef f(x: Tensor): return Image.fromarray(x.numpy())", "host"),
+        ("def write_audio(x: Tensor): pass", "host"),
+        ("def postprocess(x: Tensor): pass", "host"),
+        ("def expand_for_generation(x: Tensor): pass", "host"),
+        ("class Eta(LogitsWarper):\n    def __call__(self, x: Tensor): pass", "host"),
+        ("class B(ModularPipelineBlocks):\n    def __call__(self, t: Tensor): pass", "host"),
     ],
 )
 def test_functions_by_name_and_parameters(source: str, expected: str):
@@ -99,10 +120,68 @@ def test_functions_by_name_and_parameters(source: str, expected: str):
         ("image_processor.py", "host"),
         ("feature_extraction_x.py", "host"),
         ("layers.py", "step"),
+        ("generation_x.py", "host"),
+        ("generation/utils.py", "host"),
+        ("exporters/onnx.py", "host"),
+        ("model_debugging_utils.py", "host"),
     ],
 )
 def test_the_file_decides_where_nothing_else_does(file: str, expected: str):
     assert roles("def f(x: Tensor): pass", file) == {"f": expected}
+
+
+def test_a_class_that_works_around_models_hands_that_on():
+    found = roles("""
+        class LogitsProcessor:
+            def __call__(self, scores: Tensor):
+                raise NotImplementedError
+
+        class Eta(LogitsProcessor):
+            def clipped(self, scores: Tensor):
+                return scores
+    """)
+    assert found == {"__call__": "host", "clipped": "host"}
+
+
+def test_what_a_step_calls_is_part_of_it_whatever_it_returns():
+    found = roles("""
+        class Model(nn.Module):
+            def forward(self, x: Tensor):
+                return x if self.is_padded(x) else write_rows(x)
+
+            def is_padded(self, x: Tensor) -> bool:
+                return x.any().item()
+
+        def write_rows(x: Tensor) -> int:
+            return x.sum().item()
+    """)
+    assert set(found.values()) == {"step"}
+
+
+def test_a_loop_over_tokens_is_host_and_so_are_its_private_helpers():
+    found = roles("""
+        class Model(nn.Module):
+            def forward(self, x: Tensor):
+                return self._norm(x)
+
+            def generate(self, x: Tensor, streamer=None):
+                streamer.put(self._words(self._norm(self(x))))
+                return self.embed(x)
+
+            def sample(self, x: Tensor, steps: int, generation_config=None):
+                return self(x)
+
+            def _norm(self, x: Tensor):
+                return x
+
+            def _words(self, x: Tensor):
+                return x
+
+            def embed(self, x: Tensor):
+                return x
+    """)
+    steps = {name for name, role in found.items() if role == "step"}
+    assert steps == {"forward", "sample", "_norm", "embed"}
 
 
 def test_code_behind_cuda_kernels_is_no_step():
@@ -219,6 +298,16 @@ def test_names_that_lead_nowhere_are_no_obstacle():
         ("is_flash_attn_2_available()", []),
         ("n._attn_implementation == 'flash_attention_2'", []),
         ("n.use_flash_attn", []),
+        ("x.dtype == torch.float16", []),
+        ("x.dtype == torch.bfloat16", ["TPU103"]),
+        ("x.device.type == 'mps'", []),
+        ("x.device.type in ('mps', 'npu')", []),
+        ("x.device.type in {'mps', 'cpu'}", ["TPU103"]),
+        ("is_torch_npu_available()", []),
+        ("torch.backends.mps.is_available()", []),
+        ("is_mps", []),
+        ("x.device != n.device", []),
+        ("x.device == n.device", ["TPU103"]),
         ("n.mode == 'mean'", ["TPU103"]),
         ("n.use_cache", ["TPU103"]),
         ("n or torch.cuda.is_available()", ["TPU103"]),
@@ -237,3 +326,18 @@ def test_branches_that_ask_for_cuda_or_processes_are_no_part_of_a_step(
         "        return float(x)\n", "        pass\n    else:\n        float(x)\n"
     )
     assert [finding.code for finding in find(other)] == ["TPU103"]
+
+
+@pytest.mark.parametrize(
+    ("test", "expected"),
+    [
+        ("x.dtype == torch.float16 and torch.isinf(x).any()", []),
+        ("torch.isinf(x).any() and x.dtype == torch.float16", ["TPU101"]),
+        ("x.dtype == torch.float16 or torch.isinf(x).any()", ["TPU101"]),
+    ],
+)
+def test_what_a_test_asks_after_float16_is_not_asked_on_a_tpu(test: str, expected: list[str]):
+    source = (
+        f"{HEAD}def forward(x: Tensor):\n    if {test}:\n        x = x.clamp(0)\n    return x\n"
+    )
+    assert [finding.code for finding in find(source)] == expected

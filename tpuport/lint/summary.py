@@ -51,8 +51,8 @@ class PortingSummary:
         ready: How many of them have no finding that blocks.
         setup: How many findings that block lie outside of those functions.
         severities: How many findings of each severity, the worst first.
-        safeties: How many of them can be fixed, by the safety of the fix.
-        steps: The work, in order.
+        safeties: How many of them, notes aside, can be fixed, by the safety of the fix.
+        steps: The work, in order; notes are none.
     """
 
     functions: int
@@ -69,8 +69,8 @@ class PortingSummary:
 
     @property
     def total(self) -> int:
-        """How many findings there are."""
-        return sum(self.severities.values())
+        """How many findings there are, notes aside."""
+        return sum(count for name, count in self.severities.items() if name != Severity.NOTE)
 
 
 def summarise(outcome: Outcome) -> PortingSummary:
@@ -83,7 +83,8 @@ def summarise(outcome: Outcome) -> PortingSummary:
     }
     in_step = {key for key in blocked if key[2]}
     severities = Counter(finding.severity.value for finding in findings)
-    safeties = Counter(finding.safety for finding in findings if finding.safety)
+    work = tuple(finding for finding in findings if finding.severity is not Severity.NOTE)
+    safeties = Counter(finding.safety for finding in work if finding.safety)
     return PortingSummary(
         functions=outcome.functions,
         ready=outcome.functions - len(in_step),
@@ -91,9 +92,9 @@ def summarise(outcome: Outcome) -> PortingSummary:
         severities={s.value: severities[s.value] for s in RANK if severities[s.value]},
         safeties={name: safeties[name] for name in ("exact", "close", "unsafe") if safeties[name]},
         steps=tuple(
-            _step(start, title, findings)
+            _step(start, title, work)
             for start, title in STEPS.items()
-            if any(f.code.startswith(start) for f in findings)
+            if any(finding.code.startswith(start) for finding in work)
         ),
     )
 

@@ -1,6 +1,7 @@
 """Where code indexes with a boolean mask, and what of an index is a mask, a view or a number."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tpuport.source.engine import Context
@@ -17,8 +18,10 @@ _SEVERAL = frozenset(
         *("unique", "vsplit", "values", "keys", "items", "tolist"),
     }
 )
-# In the names of functions that prepare the input of flash attention's kernels.
-_PACKING = ("flash", "unpad", "upad", "varlen", "xformers")
+# In the names of functions and classes that prepare the input of flash attention's kernels. Models
+# are called Flash, too, for being small.
+_PACKS = re.compile("flash|unpad|upad|varlen|xformers")
+_PACKING_CLASS = re.compile("flash_?[0-9]?_?(attn|att|self|cross|mha)|unpad|varlen|xformers")
 _TO_NUMBER = frozenset({"item", "tolist", "to_int", "to_float", "to_bool"})
 _NUMBER_BUILTINS = frozenset({"int", "float", "bool", "round", "len"})
 
@@ -90,9 +93,10 @@ def is_ours(node: ast.expr) -> bool:
 def severity(node: ast.AST, context: Context) -> Severity:
     """What a finding does: code that packs tokens for a CUDA kernel never runs without one."""
     for parent in context.module.ancestors(node):
-        if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
-            if any(word in parent.name.lower() for word in _PACKING):
-                return Severity.NOTE
+        if isinstance(parent, FUNCTIONS) and _PACKS.search(parent.name.lower()):
+            return Severity.NOTE
+        if isinstance(parent, ast.ClassDef) and _PACKING_CLASS.search(parent.name.lower()):
+            return Severity.NOTE
     return Severity.ERROR
 
 

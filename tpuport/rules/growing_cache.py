@@ -2,13 +2,16 @@
 
 import ast
 
+from tpuport.rules._expressions import OPS
 from tpuport.rules._guards import is_growing
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import class_state, is_set_up, module_class, self_name
 from tpuport.rules._writing import grown_by, step_writes
 from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.module import FUNCTIONS
+from tpuport.source.statements import is_ops_call
+from tpuport.source.text import Edit, Passage
 
 
 class GrowingCache(Rule):
@@ -17,19 +20,19 @@ class GrowingCache(Rule):
     ## What it does
     Finds code of a step that makes an attribute longer: `self.cache = torch.cat([self.cache, x])`,
     and branches such as `if length > self.max_cached: self._set_table(length)`, whose body writes
-    what its test compares a size with.
+    what its test compares a size with. Where that test is traced, the fix asks
+    `tpuport.ops.grows(...)`, which in a program of torchax alone is false.
 
     ## Why is this bad?
     The branch runs while the program is traced, not when it is run. A registered buffer is set back
     after the trace, but a length that is kept beside it is not: the next trace believes that the
-    table is long enough and reads past its end, where XLA clamps the index. An attribute that is no
-    buffer keeps a value of a finished trace, and the next trace fails with `UnexpectedTracerError`.
-    A cache of all that came before stops growing after the first call.
+    table is long enough and reads past its end. An attribute that is no buffer keeps a value of a
+    finished trace, and the next trace fails with `UnexpectedTracerError`.
 
     ## Fix safety
-    There is no automatic fix: how long the table must be is not in the code. Build it in `__init__`
-    for the longest input, and slice it in the step. Hand a cache of earlier values in and out of
-    the step as a tensor of fixed size.
+    Exact in eager PyTorch. A program cannot make the table longer: build it in `__init__` for the
+    longest input, and look for shorter ones with `tpuport.ops.debug_checks`. A cache of all that
+    came before has no fix: hand it in and out of the step as a tensor of fixed size.
 
     ## References
     https://docs.jax.dev/en/latest/stateful-computations.html
@@ -49,77 +52,87 @@ class GrowingCache(Rule):
             class Rope(torch.nn.Module):
                 def __init__(self):
                     super().__init__()
-                    self._set_table(2)
-
-                def _set_table(self, length, device=None):
-                    self.max_cached = length
-                    table = torch.arange(length, device=device).float().cos()
-                    self.register_buffer("table", table, persistent=False)
+                    self.register_buffer("table", torch.arange(8).cos())
 
                 def forward(self, x: torch.Tensor):
-                    if x.shape[1] > self.max_cached:
-                        self._set_table(x.shape[1], x.device)
-                    places = torch.arange(x.shape[1], device=x.device)
-                    return x * self.table[places]
+                    return x * self.rows(torch.arange(x.shape[1], device=x.device))
+
+                def rows(self, places: torch.Tensor):
+                    if places.max() >= len(self.table):
+                        self.table = torch.arange(int(places.max()) + 1).cos()
+                    return self.table[places]
 
 
             forward = Rope()
             """,
-            jit_error=None,
-            harm="second_trace_differs",
-            left="no automatic fix",
+            after="""
+            import torch
+            import tpuport.ops
+
+
+            class Rope(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.register_buffer("table", torch.arange(8).cos())
+
+                def forward(self, x: torch.Tensor):
+                    return x * self.rows(torch.arange(x.shape[1], device=x.device))
+
+                def rows(self, places: torch.Tensor):
+                    if tpuport.ops.grows(places.max() >= len(self.table)):
+                        self.table = torch.arange(tpuport.ops.to_int(places.max()) + 1).cos()
+                    return self.table[places]
+
+
+            forward = Rope()
+            """,
         ),
         Example(
             before="""
             import torch
 
 
-            class Memory(torch.nn.Module):
+            class Rope(torch.nn.Module):
                 def __init__(self):
                     super().__init__()
-                    self.seen = torch.zeros(1, 4)
+                    self._set_table(2)
+
+                def _set_table(self, length, device=None):
+                    self.length = length
+                    self.register_buffer("table", torch.arange(length, device=device).cos())
 
                 def forward(self, x: torch.Tensor):
-                    self.seen = torch.cat([self.seen.to(x.device), x])
-                    return x - self.seen.mean(0)
+                    if x.shape[1] > self.length:
+                        self._set_table(x.shape[1], x.device)
+                    return x * self.table[torch.arange(x.shape[1], device=x.device)]
 
 
-            forward = Memory()
+            forward = Rope()
             """,
             jit_error=None,
-            harm="forgets",
-            left="no automatic fix",
+            harm="second_trace_differs",
+            left="only a comparison of traced values",
         ),
     )
     CLEAN = (
         """
         import torch
 
-
         class Rope(torch.nn.Module):
             def __init__(self, longest: int = 8):
                 super().__init__()
-                self.longest = longest
-                self.set_table(longest)
-
-            def set_table(self, length):
-                if length > self.longest:
-                    self.longest = length
-                self.register_buffer("table", torch.arange(length).float().cos())
+                self.longest, self.table = longest, torch.nn.Buffer(torch.rand(longest))
 
             def forward(self, x: torch.Tensor):
                 if x.shape[1] > self.longest:
                     raise ValueError(f"at most {self.longest}")
-                rows = [self.table]
-                rows = torch.cat([*rows, x.flatten()])
-                return x * self.table[: x.shape[1]] + rows.sum()
+                return x * torch.cat([self.table, x.flatten()])[: x.shape[1]]
         """,
     )
 
     def visit_If(self, node: ast.If, context: Context) -> None:
-        if not any(isinstance(part, ast.Compare) for part in ast.walk(node.test)):
-            return
-        around = module_class(node, context)
+        compares = any(isinstance(part, ast.Compare) for part in ast.walk(node.test))
+        around = module_class(node, context) if compares and not is_ops_call(node.test) else None
         if around is None or not context.in_step(node):
             return
         function = context.module.outermost_function(node)
@@ -135,3 +148,13 @@ class GrowingCache(Rule):
         for write, _ in step_writes(node, context):
             if is_growing(write):
                 context.report(self, write.node, attribute=f"self.{write.attribute}")
+
+    def fix(self, node: ast.AST, context: Context) -> Fix:
+        if not isinstance(node, ast.If):
+            raise NotFixable("this rule has no automatic fix")
+        test, origin = node.test, context.module.origin(node)
+        if not isinstance(test, ast.Compare) or len(test.ops) > 1 or not context.is_traced(test):
+            raise NotFixable("only a comparison of traced values can be answered for the program")
+        opening, closing = Passage.of(f"{OPS}.grows(", origin), Passage.of(")", origin)
+        start, end = context.module.span(test)
+        return Fix((Edit(start, start, opening), Edit(end, end, closing)), (OPS,))

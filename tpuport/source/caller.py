@@ -19,10 +19,12 @@ from tpuport.source.values import (
     Kind,
     Value,
     combine,
+    item_of,
     join,
+    sequence_of,
 )
 
-OPS_OF_HOST = frozenset({"check", "passes", "report"})
+OPS_OF_HOST = frozenset({"check", "grows", "passes", "report"})
 
 
 class Caller(Evaluator):
@@ -38,7 +40,11 @@ class Caller(Evaluator):
         if is_ops_call(node):
             return self._ops_call(node)
         call = library.Call(node, receiver, arguments, keywords, step=self.step)
-        name = qualified_name(node.func, self.imports, hidden=self.environment)
+        # `tpuport.ops.rowwise(f)(x)` gives what `f(x)` does.
+        wrapped = node.func.args[:1] if is_ops_call(node.func) else []
+        name = qualified_name(
+            wrapped[0] if wrapped else node.func, self.imports, hidden=self.environment
+        )
         if name is not None:
             return library.library_call(name, call)
         match node.func:
@@ -80,6 +86,8 @@ class Caller(Evaluator):
 
     def _method_call(self, function: ast.Attribute, call: library.Call) -> Value:
         receiver, name = call.receiver, function.attr
+        if receiver.form is Form.SEQUENCE and isinstance(function.value, ast.Name):
+            self._grow(function.value.id, name, call)
         if receiver.form is Form.INSTANCE and receiver.owner is not None:
             return self._call_on_instance(receiver.owner, name, call)
         if receiver.form is Form.CLASS and receiver.owner is not None:
@@ -88,6 +96,15 @@ class Caller(Evaluator):
                 return self._own_call(method, receiver.owner, call, bound=True)
             return UNKNOWN
         return library.method_call(name, call)
+
+    def _grow(self, name: str, method: str, call: library.Call) -> None:
+        """Remember what a list that a name stands for was given."""
+        if method in ("append", "extend", "insert") and call.arguments:
+            given = call.arguments[-1]
+            more = given if method == "extend" else sequence_of(given)
+            if more.form is Form.SEQUENCE:
+                item = join(item_of(value) for value in (call.receiver, more) if value.items != ())
+                self.environment[name] = sequence_of(item)
 
     def _call_on_instance(self, owner: ClassInfo, name: str, call: library.Call) -> Value:
         method = owner.method(name)

@@ -17,8 +17,9 @@ _MODULE_BASE = re.compile(
 _OTHER_BASE = re.compile(r"^(pydantic\.|flax\.|keras\.|tf\.|tensorflow\.)|(^|\.)(TF|Flax)[A-Z]")
 _DATA_BASE = re.compile(r"(Dataset|Sampler|DataModule|Builder|DataLoader|Collator)$")
 _HOST_BASE = re.compile(
-    r"(Pipeline|Scheduler|SchedulerMixin|ProcessorMixin|Tokenizer|TokenizerFast|Config|Extractor"
+    r"(Pipeline|PipelineBlocks|Scheduler|SchedulerMixin|ProcessorMixin|Tokenizer|TokenizerFast|Config|Extractor|ExtractionMixin"
     r"|(Image|Video|Audio|Vae|Text|Feature|Logits)\w*Processor\w*"
+    r"|LogitsWarper|StoppingCriteria|Streamer|CandidateGenerator|Generation\w*Mixin"
     r"|Callback|Trainer|TestCase|Enum|Exception|Error|Output|NamedTuple|Dict)$"
 )
 
@@ -87,7 +88,7 @@ class ClassInfo:
         """Whether it works around models: pipelines, schedulers, processors, configurations."""
         if self.is_module:
             return False
-        names = [*self.outside_bases, self.node.name]
+        names = [*self.outside_bases, *(one.node.name for one in self.lineage())]
         return self.is_data or any(_HOST_BASE.search(name) for name in names)
 
 

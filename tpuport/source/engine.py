@@ -98,7 +98,10 @@ class Context:
 
     def asks_traced(self, test: ast.expr) -> bool:
         """Whether the truth of `test` takes that of a traced value."""
-        return self.is_traced(test) or any(self.is_traced(leaf) for leaf in truth_tests(test))
+        inferred = isinstance(self.kinds, Inference)
+        # A trace may blame the whole of `a and b`; who reads it asks for each operand.
+        whole = not (inferred and isinstance(test, ast.BoolOp)) and self.is_traced(test)
+        return whole or any(self.is_traced(leaf) for leaf in truth_tests(test))
 
     def flow(self, function: Function) -> Flow:
         """The flow of names through a function of this file."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from tpuport.source.classes import ClassInfo
 from tpuport.source.kinds import structural_kind
 from tpuport.source.names import all_arguments
+from tpuport.source.narrowing import no_tensors
 from tpuport.source.torch_facts import (
     HOST_ATTRIBUTES,
     MASK_KEEPERS,
@@ -165,7 +166,19 @@ class Evaluator:
 
     def _conditional(self, node: ast.IfExp) -> Value:
         self.expression(node.test)
-        return join([self.expression(node.body), self.expression(node.orelse)])
+        values: list[Value] = []
+        for part, holds in ((node.body, True), (node.orelse, False)):
+            saved = dict(self.environment)
+            self.learn(node.test, holds=holds)
+            values.append(self.expression(part))
+            self.environment = saved
+        return join(values)
+
+    def learn(self, test: ast.expr, *, holds: bool) -> None:
+        """Forget of names that they are tensors where a test for their class says otherwise."""
+        for name in no_tensors(test, holds=holds):
+            if self.environment.get(name, UNKNOWN).is_tensor:
+                self.environment[name] = UNKNOWN
 
     def _compare(self, node: ast.Compare) -> Value:
         parts = [node.left, *node.comparators]

@@ -1,4 +1,4 @@
-"""Code that never runs on a TPU: behind CUDA kernels, or after asking for CUDA or processes."""
+"""Code that never runs on a TPU: behind CUDA kernels, or after asking for other devices."""
 
 import ast
 import re
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tpuport.source.module import FUNCTIONS, SCOPES, Function, Module
 
-# Packages of kernels for NVIDIA GPUs. Without one they cannot be installed, or fail to import or
-# at the first call.
+# Packages of kernels for GPUs and for other makers' accelerators. Without one they cannot be
+# installed, or fail to import or at the first call.
 CUDA_PACKAGES = frozenset(
     {
         *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
@@ -18,6 +18,7 @@ CUDA_PACKAGES = frozenset(
         *("pycuda", "cutlass", "deep_gemm", "deep_ep", "nunchaku", "exllamav2"),
         *("auto_gptq", "gptqmodel", "awq", "spconv", "torchsparse", "MinkowskiEngine"),
         *("nvdiffrast", "gsplat", "diff_gaussian_rasterization", "tinycudann", "lightseq"),
+        *("torch_npu", "torch_mlu", "torch_musa", "habana_frameworks", "aiter"),
         *("rotary_emb", "dropout_layer_norm", "fused_dense_lib", "xentropy_cuda_lib", "tilelang"),
     }
 )
@@ -110,19 +111,22 @@ def _uses(code: ast.AST, names: set[str]) -> bool:
             return any(_uses(child, names) for child in ast.iter_child_nodes(code))
 
 
-_AVAILABLE = re.compile(r"^(is|has)_(flash|xformers|triton|apex|sage|cuda|deepspeed|npu|mamba)\w*$")
+_AVAILABLE = re.compile(
+    r"^(is|has)_(torch_)?(flash|xformers|triton|apex|sage|cuda|deepspeed|mamba|npu|xpu|mps|mlu|musa"
+    r"|hpu)\w*$"
+)
 # Names of flags, and values of settings, that choose kernels for CUDA.
 _CHOSEN = re.compile(r"(^|_)use_(flash|xformers|triton|apex|sage|cuda|memory_efficient)\w*$")
-_KERNELS = re.compile(r"^(cuda|flash|xformers|triton|apex|sage)")
+_KERNELS = re.compile(r"^(cuda|flash|xformers|triton|apex|sage|mps$|npu|xpu|mlu$|hpu$)")
+_IS_OTHER_DEVICE = frozenset({"is_cuda", "is_mps", "is_npu", "is_xpu"})
+_OTHER_DEVICES = ("cuda", "mps", "xpu", "npu")
 
 
 def is_off_tpu(node: ast.AST, module: Module) -> bool:
-    """Whether code stands in a branch that is taken only with CUDA or with several processes."""
+    """Whether code stands in a branch that is taken only on other devices, or on several."""
     child = node
     for parent in module.ancestors(node):
-        if isinstance(parent, ast.If) and child in parent.body and asks_for_gpu(parent.test):
-            return True
-        if isinstance(parent, ast.IfExp) and child is parent.body and asks_for_gpu(parent.test):
+        if any(map(asks_for_gpu, _before(parent, child))):
             return True
         if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
             return False
@@ -130,20 +134,48 @@ def is_off_tpu(node: ast.AST, module: Module) -> bool:
     return False
 
 
+def _before(parent: ast.AST, child: ast.AST) -> list[ast.expr]:
+    """The tests of a node that hold where its child runs."""
+    match parent:
+        case ast.If(test=test, body=body) if child in body:
+            return [test]
+        case ast.IfExp(test=test, body=body) if child is body:
+            return [test]
+        case ast.BoolOp(op=ast.And(), values=values):
+            return values[: next(i for i, value in enumerate(values) if value is child)]
+        case _:
+            return []
+
+
 def asks_for_gpu(test: ast.expr) -> bool:
-    """Whether a test holds only where there is CUDA, a CUDA package or a process group."""
+    """Whether a test holds only with CUDA, its packages or dtype, other devices, or several."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(asks_for_gpu, values))
         case ast.Call(func=ast.Attribute(attr="is_initialized")):
             return True
-        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="cuda"), attr="is_available")):
-            return True
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name), attr="is_available")):
+            return name in _OTHER_DEVICES
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return _AVAILABLE.search(name) is not None
         case ast.Attribute(attr=name) | ast.Name(id=name):
-            return name == "is_cuda" or _CHOSEN.search(name) is not None
+            return name in _IS_OTHER_DEVICE or _CHOSEN.search(name) is not None
+        case ast.Compare(
+            left=ast.Attribute(attr="device"),
+            ops=[ast.NotEq()],
+            comparators=[ast.Attribute(attr="device")],
+        ):
+            return True
+        case ast.Compare(ops=[ast.Eq()], comparators=[ast.Attribute(attr="float16" | "half")]):
+            return True  # a TPU computes in bfloat16
         case ast.Compare(ops=[ast.Eq()], comparators=[ast.Constant(value=str(value))]):
             return _KERNELS.match(value) is not None
+        case ast.Compare(
+            ops=[ast.In()], comparators=[ast.Tuple() | ast.List() | ast.Set() as several]
+        ):
+            return all(
+                isinstance(value, ast.Constant) and _KERNELS.match(str(value.value)) is not None
+                for value in several.elts
+            )
         case _:
             return False

@@ -8,10 +8,12 @@ from tpuport.source.kinds import structural_kind
 from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import (
+    TESTED,
     annotated,
     default_value,
     defaults,
     is_used_like_a_tensor,
+    names_another_class,
 )
 from tpuport.source.roles import Role, Roles
 from tpuport.source.values import (
@@ -160,8 +162,10 @@ class Inference:
             return UNKNOWN
         is_step = self.roles.of(function) is Role.STEP
         value = annotated(argument.annotation)
-        if value is None and is_used_like_a_tensor(self.roles.used(function).get(argument.arg, ())):
+        if value is None and self._is_used_like_a_tensor(function, argument):
             value = TRACED if is_step else HOST_TENSOR
+        if value is UNKNOWN and is_step and self._has_tensors_as_items(function, argument):
+            return TRACED
         if value is None:
             value = default_value(default)
         if value is None and not is_step:
@@ -169,6 +173,18 @@ class Inference:
         if value is not None and not is_step and contains_traced(value):
             return HOST_TENSOR
         return UNKNOWN if value is None or value is NONE else value
+
+    def _is_used_like_a_tensor(self, function: Function, argument: ast.arg) -> bool:
+        """Whether the use of a parameter shows that it is a tensor, and only that."""
+        used = self.roles.used(function).get(argument.arg, set[str]())
+        other = TESTED in used or names_another_class(argument.annotation)
+        return not other and is_used_like_a_tensor(used)
+
+    def _has_tensors_as_items(self, function: Function, argument: ast.arg) -> bool:
+        """Whether of a parameter that may be a list or a tensor `x[0].item()` is asked."""
+        used = self.roles.used(function)
+        tested = TESTED in used.get(argument.arg, ())
+        return not tested and "item" in used.get(f"{argument.arg}[]", ())
 
     # Classes.
 

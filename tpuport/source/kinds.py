@@ -59,7 +59,7 @@ def is_surely_host(node: ast.expr) -> bool:
             return True
         case ast.Call(func=ast.Name(id=name)):
             return name in HOST_BUILTINS
-        case ast.Call(func=ast.Attribute(attr="passes")):
+        case ast.Call(func=ast.Attribute(attr="passes" | "grows")):
             return is_ops_call(node)
         case ast.Attribute(attr=attribute):
             return attribute in {"dtype", "device", "training", "requires_grad"}

@@ -117,6 +117,9 @@ def library_call(name: str, call: Call) -> Value:
 def _torch_call(name: str, root: str, last: str, call: Call) -> Value:
     if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         return TRACED
+    if name == "torch.nn.Buffer":
+        is_mask = bool(call.arguments) and call.arguments[0].form is Form.MASK
+        return MASK if is_mask else TRACED
     if last in HOST_TORCH or name.startswith(HOST_TORCH_PACKAGES):
         if name.endswith("checkpoint.checkpoint"):
             return TRACED if call.takes_traced else UNKNOWN

@@ -1,6 +1,7 @@
 """What the parameters of a function are, as far as its own text tells."""
 
 import ast
+import re
 from collections.abc import Iterable
 
 from tpuport.source.module import Function
@@ -19,16 +20,33 @@ from tpuport.source.values import (
     sequence,
 )
 
+# Stands for the question which class something has.
+TESTED = "isinstance()"
 _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple", "ModuleList"})
+_CLASS_NAME = re.compile(r"^[A-Z]\w*[a-z]\w*$")
+# Names of aliases and of classes that may well be tensors or hold them.
+_MAYBE_TENSOR = re.compile(
+    r"(Tensor|Array|ArrayLike|Any|Object|Type|Output|Batch|Input|Inputs|Data|Observation|Cache)s?$"
+)
 _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args", "Arguments")
 
 
 def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
-    """The attributes that nodes of code ask of each name."""
+    """The attributes that nodes of code ask of each name.
+
+    Those of its items stand under `name[]`. A name whose class is tested has `TESTED`, too.
+    """
     found: dict[str, set[str]] = {}
     for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.setdefault(node.value.id, set()).add(node.attr)
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute):
+                found.setdefault(name, set()).add(attribute)
+            case ast.Attribute(value=ast.Subscript(value=ast.Name(id=name)), attr=attribute):
+                found.setdefault(f"{name}[]", set()).add(attribute)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), _]):
+                found.setdefault(name, set()).add(TESTED)
+            case _:
+                pass
     return found
 
 
@@ -67,6 +85,38 @@ def _named(name: str) -> Value | None:
     if name in ("Module", "ModuleList", "ModuleDict", "Sequential"):
         return MODULE
     return ARRAY if name in ("ndarray", "NDArray") else None
+
+
+def names_another_class(annotation: ast.expr | None) -> bool:
+    """Whether an annotation names a class that is known to be none of PyTorch's tensors."""
+    match annotation:
+        case ast.Constant(value=str(text)):
+            try:
+                return names_another_class(ast.parse(text, mode="eval").body)
+            except SyntaxError:
+                return False
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return _CLASS_NAME.search(name) is not None and _MAYBE_TENSOR.search(name) is None
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            return all(_is_none(part) or names_another_class(part) for part in (left, right))
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return names_another_class(inner)
+        case _:
+            return False
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def returns_host(function: Function) -> bool:
+    """Whether a function says that it returns what Python knows: a number, text, an array.
+
+    Such a function asks for the value of what it computes: it belongs to the host unless a step
+    calls it.
+    """
+    value = annotated(function.returns)
+    return value is not None and value.kind is Kind.HOST and value is not NONE
 
 
 def _union(members: list[ast.expr]) -> Value | None:

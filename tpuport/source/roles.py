@@ -12,7 +12,13 @@ from tpuport.source.gpu_only import find_gpu_only
 from tpuport.source.imported import qualified_name
 from tpuport.source.module import FUNCTIONS, Function, Module
 from tpuport.source.names import all_arguments
-from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.parameters import (
+    annotated,
+    attributes_used,
+    is_used_like_a_tensor,
+    names_another_class,
+    returns_host,
+)
 from tpuport.source.torch_facts import is_operation
 from tpuport.source.values import contains_traced
 
@@ -44,15 +50,17 @@ SETUP_FUNCTION = re.compile(
 HOST_FUNCTION = re.compile(
     r"^(main|_?save_\w+|_?log_\w+|_?plot\w*|_?visuali[sz]e\w*|_?print_\w+|parse_\w+|get_args"
     r"|collate\w*|\w*_collate_fn|tokeni[sz]e\w*|preprocess_(text|image|prompt)\w*|download\w*"
-    r"|\w*chat|extra_repr|__(?!call__|init__)\w+__|_?export\w*|prepare_inputs_for_generation"
-    r"|state_dict|\w*_dataloader|worker_\w+|evaluate|validate|eval_\w+|test_\w+|benchmark\w*)$"
+    r"|\w*chat|extra_repr|__(?!call__|init__)\w+__|_?export\w*|\w+_for_generation|_?write_\w+"
+    r"|_?(de)?serialize\w*|_?post_?process\w*"
+    r"|\w*state_dict\w*|\w*_dataloader|worker_\w+|evaluate|validate|eval_\w+|test_\w+|benchmark\w*)$"
 )
 # Files whose functions run on the host unless a step calls them.
 HOST_FILE = re.compile(
     r"(^|_)(data|datasets?|dataloaders?|loader|tokeniz\w*|tokenization|preprocess\w*|processing"
     r"|(image|video|audio|vae|logits)_processors?|extraction|eval|evaluation|evaluate|metrics?|plot\w*|visuali[sz]\w*|logg\w*|config\w*"
     r"|configuration|download|convert\w*|conversion|scheduling|schedulers?|pipelines?|scripts?|tests?"
-    r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation)"
+    r"|demo|server?|serving|cli|setup|conftest|benchmarks?|image_processing|video_utils|conversation"
+    r"|generation|trainers?|streamers?|export\w*|debug\w*|testing|transforms)"
     r"(_|$)"
 )
 HOST_FOLDERS = frozenset(
@@ -60,9 +68,20 @@ HOST_FOLDERS = frozenset(
         *("data", "dataset", "datasets", "dataloader", "dataloaders", "eval", "evaluation"),
         *("scripts", "tools", "test", "tests", "demo", "demos", "serving", "pipelines"),
         *("schedulers", "conversion", "benchmark", "benchmarks", "preprocess", "preprocessing"),
-        *("processing", "tokenizers", "viz", "visualization", "metrics"),
+        *("processing", "tokenizers", "viz", "visualization", "metrics", "generation"),
+        *("exporters", "testing"),
     }
 )
+# A step has no use for what these do.
+_HOST_PACKAGES = frozenset(
+    {
+        *("requests", "urllib", "socket", "subprocess", "shutil", "tempfile", "json", "pickle"),
+        *("PIL", "cv2", "av", "imageio", "matplotlib", "soundfile", "librosa", "pandas", "h5py"),
+        *("safetensors", "huggingface_hub", "wandb"),
+    }
+)
+# Of loops that generate token after token: they run one step a round.
+_HOST_PARAMETERS = frozenset({"tokenizer", "streamer", "logits_processor", "stopping_criteria"})
 _TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
 
@@ -147,7 +166,8 @@ class Roles:
     def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
         """Whether a function that might be part of a step only helps host code of this file."""
         owner = self.owners.get(function)
-        return function in by_host and (owner is None or not owner.is_module)
+        is_private = function.name.startswith("_")
+        return function in by_host and (owner is None or not owner.is_module or is_private)
 
     @cached_property
     def gpu_only(self) -> set[Function]:
@@ -206,6 +226,8 @@ class Roles:
             return Role.STEP, True
         if self.is_host_file:
             return Role.HOST, False
+        if returns_host(function) or self._works_on_host(function):
+            return Role.HOST, False
         computes = self._takes_tensors(function) or self._calls_operations(function)
         return (Role.STEP if computes else Role.HOST), False
 
@@ -218,18 +240,25 @@ class Roles:
         if HOST_FUNCTION.search(name) or owner.is_host:
             return Role.HOST, True
         parameters = {argument.arg for argument in all_arguments(function.args)}
-        if "tokenizer" in parameters:
+        if not _HOST_PARAMETERS.isdisjoint(parameters):
             return Role.HOST, True
         if owner.is_module:
-            if STEP_FUNCTION.search(name):
-                return Role.STEP, True
-            if SAMPLING.search(name) and self._uses_a_module(function):
-                return Role.STEP, True
-            return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+            return self._own_of_module_method(function)
+        if returns_host(function):
+            return Role.HOST, False
         if STEP_FUNCTION.search(name) and self._takes_tensors(function):
             return Role.STEP, True
-        if self.is_host_file:
+        if self.is_host_file or self._works_on_host(function):
             return Role.HOST, False
+        return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
+
+    def _own_of_module_method(self, function: Function) -> tuple[Role, bool]:
+        if STEP_FUNCTION.search(function.name):
+            return Role.STEP, True
+        if returns_host(function):
+            return Role.HOST, False
+        if SAMPLING.search(function.name) and self._uses_a_module(function):
+            return Role.STEP, True
         return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
 
     def used(self, function: Function) -> dict[str, set[str]]:
@@ -250,21 +279,30 @@ class Roles:
 
     def _calls_operations(self, function: Function) -> bool:
         """Whether a function with parameters calls functions of torch that compute with tensors."""
-        if not all_arguments(function.args):
-            return False
-        names = (
-            qualified_name(node.func, self.module.imports)
-            for node in self.module.inside(function)
-            if isinstance(node, ast.Call)
-        )
-        return any(name is not None and is_operation(name) for name in names)
+        return bool(all_arguments(function.args)) and any(map(is_operation, self._called(function)))
+
+    def _works_on_host(self, function: Function) -> bool:
+        """Whether a function opens files, talks to a network, or makes pictures and sound."""
+        return any(name.partition(".")[0] in _HOST_PACKAGES for name in self._called(function))
+
+    def _called(self, function: Function) -> Iterator[str]:
+        """The full names of what a function calls of other files."""
+        for node in self.module.inside(function):
+            if isinstance(node, ast.Call):
+                name = qualified_name(node.func, self.module.imports)
+                if name is not None:
+                    yield name
 
     def _takes_tensors(self, function: Function) -> bool:
         arguments = [a for a in all_arguments(function.args) if a.arg not in ("self", "cls")]
         known = [annotated(argument.annotation) for argument in arguments]
         if any(value is not None and contains_traced(value) for value in known):
             return True
-        bare = [a.arg for a, value in zip(arguments, known, strict=True) if value is None]
+        bare = [
+            a.arg
+            for a, value in zip(arguments, known, strict=True)
+            if value is None and not names_another_class(a.annotation)
+        ]
         if not bare:
             return False
         used = self.used(function)

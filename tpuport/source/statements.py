@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeGuard
 
 from tpuport.source.module import FUNCTIONS
 
@@ -90,7 +91,7 @@ def walk_scope(code: Iterable[ast.AST]) -> Iterator[ast.AST]:
             pending.extend(ast.iter_child_nodes(node))
 
 
-def is_ops_call(node: ast.AST) -> bool:
+def is_ops_call(node: ast.AST) -> TypeGuard[ast.Call]:
     """Whether a node calls `tpuport.ops.something`."""
     return (
         isinstance(node, ast.Call)

@@ -144,8 +144,10 @@ class Walker(Caller):
             alternatives = [node.body, node.orelse]
         else:
             alternatives = [[*node.body, *node.orelse], *([h] for h in node.handlers)]
-        for alternative in alternatives:
+        for index, alternative in enumerate(alternatives):
             self.environment = dict(before)
+            if isinstance(node, ast.If):
+                self.learn(node.test, holds=index == 0)
             for part in alternative:
                 if isinstance(part, ast.stmt):
                     self.statement(part)

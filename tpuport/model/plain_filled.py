@@ -1,0 +1,45 @@
+"""New tensors of a traced number, where torchax alone traces.
+
+Each function here takes what the one of its name in torch takes, and gives what that gives. The
+device does not count: what is made of a traced number is part of the program.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torchax
+from torchax.tensor import Tensor
+
+from tpuport.model import backend
+from tpuport.model.plain_values import as_array, kind_of
+
+
+def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    """`torch.full(size, fill_value)`: of the default dtype for the kind of number."""
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    return _filled(shape, fill_value, dtype or _default(fill_value))
+
+
+def full_like(
+    input: torch.Tensor, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    """`torch.full_like(input, fill_value)`."""
+    return _filled(tuple(input.shape), fill_value, dtype or input.dtype)
+
+
+def _filled(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> torch.Tensor:
+    array = as_array(value)
+    if array.ndim:
+        raise TypeError("argument 'fill_value' must be Number, not Tensor")
+    array = jax.lax.stop_gradient(array).astype(backend.jax_dtype(dtype))
+    return Tensor(jnp.broadcast_to(array, shape), torchax.default_env())
+
+
+def _default(number: Any) -> torch.dtype:
+    """The dtype that PyTorch gives a new tensor of a number."""
+    kind = kind_of(as_array(number).dtype)
+    if kind is float:
+        return torch.get_default_dtype()
+    return {bool: torch.bool, int: torch.int64}.get(kind, torch.complex64)

@@ -1,0 +1,32 @@
+"""What rewritten code calls where the original computed attention with a mask."""
+
+from typing import Any
+
+from tpuport.ops_masked import is_plain_torchax
+
+__all__ = ["attention"]
+
+
+def attention(*args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)`.
+
+    In a program of torchax alone, too, a query that may attend to nothing gives zeros.
+    """
+    import torch
+
+    function: Any = torch.nn.functional.scaled_dot_product_attention
+    mask: Any = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if not is_plain_torchax(mask):
+        return function(*args, **kwargs)
+    if mask.dtype is torch.bool:
+        empty = ~mask.any(-1, keepdim=True)
+        safe = mask | empty
+    else:
+        empty = (mask == float("-inf")).all(-1, keepdim=True)
+        safe = mask.masked_fill(empty, 0.0)
+    if len(args) > 3:
+        args = (*args[:3], safe, *args[4:])
+    else:
+        kwargs["attn_mask"] = safe
+    # What such a row attends to instead must not count, nor its gradient.
+    return torch.where(empty, 0.0, function(*args, **kwargs))

@@ -1,0 +1,32 @@
+"""What rewritten code calls where the original filled a new tensor with a traced number."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tpuport.ops_masked import is_plain_torchax
+
+__all__ = ["filled"]
+
+
+def filled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.full` or `torch.full_like`, for a number or 0-d tensor that may be traced.
+
+    Args:
+        function: One of the two.
+
+    Returns:
+        The function itself, except that what it fills the tensor with stays part of a program.
+    """
+
+    def call(shape: Any, *args: Any, **kwargs: Any) -> Any:
+        value: Any = args[0] if args else kwargs.get("fill_value")
+        if is_plain_torchax(value):
+            from tpuport.model import plain_filled
+
+            traced: Callable[..., Any] = getattr(plain_filled, function.__name__)
+            return traced(shape, *args, **kwargs)
+        if getattr(value, "is_traced", False) is True:
+            return function(shape, **{**kwargs, "fill_value": value.item()})
+        return function(shape, *args, **kwargs)
+
+    return call
