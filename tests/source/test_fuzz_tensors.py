@@ -278,12 +278,18 @@ def state(function: Callable[..., object]) -> dict[str, object]:
     return {**function.state_dict(), **written}
 
 
+# Rules with a fix that the grammar does not reach yet.
+NOT_MET = frozenset({"TPU121", "TPU412", "TPU420", "TPU421"})
+
+
 def fixable() -> set[str]:
-    """The codes of all rules with a fix that needs no asking for."""
+    """The codes of all rules with a fix that needs no asking for and that the grammar reaches."""
     return {
         rule.CODE
         for rule in find_rules()
-        if rule.SAFETY.name != "unsafe" and any(example.after for example in rule.EXAMPLES)
+        if rule.CODE not in NOT_MET
+        and rule.SAFETY.name != "unsafe"
+        and any(example.after for example in rule.EXAMPLES)
     }
 
 

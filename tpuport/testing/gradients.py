@@ -41,9 +41,12 @@ def _aspects(function: Callable[..., Any], args: Inputs) -> Aspects | None:
     # What is written in place has to be no leaf.
     given = tuple(x * 1 if _has_gradient(x) else x for x in leaves)
     try:
-        results = tree_leaves(function(*given))
+        return _observed(tree_leaves(function(*given)), given, leaves)
     except Exception:  # any exception is the same here: what it is, is compared elsewhere
         return None
+
+
+def _observed(results: list[Any], given: Inputs, leaves: Inputs) -> Aspects:
     tensors = [result for result in results if isinstance(result, torch.Tensor)]
     sources = [*(arg for arg in given if isinstance(arg, torch.Tensor)), *tensors]
     total = sum((x.double().nan_to_num().sum() for x in tensors if _has_gradient(x)), 0.0)
