@@ -105,6 +105,14 @@ def _holds(statements: list[ast.stmt], node: ast.stmt) -> bool:
     return any(inner is node for statement in statements for inner in ast.walk(statement))
 
 
+def may_compare_sizes(test: ast.expr) -> bool:
+    """Whether a test compares anything by size: a quick look before a thorough one."""
+    return any(
+        isinstance(part, ast.Compare) and any(isinstance(op, _SIZES) for op in part.ops)
+        for part in ast.walk(test)
+    )
+
+
 def compares_size(test: ast.expr, written: set[str], owner: str) -> bool:
     """Whether a test compares sizes and one of them is an attribute, or the size of one."""
     return any(

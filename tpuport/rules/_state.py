@@ -145,22 +145,25 @@ def _read_class(node: ast.ClassDef, context: Context) -> ClassState:
     return state
 
 
+_WRITING = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr)
+
+
 def _read_method(method: Function, owner: str, state: ClassState, context: Context) -> None:
     calls = state.calls.setdefault(method.name, set())
     for node in context.module.inside(method):
-        if isinstance(node, ast.stmt):
+        if isinstance(node, ast.Attribute):
+            name = attribute_of(node, owner)
+            if name is not None and isinstance(node.ctx, ast.Load):
+                state.reads.setdefault(name, []).append(node)
+        elif isinstance(node, ast.Call):
+            name = attribute_of(node.func, owner)
+            if name in state.methods:
+                calls.add(name)
+        elif isinstance(node, _WRITING):
             for name, value, way in _writes(node, owner):
                 state.writes.append(Write(name, node, value, method, way))
                 if way == "buffer":
                     state.buffers.add(name)
-        if isinstance(node, ast.Attribute) and (name := attribute_of(node, owner)) is not None:
-            if isinstance(node.ctx, ast.Load):
-                state.reads.setdefault(name, []).append(node)
-        match node:
-            case ast.Call(func=func) if (name := attribute_of(func, owner)) in state.methods:
-                calls.add(name)
-            case _:
-                pass
 
 
 def _writes(node: ast.stmt, owner: str) -> Iterator[tuple[str, ast.expr | None, str]]:

@@ -3,7 +3,14 @@
 import ast
 from collections.abc import Iterator
 
-from tpuport.rules._guards import compares_size, guards, is_growing, lazy_guard, lazy_return
+from tpuport.rules._guards import (
+    compares_size,
+    guards,
+    is_growing,
+    lazy_guard,
+    lazy_return,
+    may_compare_sizes,
+)
 from tpuport.rules._placing import CREATORS
 from tpuport.rules._state import (
     ClassState,
@@ -49,6 +56,8 @@ def grown(guard: ast.If, near: Write, state: ClassState, context: Context) -> bo
 
 def grown_by(guard: ast.If, owner: str, state: ClassState, context: Context) -> str | None:
     """The tensor in `self` that a branch makes anew if it is too short; None of other branches."""
+    if not may_compare_sizes(guard.test):
+        return None
     inside = {inner for statement in guard.body for inner in ast.walk(statement)}
     writes = [write for write in state.writes if write.node in inside]
     for inner in inside:

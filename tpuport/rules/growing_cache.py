@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._guards import is_growing
+from tpuport.rules._guards import is_growing, may_compare_sizes
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import class_state, is_set_up, module_class, self_name
 from tpuport.rules._writing import grown_by, step_writes
@@ -131,8 +131,8 @@ class GrowingCache(Rule):
     )
 
     def visit_If(self, node: ast.If, context: Context) -> None:
-        compares = any(isinstance(part, ast.Compare) for part in ast.walk(node.test))
-        around = module_class(node, context) if compares and not is_ops_call(node.test) else None
+        compares = may_compare_sizes(node.test) and not is_ops_call(node.test)
+        around = module_class(node, context) if compares else None
         if around is None or not context.in_step(node):
             return
         function = context.module.outermost_function(node)

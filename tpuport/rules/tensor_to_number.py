@@ -103,13 +103,14 @@ class TensorToNumber(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         match node:
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _BUILTINS:
-                takes_one = not node.keywords and not isinstance(argument, ast.Starred)
+                if node.keywords or isinstance(argument, ast.Starred):
+                    return
                 # A trace names the call, reading the code names what it is called with.
-                is_traced = context.is_traced(node) or context.is_traced(argument)
+                if not context.is_traced(node) and not context.is_traced(argument):
+                    return
                 # Text in an error's message is made only if the error is raised.
                 is_text = context.module.in_f_string(node) and is_message(node, context)
-                is_ours = is_text or context.module.binds_otherwise(name)
-                if takes_one and is_traced and not is_ours:
+                if not is_text and not context.module.binds_otherwise(name):
                     context.report(self, node, call=node)
             case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):
                 if any(context.is_traced(argument) for argument in node.args):
