@@ -161,6 +161,14 @@ def test_windows_line_breaks_stay():
     assert "import tpuport.ops\r\n" in result
 
 
+def test_each_line_keeps_its_own_line_break():
+    source = "import torch\r\n\n\ndef f(x: torch.Tensor):\n    y = x + 1\r\n    return float(y)"
+    result = rewrite(source).source
+    assert result == source.replace("torch\r\n", "torch\r\nimport tpuport.ops\r\n", 1).replace(
+        "float(y)", "tpuport.ops.to_float(y)"
+    )
+
+
 def test_text_without_findings_comes_back_as_it_was():
     source = "x = 1\r\ny = 2\n\x0c\nz = 'a\tb'"
     assert rewrite(source).source is source

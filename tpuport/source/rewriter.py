@@ -1,5 +1,6 @@
 """Applies the rules' fixes to text, again and again until nothing is left to apply."""
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ MAX_IDLE_PASSES = 10
 
 # Told a parsed text, says of each finding in it whether to leave it alone.
 Ignored = Callable[[Module], Callable[[Match], bool]]
+
+
+_BREAK = re.compile(r"\r\n|\r|\n")
 
 
 class NotSettledError(TpuportError):
@@ -74,8 +78,7 @@ def rewrite(
     text = session.run(text)
     if not session.applied:
         return RewriteResult(source, [], session.left)
-    result = text.text.replace("\n", "\r\n") if _has_windows_breaks(source) else text.text
-    return RewriteResult(result, session.applied, session.left)
+    return RewriteResult(_with_breaks_of(source, text), session.applied, session.left)
 
 
 def prospects(context: Context, found: list[Match]) -> list[tuple[Match, str]]:
@@ -84,8 +87,11 @@ def prospects(context: Context, found: list[Match]) -> list[tuple[Match, str]]:
     return [(match, match.rule.SAFETY.name) for match, _ in session.possible(found, context)]
 
 
-def _has_windows_breaks(source: str) -> bool:
-    return "\r\n" in source and "\n" not in source.replace("\r\n", "")
+def _with_breaks_of(source: str, text: SourceText) -> str:
+    """A text whose lines end as the lines of the source do that they stand for."""
+    breaks = _BREAK.findall(source) or ["\n"]
+    ends = [breaks[min(origin, len(breaks)) - 1] for origin in text.origins[:-1]]
+    return "".join(line + end for line, end in zip(text.lines, [*ends, ""], strict=True))
 
 
 class Session:
