@@ -93,9 +93,26 @@ class _Loop:
             found, spec = structure.flatten(tuple(out), leaf=branch_leaf)
         self.drawn = self._drew(counts)
         self._refuse_uncarried(effects, found, spec)
-        after = [leaf_value(v, None).astype(i.dtype) for v, i in zip(found, values, strict=True)]
+        after = [
+            self._same_dtype(leaf, meta, before)
+            for leaf, meta, before in zip(found, self.metas, values, strict=True)
+        ]
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         return after, counts, None if self.failures is None else self.failures.value
+
+    def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
+        """What the body gives for a value, which the next round takes in the dtype it had."""
+        value = leaf_value(leaf, None)
+        both_tensors = isinstance(leaf, torch.Tensor) and isinstance(meta, torch.Tensor)
+        changed = leaf.dtype != meta.dtype if both_tensors else False
+        if changed or _breadth(value) > _breadth(before):
+            raise port_error(
+                f"a while loop on a traced value carries a value that is {before.dtype} before the"
+                f" loop and {value.dtype} after a round",
+                code="TPU104",
+                remedy="give it that dtype before the loop, such as `n = 0.0` for `n = 0`",
+            )
+        return value.astype(before.dtype)
 
     def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: structure.Spec) -> None:
         """Refuse a body that does more than give new values of what the loop carries."""
@@ -109,6 +126,12 @@ class _Loop:
                 code="TPU104",
                 remedy="loop a fixed number of times and select with torch.where",
             )
+
+
+def _breadth(value: jax.Array) -> int:
+    """How much a dtype holds: a truth less than an integer, that less than a fraction."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(value.dtype, kind))
 
 
 def traced_while(
