@@ -1,6 +1,7 @@
 """What the expressions of one function are."""
 
 import ast
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _IDENTITY = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
-class Evaluator:
+class Evaluator(ABC):
     """Evaluates the expressions of a function in the environment that its walker keeps."""
 
     def __init__(self, inference: "Inference", owner: ClassInfo | None, *, step: bool) -> None:
@@ -282,13 +283,13 @@ class Evaluator:
             for test in generator.ifs:
                 self.expression(test)
 
+    @abstractmethod
     def bind(self, target: ast.expr, value: Value) -> None:
         """Assign a value to a target."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, node: ast.Call) -> Value:
         """What a call gives."""
-        raise NotImplementedError
 
     def _call(self, node: ast.Call) -> Value:
         return self.call(node)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tpuport.source.classes import ClassInfo
 from tpuport.source.kinds import structural_kind
+from tpuport.source.library import is_static
 from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import (
@@ -140,7 +141,7 @@ class Inference:
         arguments = all_arguments(function.args)
         for number, argument in enumerate(arguments):
             name = argument.arg
-            if number == 0 and owner is not None and not _is_static(function):
+            if number == 0 and owner is not None and not is_static(function):
                 form = Form.CLASS if _is_class_method(function) else Form.INSTANCE
                 found[name] = Value(Kind.UNKNOWN, form, owner=owner)
                 continue
@@ -230,10 +231,6 @@ def _decorators(function: Function) -> set[str]:
     for node in function.decorator_list:
         names.add(node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", ""))
     return names
-
-
-def _is_static(function: Function) -> bool:
-    return "staticmethod" in _decorators(function)
 
 
 def _is_class_method(function: Function) -> bool:
