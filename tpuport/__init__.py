@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
+    from tpuport.running.porting import porting
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "TpuportError",
     "convert",
     "ops",
+    "porting",
     "to_numpy",
     "to_torch",
 ]
@@ -34,6 +36,7 @@ _MODULE_OF = {
     "PortedModel": "tpuport.model.ported",
     "convert": "tpuport.model.convert",
     "ops": "tpuport.ops",
+    "porting": "tpuport.running.porting",
     "to_numpy": "tpuport.model.structure",
     "to_torch": "tpuport.model.structure",
 }

@@ -1,11 +1,14 @@
 """What a shim file declares, and how shims are put in force and taken back."""
 
 import contextlib
+import enum
+import functools
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import tpuport.shims
@@ -23,16 +26,30 @@ class Replacement:
     value: Any
 
 
-class Shim:
-    """A replacement of something in another package while a trace runs.
+class Scope(enum.Enum):
+    """When a shim is in force: while a program is traced, or for the whole of `porting()`."""
 
-    `TARGET` names what is replaced, `REASON` says why. `module` is the package that must already be
-    imported for the shim to apply (nothing is imported for its sake).
+    TRACE = "trace"
+    PORTING = "porting"
+
+
+class Shim:
+    """A replacement of something in another package.
+
+    `TARGET` names what is replaced, `REASON` says why, `REFERENCE` what it equals (a function, an
+    equation, upstream's file), with which its test compares it. `MODULE` is the package that must
+    already be imported for the shim to apply: nothing is imported for its sake, and one that the
+    user's code imports inside `porting()` is shimmed as soon as it is.
+
+    What user code imported inside a context it keeps afterwards, so a replacement of `PORTING`
+    scope does what the original did when no context is active.
     """
 
     TARGET: ClassVar[str]
     REASON: ClassVar[str]
+    REFERENCE: ClassVar[str] = ""
     MODULE: ClassVar[str] = "torch"
+    SCOPE: ClassVar[Scope] = Scope.TRACE
 
     def replacements(self) -> list[Replacement]:
         """What to replace; called when the shim is put in force."""
@@ -48,7 +65,8 @@ class Shim:
             trace.counters.shims[name] = trace.counters.shims.get(name, 0) + 1
 
 
-def find_shims() -> list[type[Shim]]:
+@functools.cache
+def find_shims(scope: Scope = Scope.TRACE) -> tuple[type[Shim], ...]:
     """Every shim class in this folder (files with a leading underscore are not shims)."""
     found: list[type[Shim]] = []
     for info in sorted(pkgutil.iter_modules(tpuport.shims.__path__), key=lambda m: m.name):
@@ -61,8 +79,9 @@ def find_shims() -> list[type[Shim]]:
             if isinstance(value, type)
             and issubclass(value, Shim)
             and value.__module__ == module.__name__
+            and value.SCOPE is scope
         ]
-    return found
+    return tuple(found)
 
 
 def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
@@ -96,26 +115,73 @@ _COPIES: dict[int, tuple[Any, int, list[tuple[Any, str]]]] = {}
 _MISSING = object()
 
 
+@dataclass
+class _Attribute:
+    """One attribute that is replaced now: what it was, and by whom it is replaced (last wins)."""
+
+    owner: Any
+    name: str
+    before: Any
+    layers: list[tuple[object, Any]] = field(default_factory=list)
+
+
+class Replaced:
+    """The attributes replaced in this process.
+
+    Blocks that replace the same attribute may overlap in any order, in one thread or in several:
+    whoever leaves takes away its own layer, and the last one puts back the identical object.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._attributes: dict[tuple[int, str], _Attribute] = {}
+
+    def add(self, token: object, items: Iterable[Replacement]) -> None:
+        """Put replacements in force on behalf of `token`."""
+        with self._lock:
+            for item in items:
+                key = (id(item.owner), item.name)
+                attribute = self._attributes.get(key)
+                if attribute is None:
+                    # What the owner itself holds, not what it inherits: restoring must not copy an
+                    # inherited attribute down.
+                    before = vars(item.owner).get(item.name, _MISSING)
+                    attribute = _Attribute(item.owner, item.name, before)
+                    self._attributes[key] = attribute
+                attribute.layers.append((token, item.value))
+                setattr(item.owner, item.name, item.value)
+
+    def remove(self, token: object) -> None:
+        """Take back what was put in force on behalf of `token`."""
+        with self._lock:
+            for key, attribute in reversed(list(self._attributes.items())):
+                if not any(owner is token for owner, _ in attribute.layers):
+                    continue
+                attribute.layers = [pair for pair in attribute.layers if pair[0] is not token]
+                if attribute.layers:
+                    setattr(attribute.owner, attribute.name, attribute.layers[-1][1])
+                    continue
+                del self._attributes[key]
+                if attribute.before is _MISSING:
+                    delattr(attribute.owner, attribute.name)
+                else:
+                    setattr(attribute.owner, attribute.name, attribute.before)
+
+
+REPLACED = Replaced()
+
+
 @contextlib.contextmanager
-def installed(shims: list[type[Shim]] | None = None) -> Iterator[None]:
-    """Put shims in force for the block.
+def installed(shims: Iterable[type[Shim]] | None = None) -> Iterator[None]:
+    """Put shims in force for the block, those of a trace if left out.
 
     Afterwards every attribute is the identical object as before.
     """
-    undo: list[tuple[Any, str, Any]] = []
+    token = object()
     try:
         for shim in find_shims() if shims is None else shims:
-            if shim.MODULE not in sys.modules:
-                continue
-            for item in shim().replacements():
-                # What the owner itself holds, not what it inherits: restoring must not copy an
-                # inherited attribute down.
-                undo.append((item.owner, item.name, vars(item.owner).get(item.name, _MISSING)))
-                setattr(item.owner, item.name, item.value)
+            if shim.MODULE in sys.modules:
+                REPLACED.add(token, shim().replacements())
         yield
     finally:
-        for owner, name, before in reversed(undo):
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        REPLACED.remove(token)

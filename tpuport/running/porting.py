@@ -1,0 +1,182 @@
+"""`tpuport.porting`: the block inside which code written for CUDA imports, builds and runs."""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
+from tpuport.shims._shim import REPLACED, Scope, find_shims
+
+
+@contextlib.contextmanager
+def porting(
+    *packages: str,
+    paths: Sequence[str | Path] = (),
+    absent: Sequence[str] = (),
+    eager: Sequence[str] = (),
+    programs: Sequence[str] = (),
+    verify: bool = True,
+    rtol: float | None = None,
+    port_modules: bool = True,
+    **options: Any,
+) -> Iterator[Settings]:
+    """Make code written for CUDA import, build and run unedited inside the block.
+
+    Args:
+        *packages: Import names (`"navsim"`) whose modules are rewritten as they are imported.
+        paths: Folders below which every module is.
+        absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
+        eager: Names of module classes to leave to eager PyTorch.
+        programs: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
+        verify: Compare the first call of each program with eager PyTorch.
+        rtol: Tolerance of that comparison, relative to the largest element.
+        port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
+            eager PyTorch on the CPU, and to your own `tpuport.convert`.
+        **options: Settings of single shims, by name.
+
+    Yields:
+        The settings in force.
+    """
+    settings = Settings(
+        packages,
+        tuple(Path(path).resolve() for path in paths),
+        tuple(absent),
+        tuple(eager),
+        tuple(programs),
+        verify,
+        rtol,
+        port_modules,
+        options,
+    )
+    with contextlib.ExitStack() as stack:
+        token = _ACTIVE.set(settings)
+        stack.callback(_ACTIVE.reset, token)
+        _EVERYWHERE.append(settings)
+        stack.callback(_forget, settings)
+        stack.enter_context(_SHIMS.in_force())
+        yield settings
+
+
+def _forget(settings: Settings) -> None:
+    # Not `remove`: equal settings of another context are another entry.
+    for index, one in enumerate(_EVERYWHERE):
+        if one is settings:
+            del _EVERYWHERE[index]
+            return
+
+
+class _Shims:
+    """The shims of `PORTING` scope: in force once a process, for as long as any context is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._contexts = 0
+        self._token = object()
+        self._finder = _LateModules(self._shim_late)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Install the shims with the first context, take them back with the last."""
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._contexts -= 1
+                if self._contexts == 0:
+                    self._uninstall()
+
+    def _install(self) -> None:
+        shims = find_shims(Scope.PORTING)
+        try:
+            for shim in shims:
+                if shim.MODULE in sys.modules:
+                    REPLACED.add(self._token, shim().replacements())
+                else:
+                    self._finder.wanted.add(shim.MODULE)
+        except BaseException:
+            self._uninstall()
+            self._contexts -= 1
+            raise
+        sys.meta_path.insert(0, self._finder)
+
+    def _uninstall(self) -> None:
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._finder.wanted.clear()
+        REPLACED.remove(self._token)
+
+    def _shim_late(self, name: str) -> None:
+        with self._lock:
+            for shim in find_shims(Scope.PORTING) if self._contexts else ():
+                if name == shim.MODULE:
+                    REPLACED.add(self._token, shim().replacements())
+
+
+class _LateModules(importlib.abc.MetaPathFinder):
+    """Tells when one of the wanted modules has been imported."""
+
+    def __init__(self, loaded: Any) -> None:
+        self.wanted: set[str] = set()
+        self._loaded = loaded
+        self._finding = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders give, with a loader that tells when it is done."""
+        if fullname not in self.wanted or getattr(self._finding, "name", None) == fullname:
+            return None
+        self._finding.name = fullname
+        try:
+            spec = _find(fullname, path)
+        finally:
+            self._finding.name = None
+        del target
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+        if hasattr(loader, "exec_module"):
+            spec.loader = _Telling(loader, lambda: self._loaded(fullname))
+        return spec
+
+
+def _find(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path, None) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+class _Telling(importlib.abc.Loader):
+    """A loader that does what another does, and says when a module has been executed."""
+
+    def __init__(self, loader: Any, done: Any) -> None:
+        self._loader, self._done = loader, done
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As the other loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, as itself once it runs, and tell."""
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._done()
+
+
+_SHIMS = _Shims()

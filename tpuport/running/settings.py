@@ -1,0 +1,47 @@
+"""What the user asked of a porting context, and which context is active."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one `porting()` block was asked for.
+
+    Attributes:
+        packages: Import names whose modules are rewritten as they are imported.
+        paths: Folders below which every module is rewritten as it is imported.
+        absent: Packages that may be missing: stand-ins satisfy their import.
+        eager: Names of module classes that are left to eager PyTorch.
+        programs: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
+        verify: Compare the first call of each program with eager PyTorch.
+        rtol: Tolerance of that comparison; None for the default of the dtype.
+        port_modules: Calls of modules on the accelerator become programs.
+        options: What single shims are configured with, by the shim's name.
+    """
+
+    packages: tuple[str, ...] = ()
+    paths: tuple[Path, ...] = ()
+    absent: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    verify: bool = True
+    rtol: float | None = None
+    port_modules: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# Contexts of this thread, and all of the process: a thread that user code starts inside a block has
+# no context of its own, and works in the one that was entered last.
+_ACTIVE: ContextVar[Settings | None] = ContextVar("active", default=None)
+_EVERYWHERE: list[Settings] = []
+
+
+def active() -> Settings | None:
+    """The settings of the innermost porting context, or None outside of all."""
+    settings = _ACTIVE.get()
+    if settings is not None:
+        return settings
+    return _EVERYWHERE[-1] if _EVERYWHERE else None
