@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
+from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
 
 
@@ -59,6 +60,7 @@ def porting(
         stack.callback(_ACTIVE.reset, token)
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
+        stack.enter_context(STAND_INS.in_force())
         stack.enter_context(_SHIMS.in_force())
         yield settings
 
