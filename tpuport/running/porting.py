@@ -13,6 +13,7 @@ from typing import Any
 from tpuport.running import programs
 from tpuport.running.device import emulated
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
+from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
 
 
@@ -61,6 +62,7 @@ def porting(
         stack.callback(_ACTIVE.reset, token)
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
+        stack.enter_context(STAND_INS.in_force())
         stack.enter_context(_SHIMS.in_force())
         stack.enter_context(emulated())
         yield settings
