@@ -12,6 +12,7 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
+from tpuport.model.autocast import autocast_dtype
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
 
@@ -56,11 +57,12 @@ def signature_of(
     The values of the arguments in `host` are part of it.
     """
     parts = tuple(
-        (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
         for path, meta in zip(paths, metas, strict=True)
     )
     kinds = tuple(
-        None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride()) for meta in metas
+        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        for meta in metas
     )
     key = (
         spec.key,
@@ -68,12 +70,18 @@ def signature_of(
         version,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        autocast_dtype(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
+
+
+def _is_class(meta: Any) -> bool:
+    """Whether the meta of an argument is the class of a generator."""
+    return isinstance(meta, type)
 
 
 def _shown(value: np.ndarray) -> str:
@@ -98,7 +106,7 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode or default dtype changed"]
+        causes = ["strides, grad mode, autocast or default dtype changed"]
     return tuple(causes)
 
 
