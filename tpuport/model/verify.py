@@ -209,7 +209,7 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
     for leaf in leaves:
         if isinstance(leaf, torch.Generator):
             # Compared with the stream that the port uses for the same argument.
-            stand_in = torch.Generator()
+            stand_in = type(leaf)()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             mode.generators[ident] = KeyStream(backend.key_of(int(seed)))
