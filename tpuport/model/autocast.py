@@ -1,5 +1,7 @@
 """What autocast is in force: torch's for the CPU, and CUDA's where `porting()` emulates it."""
 
+from typing import Any
+
 import torch
 
 CUDA_KEY = torch._C.DispatchKey.AutocastCUDA
@@ -19,7 +21,7 @@ def autocast_dtype() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if cuda_is_on() else None
 
 
-def to_autocast(value: object, dtype: torch.dtype) -> object:
+def to_autocast(value: Any, dtype: torch.dtype) -> Any:
     """An operand as autocast casts it: tensors of every floating dtype but float64."""
     if not isinstance(value, torch.Tensor) or value.dtype == torch.float64:
         return value

@@ -36,7 +36,6 @@ class Compiled:
     """One compiled program: for one method and one signature of arguments and state."""
 
     run: Callable[..., Any]
-    program: Callable[..., Any]
     hoisted: list[jax.Array]
     outcome: Outcome
     signature: Signature
@@ -80,7 +79,7 @@ def signature_of(
     metas: list[Any],
     paths: list[str],
     spec: structure.Spec,
-    version: int,
+    version: Any,
     host: frozenset[int],
 ) -> Signature:
     """What a call is compiled for: its arguments, the version of the state, torch's modes.
@@ -150,30 +149,24 @@ def _static_difference(was: Any, now: Any) -> str:
     return f"{was!r} -> {now!r}"
 
 
-def executable(
-    closed: Any, shape: Any
-) -> tuple[Callable[..., Any], Callable[..., Any], list[jax.Array]]:
+def executable(closed: Any, shape: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
     """A jitted callable of (state, key, values).
 
     Large constants are arguments of it, not literals in it.
-
-    Returns:
-        The callable, the program behind it (a callable of the constants too, not jitted), and the
-        constants.
     """
     big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
     small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
     treedef = jax.tree.structure(shape)
 
-    def program(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
+    @jax.jit
+    def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
         rest = iter(consts)
         all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
         flat = jax.tree.leaves((state, key, values))
-        run_flat = jaxpr_as_fun(closed.replace(consts=all_consts))
-        return jax.tree.unflatten(treedef, run_flat(*flat))
+        program = jaxpr_as_fun(closed.replace(consts=all_consts))
+        return jax.tree.unflatten(treedef, program(*flat))
 
-    run = jax.jit(program)
-    return lambda state, key, values: run(big, state, key, values), program, big
+    return lambda state, key, values: run(big, state, key, values), big
 
 
 def release(outcome: Outcome) -> None:

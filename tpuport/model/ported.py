@@ -11,7 +11,6 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
-from tpuport.errors import UsageError
 from tpuport.model import arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
@@ -253,21 +252,6 @@ class PortedModel(PortedState):
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
 
-    def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
-        values = {**buffers, **params}
-        missing = [name for name in self._values() if name not in values]
-        if missing:
-            msg = (
-                "apply() got no value for"
-                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
-                " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
-            )
-            raise UsageError(msg)
-        return {
-            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
-            for name, v in values.items()
-        }
-
     # -- compiling ---------------------------------------------------------------------------------
 
     def _signature(
@@ -279,7 +263,8 @@ class PortedModel(PortedState):
         spec: structure.Spec,
     ) -> Signature:
         host = self._program.plan_for(method, spec).host_args
-        return signature_of(method, values, metas, paths, spec, self._state_version, host)
+        version = (self._state_version, self._variant())
+        return signature_of(method, values, metas, paths, spec, version, host)
 
     def _compile(
         self,
@@ -330,30 +315,30 @@ class PortedModel(PortedState):
 
         start = time.perf_counter()
         with self._precision_scope():
-            closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
+            program = self._transformed(pure, [path for path, _ in signature.parts])
+            closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, program, big = executable(closed, shape)
+        run, big = executable(closed, shape)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, program, big, outcome, signature, list(state), baked)
+        compiled = Compiled(run, big, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
+
+    def _variant(self) -> Any:
+        """Which of several functions is compiled for equal arguments."""
+        return None
+
+    def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
+        """The function to compile for a call whose arguments have these names."""
+        del paths
+        return pure
 
     def _precision_scope(self) -> Any:
         if self._precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self._precision)
-
-    def _refuse_meta(self, state: dict[str, Any]) -> None:
-        missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
-        if missing:
-            msg = (
-                "the model was converted from the meta device:"
-                f" {missing[0]!r} has a shape but no value, so it cannot be"
-                " called; use ported.eval_shape(...) or compile it for a described TPU"
-            )
-            raise UsageError(msg)
 
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
         """Trace without computing.
