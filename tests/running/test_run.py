@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from tpuport import cli
 from tpuport.errors import UsageError
+from tpuport.running.porting import porting
 from tpuport.running.run import Program
 from tpuport.running.run import run as run_program
 
@@ -228,7 +230,7 @@ def test_what_a_package_fails_to_import_is_its_own_error(run, tmp_path, capsys):
     assert run("", name="failing_pack.x", is_module=True) == 1
     said = capsys.readouterr().err
     assert "failing_pack/__init__.py" in said
-    assert said.endswith("ModuleNotFoundError: No module named 'not_there_at_all'\n")
+    assert "\nModuleNotFoundError: No module named 'not_there_at_all'\n" in said
 
 
 SPAWNING = """
@@ -304,11 +306,14 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         "full_traceback": False,
         "absent": ["d"],
         "eager": ["E"],
-        "programs": ["F.g"],
+        "methods": ["F.g"],
         "verify": False,
         "rtol": 0.1,
         "port_modules": False,
     }
+    # What `porting` does not know it takes for the setting of a shim.
+    known = {**signature(porting).parameters, **signature(run_program).parameters}
+    assert given.keys() <= known.keys()
 
 
 def test_a_wrong_call_is_one_line():

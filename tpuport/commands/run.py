@@ -155,7 +155,7 @@ def run(
             full_traceback=full_traceback,
             absent=absent or (),
             eager=eager or (),
-            programs=program or (),
+            methods=program or (),
             verify=not no_verify,
             rtol=rtol,
             port_modules=not no_port,

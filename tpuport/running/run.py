@@ -265,7 +265,10 @@ def _profiled(folder: Path | None) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"Traces cannot be written to {folder}: {reason}.") from None
-    jax.profiler.start_trace(str(folder))
+    options = jax.profiler.ProfileOptions()
+    # Every call of a Python function would be an event: a million in the seconds of an import.
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(str(folder), profiler_options=options)
     try:
         yield
     finally:
