@@ -128,7 +128,7 @@ class Program:
                 trace.guards.restore()
                 raise
             finally:
-                self.dynamic = trace.dynamic
+                self.dynamic = trace.dynamic or trace.has_numbers
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 
