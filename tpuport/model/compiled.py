@@ -12,6 +12,7 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
+from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
 
@@ -100,7 +101,8 @@ def signature_of(
         version,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        autocast_kind(),
+        autocast_dtype(),
+        cuda_is_on(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
@@ -112,14 +114,6 @@ def signature_of(
 def _is_class(meta: Any) -> bool:
     """Whether the meta of an argument is the class of a generator."""
     return isinstance(meta, type)
-
-
-def autocast_kind() -> Any:
-    """The autocast modes that are on around a call."""
-    return tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in ("cpu", "cuda")
-    )
 
 
 def _shown(value: np.ndarray) -> str:
