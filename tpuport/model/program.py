@@ -50,6 +50,7 @@ class Program:
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
     dynamic: bool = False
+    narrow: set[torch.dtype] = field(default_factory=set)
     on_module: Callable[[Any], None] | None = None
 
     def trace(self, request: Request) -> Outcome:
@@ -129,6 +130,7 @@ class Program:
                 raise
             finally:
                 self.dynamic = trace.dynamic or trace.has_numbers
+        self.narrow |= trace.narrow
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 

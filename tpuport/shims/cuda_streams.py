@@ -35,7 +35,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """False: there are no CUDA graphs."""
+        """Whether a CUDA graph is being recorded: there are none."""
         return False
 
     def wait_event(self, event: Any) -> None:
