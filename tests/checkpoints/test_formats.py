@@ -257,3 +257,13 @@ def test_an_argument_that_fits_nothing_is_refused(tmp_path: Path, arguments: dic
     path = write(tmp_path / "a.safetensors", {"a": torch.ones(2), "b": torch.ones(2)})
     with pytest.raises(UsageError, match=match):
         tpuport.load_checkpoint(path, **arguments)
+
+
+@FORMATS
+def test_the_callers_modes_do_not_reach_the_values(tmp_path: Path, suffix: str):
+    path = write(tmp_path / f"a{suffix}", {"a": torch.ones(3)})
+    with torch.device("meta"), torch.inference_mode():
+        loaded = tpuport.load_checkpoint(path)
+        tpuport.save_checkpoint(tmp_path / f"b{suffix}", loaded, like=path)
+        assert tpuport.open_checkpoint(path).read("a").tolist() == [1, 1, 1]
+    assert read_back(tmp_path / f"b{suffix}")["a"].tolist() == [1, 1, 1]

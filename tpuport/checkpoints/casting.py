@@ -84,12 +84,13 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """The tensor in another dtype, rounded as torch rounds.
 
     Raises:
-        CheckpointError: a finite value would become infinite or NaN.
+        CheckpointError: a finite value would become infinite or NaN, or a whole number another.
     """
     if tensor.dtype == dtype:
         return tensor
     made = tensor.to(dtype)
     if not made.is_floating_point() and not made.is_complex():
+        _check_range(tensor, dtype, name)
         return made
     source = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if source.numel() and _may_overflow(source, torch.finfo(dtype).max):
@@ -103,6 +104,18 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
             )
             raise CheckpointError(msg)
     return made
+
+
+def _check_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    if dtype is torch.bool or tensor.dtype is torch.bool or not tensor.numel():
+        return
+    values, info = backend.to_numpy_array(tensor), torch.iinfo(dtype)
+    if values.min() < info.min or values.max() > info.max:
+        msg = (
+            f"{name!r} has values between {values.min()} and {values.max()}, which do not fit in"
+            f" {dtype}"
+        )
+        raise CheckpointError(msg)
 
 
 def _may_overflow(source: torch.Tensor, most: float) -> bool:

@@ -106,6 +106,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
             part = part.to("cpu").resolve_conj().resolve_neg()
             return part.clone(memory_format=torch.contiguous_format)
         part = value if bounds is None else value[tuple(slice(*b) for b in bounds)]
+        if isinstance(part, jax.Array):
+            # Another array over the same memory: the user's own would keep its copy on the host.
+            shards = [shard.data for shard in part.addressable_shards]
+            part = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
         return backend.to_torch(part)  # pyright: ignore[reportArgumentType]  (numpy serves as well)
 
     def memory_of(self, name: str) -> Any:
@@ -117,7 +121,11 @@ class Checkpoint(Mapping[str, TensorInfo]):
 def _info(name: str, value: Value) -> TensorInfo:
     dtype = value.dtype
     if not isinstance(dtype, torch.dtype):
-        dtype = backend.torch_dtype(dtype)
+        try:
+            dtype = backend.torch_dtype(dtype)
+        except (RuntimeError, TypeError) as error:
+            msg = f"{name!r} is of {value.dtype}, which torch has no type for"
+            raise CheckpointError(msg) from error
     return TensorInfo(name, tuple(value.shape), dtype)
 
 
