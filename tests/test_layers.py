@@ -20,7 +20,7 @@ GROUPS = (
     {"errors", "markup"},
     {"source", "rules"},
     {"lint"},
-    {"shims", "model", "running", "ops", *(f"ops_{n}" for n in OPS)},
+    {"shims", "model", "checkpoints", "running", "ops", *(f"ops_{n}" for n in OPS)},
     {"sharding"},
     {"program"},
     {"training"},

@@ -10,6 +10,7 @@ from tpuport.errors import MissingExtraError, ParityError, PortError, TpuportErr
 
 if TYPE_CHECKING:
     from tpuport import ops
+    from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
@@ -19,27 +20,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ParityError",
-    "PortError",
-    "PortReport",
-    "PortedModel",
-    "TpuportError",
-    "convert",
-    "ops",
-    "porting",
-    "to_numpy",
+    "ParityError", "PortError", "PortReport", "PortedModel", "TpuportError", "convert",
+    "load_checkpoint", "open_checkpoint", "ops", "porting", "save_checkpoint", "to_numpy",
     "to_torch",
-]
+]  # fmt: skip
 
-_MODULE_OF = {
-    "PortReport": "tpuport.model.report",
-    "PortedModel": "tpuport.model.ported",
-    "convert": "tpuport.model.convert",
-    "ops": "tpuport.ops",
-    "porting": "tpuport.running.porting",
-    "to_numpy": "tpuport.model.structure",
-    "to_torch": "tpuport.model.structure",
+_NAMES_IN = {
+    "tpuport.checkpoints": ("load_checkpoint", "open_checkpoint", "save_checkpoint"),
+    "tpuport.model.convert": ("convert",),
+    "tpuport.model.ported": ("PortedModel",),
+    "tpuport.model.report": ("PortReport",),
+    "tpuport.model.structure": ("to_numpy", "to_torch"),
+    "tpuport.ops": ("ops",),
+    "tpuport.running.porting": ("porting",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
