@@ -177,6 +177,10 @@ def test_regions_nest_and_decorate_and_answer():
         assert (x @ x).dtype == BF16
     assert (x @ x).dtype == F32
     assert torch.amp.is_autocast_available("cuda")
+    with torch.autocast(torch.device(0).type, BF16, True):
+        assert (x @ x).dtype == BF16
+    with pytest.raises(TypeError, match="surprise"):
+        torch.autocast("cuda", surprise=1)
 
 
 def test_the_old_names_work():
