@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
+from tpuport.diagnosis.explain import explaining
 from tpuport.errors import UsageError
 from tpuport.model import arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
@@ -81,6 +82,7 @@ class PortedModel(PortedState):
             raise AttributeError(msg)
         return lambda *args, **kwargs: self._call(name, args, kwargs)
 
+    @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._verifier is not None and method not in self._verifier.done:
             return self._verified_call(method, args, kwargs)
@@ -194,6 +196,7 @@ class PortedModel(PortedState):
             self._state_changes.clear()
             self._same_changes.clear()
 
+    @explaining()
     def apply(
         self,
         params: dict[str, Any],
@@ -340,6 +343,7 @@ class PortedModel(PortedState):
             )
             raise UsageError(msg)
 
+    @explaining()
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
         """Trace without computing.
 
