@@ -8,6 +8,7 @@ seen by all the others, as in PyTorch.
 """
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,17 @@ class ViewStep:
 
 
 _SERIALS = itertools.count()
+_SEEN = threading.local()
+
+
+def seen_device() -> torch.device | None:
+    """The device on which code of this thread sees traced tensors, None for where they are."""
+    return getattr(_SEEN, "device", None)
+
+
+def set_seen_device(device: torch.device | None) -> None:
+    """Let code of this thread see traced tensors on a device."""
+    _SEEN.device = device
 
 
 class Storage:
@@ -239,7 +251,13 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value."""
+        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value.
+
+        Both are the accelerator where one is emulated.
+        """
+        seen = seen_device()
+        if seen is not None:
+            return seen
         if self._storage.trace is not None:
             return torch.device("cpu")
         return torch.device("jax:0")

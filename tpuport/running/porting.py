@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tpuport.running.device import emulated
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.shims._shim import REPLACED, Scope, find_shims
 
@@ -60,6 +61,7 @@ def porting(
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
         stack.enter_context(_SHIMS.in_force())
+        stack.enter_context(emulated())
         yield settings
 
 
