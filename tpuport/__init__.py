@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
+    from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting
+    from tpuport.running.warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,7 @@ __all__ = [
     "PortReport",
     "PortedModel",
     "TpuportError",
+    "compile_cache",
     "convert",
     "explain_error",
     "explaining",
@@ -33,6 +36,7 @@ __all__ = [
     "porting",
     "to_numpy",
     "to_torch",
+    "warmup",
 ]
 
 

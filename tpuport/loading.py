@@ -8,6 +8,7 @@ MODULE_OF = {
     "Diagnosis": "tpuport.diagnosis.explain",
     "PortReport": "tpuport.model.report",
     "PortedModel": "tpuport.model.ported",
+    "compile_cache": "tpuport.running.compile_cache",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",
@@ -15,6 +16,7 @@ MODULE_OF = {
     "porting": "tpuport.running.porting",
     "to_numpy": "tpuport.model.structure",
     "to_torch": "tpuport.model.structure",
+    "warmup": "tpuport.running.warmup",
 }
 
 

@@ -13,13 +13,13 @@ import torch
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.errors import UsageError
-from tpuport.model import arguments, backend, notes, structure, verify
+from tpuport.model import ahead, arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
     Compiled,
+    Executable,
     Signature,
     compile_times,
-    executable,
     release,
     retrace_causes,
     signature_of,
@@ -104,7 +104,8 @@ class PortedModel(PortedState):
             or outside is not None
             or any(state[n] is not v for n, v in compiled.baked.items())
         ):
-            compiled = self._compile(signature, state, values, metas, spec, outside)
+            self._note_retrace(signature, outside)
+            compiled = self._compile(signature, state, values, metas, spec)
             # Tracing may have found that it needs the value of an argument: then that is part of
             # the signature.
             signature = self._signature(method, values, metas, paths, spec)
@@ -276,13 +277,13 @@ class PortedModel(PortedState):
         values: list[Any],
         metas: list[Any],
         spec: structure.Spec,
-        outside: str | None,
     ) -> Compiled:
-        self._note_retrace(signature, outside)
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
-        concrete, given = dict(state), dict(enumerate(values))
+        # Compiled ahead, an argument may be a shape.
+        given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
+        concrete = dict(state)
 
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < HOIST_BYTES:
@@ -320,10 +321,10 @@ class PortedModel(PortedState):
         with self._precision_scope():
             closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, big = executable(closed, shape)
+        run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, big, outcome, signature, list(state), baked)
+        compiled = Compiled(run, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
@@ -342,6 +343,15 @@ class PortedModel(PortedState):
                 " called; use ported.eval_shape(...) or compile it for a described TPU"
             )
             raise UsageError(msg)
+
+    @explaining()
+    def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
+        """Trace and compile for such arguments, and run nothing: calls like it start at once.
+
+        Of tensors and arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`. For other
+        processes too inside `tpuport.compile_cache()`; `tpuport.warmup` takes many at a time.
+        """
+        ahead.lower(self, method, args, kwargs).compile()
 
     @explaining()
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
