@@ -11,14 +11,15 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
-from tpuport.model import arguments, backend, notes, structure, verify
+from tpuport.diagnosis.explain import explaining
+from tpuport.model import ahead, arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
     Compiled,
+    Executable,
     Prepared,
     Signature,
     compile_times,
-    executable,
     release,
     retrace_causes,
     signature_of,
@@ -81,6 +82,7 @@ class PortedModel(PortedState):
             raise AttributeError(msg)
         return lambda *args, **kwargs: self._call(name, args, kwargs)
 
+    @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._verifier is not None and method not in self._verifier.done:
             return self._verified_call(method, args, kwargs)
@@ -111,7 +113,8 @@ class PortedModel(PortedState):
             or outside is not None
             or any(state[n] is not v for n, v in compiled.baked.items())
         ):
-            compiled = self._compile(signature, state, values, metas, spec, outside)
+            self._note_retrace(signature, outside)
+            compiled = self._compile(signature, state, values, metas, spec)
             # Tracing may have found that it needs the value of an argument: then that is part of
             # the signature.
             signature = self._signature(method, values, metas, paths, spec)
@@ -208,6 +211,7 @@ class PortedModel(PortedState):
             self._state_changes.clear()
             self._same_changes.clear()
 
+    @explaining()
     def apply(
         self,
         params: dict[str, Any],
@@ -273,13 +277,13 @@ class PortedModel(PortedState):
         values: list[Any],
         metas: list[Any],
         spec: structure.Spec,
-        outside: str | None,
     ) -> Compiled:
-        self._note_retrace(signature, outside)
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
-        concrete, given = dict(state), dict(enumerate(values))
+        # Compiled ahead, an argument may be a shape.
+        given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
+        concrete = dict(state)
 
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < HOIST_BYTES:
@@ -318,10 +322,10 @@ class PortedModel(PortedState):
             program = self._transformed(pure, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, big = executable(closed, shape)
+        run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, big, outcome, signature, list(state), baked)
+        compiled = Compiled(run, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
@@ -340,6 +344,16 @@ class PortedModel(PortedState):
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self._precision)
 
+    @explaining()
+    def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
+        """Trace and compile for such arguments, and run nothing: calls like it start at once.
+
+        Of tensors and arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`. For other
+        processes too inside `tpuport.compile_cache()`; `tpuport.warmup` takes many at a time.
+        """
+        ahead.lower(self, method, args, kwargs).compile()
+
+    @explaining()
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
         """Trace without computing.
 

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.diagnosis.frames import is_inside
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
 from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
 from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
-from tpuport.model.locate import is_inside, port_error
+from tpuport.model.locate import port_error
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
@@ -50,7 +51,6 @@ class Program:
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
     dynamic: bool = False
-    narrow: set[torch.dtype] = field(default_factory=set)
     on_module: Callable[[Any], None] | None = None
 
     def trace(self, request: Request) -> Outcome:
@@ -130,7 +130,6 @@ class Program:
                 raise
             finally:
                 self.dynamic = trace.dynamic or trace.has_numbers
-        self.narrow |= trace.narrow
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 

@@ -106,8 +106,6 @@ class Trace:
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         self.guards = Guards()
         self.own_modules: set[int] = set()
-        # Floating dtypes of fewer than 32 bits that something was computed in.
-        self.narrow: set[torch.dtype] = set()
 
     # -- effects -----------------------------------------------------------------------------------
 

@@ -91,7 +91,5 @@ def wrap_as(
     dtype = backend.jax_dtype(meta.dtype)
     if value.dtype != dtype:
         value = value.astype(dtype)
-    if trace is not None and meta.dtype.itemsize < 4 and meta.dtype.is_floating_point:
-        trace.narrow.add(meta.dtype)
     storage = Storage(value, trace)
     return TracedTensor(storage, (), meta, value, frozen or not meta.dtype.is_floating_point)

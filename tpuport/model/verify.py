@@ -223,18 +223,6 @@ class Verifier:
             )
         return records
 
-    def _tolerance(self, dtype: torch.dtype, kind: Kind) -> float:
-        """The accepted error: a float32 result of bfloat16 products is no nearer than they are.
-
-        Its gradient passes each of their roundings again.
-        """
-        accepted = tolerance(dtype, self.rtol)
-        narrow = self.ported._program.narrow
-        if self.rtol is not None or not narrow or not dtype.is_floating_point:
-            return accepted
-        factor = 2.5 if kind == "gradient" else 1.0
-        return max(accepted, *(factor * tolerance(one) for one in narrow))
-
 
 def _comparable(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, jax.Array))
