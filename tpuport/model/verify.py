@@ -18,6 +18,7 @@ from tpuport.model.dispatch import dispatch
 from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
+from tpuport.model.seen_device import seen_device
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
@@ -160,6 +161,8 @@ class Verifier:
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported.to_torch(), trainable=trainable)
+                    if (there := seen_device()) is not None:
+                        module.to(there)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()
@@ -238,8 +241,12 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
 
 
 def host_arguments(value: Any, mode: SameNumbers) -> Any:
-    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams."""
+    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams.
 
+    Where an accelerator is emulated they count as being there, as all tensors of a trace do: what
+    asks for the device (autocast does) must do the same in both.
+    """
+    there = seen_device()
     leaves, spec = structure.flatten(value, objects=True)
     made = []
     for leaf in leaves:
@@ -254,6 +261,8 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
             made.append(leaf.detach().clone())
         else:
             made.append(structure.to_torch(leaf))
+        if there is not None and isinstance(made[-1], torch.Tensor):
+            made[-1] = made[-1].to(there)
     return structure.rebuild(spec, made)
 
 
