@@ -161,8 +161,6 @@ class Verifier:
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported.to_torch(), trainable=trainable)
-                    if (there := seen_device()) is not None:
-                        module.to(there)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()
@@ -241,12 +239,8 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
 
 
 def host_arguments(value: Any, mode: SameNumbers) -> Any:
-    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams.
+    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams."""
 
-    Where an accelerator is emulated they count as being there, as all tensors of a trace do: what
-    asks for the device (autocast does) must do the same in both.
-    """
-    there = seen_device()
     leaves, spec = structure.flatten(value, objects=True)
     made = []
     for leaf in leaves:
@@ -261,8 +255,6 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
             made.append(leaf.detach().clone())
         else:
             made.append(structure.to_torch(leaf))
-        if there is not None and isinstance(made[-1], torch.Tensor):
-            made[-1] = made[-1].to(there)
     return structure.rebuild(spec, made)
 
 
