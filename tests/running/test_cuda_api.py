@@ -223,6 +223,13 @@ def test_what_only_a_gpu_has_is_refused_at_the_users_line(call, message):
     assert "test_cuda_api.py" in str(info.value)
 
 
+@pytest.mark.parametrize("name", ["CUDAGraph", "graph", "MemPool"])
+def test_a_refused_class_is_a_class(name: str):
+    refused = getattr(torch.cuda, name)
+    assert (refused | None) == (None | refused)
+    assert not isinstance(1, refused)
+
+
 @pytest.mark.usefixtures("_no_context")
 def test_afterwards_there_is_no_device_again():
     held = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}

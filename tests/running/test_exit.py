@@ -199,3 +199,22 @@ def test_what_c_code_has_buffered_is_written(ended):
 def test_a_closed_output_is_no_reason_to_fail(ended):
     done, _ = ended("sys.stdout.close(); atexit.unregister(print); sys.exit(7)")
     assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_who_does_not_want_to_wait_interrupts(ended):
+    done, seconds = ended(
+        """
+        import os, signal, threading, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        def work():
+            end = time.monotonic() + 1
+            while True:
+                if end and time.monotonic() > end:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    end = None
+        threading.Thread(target=work).start()
+        """,
+        working=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "end\nat exit\n", "")
+    assert seconds < 30
