@@ -11,6 +11,7 @@ from tpuport.errors import MissingExtraError, ParityError, PortError, TpuportErr
 if TYPE_CHECKING:
     from tpuport import ops
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
+    from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
