@@ -154,10 +154,10 @@ def page(results: dict[str, list[Load]], megabytes: int) -> str:
         "Written by `python -m benchmarks.loading`; do not edit.",
         "",
         f"A file of {megabytes} MiB of float32 tensors, half of them of 32 MiB and half of 1 MiB"
-        f" each, in the page cache; {about['system']}, {about['processor']},"
-        f" {about['cores']} core(s); medians of {rounds} rounds, each load in a fresh process."
-        " Memory is the highest resident set above that before loading (mapped file pages count),"
-        " as a multiple of the file.",
+        f" each, in the page cache;\n{about['system']}, {about['processor']},"
+        f" {about['cores']} core(s); medians of {rounds} rounds, each load in a fresh process.\n"
+        "Memory is the highest resident set above that before loading (mapped file pages count),\n"
+        "as a multiple of the file.",
         "",
         f"| | peak memory | seconds | CPU seconds | CPU time of `{OURS}` beside it |",
         "| --- | --- | --- | --- | --- |",

@@ -286,6 +286,23 @@ def test_a_ported_program_casts_as_eager_does():
         )
 
 
+class Deep(torch.nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=BF16):
+            return super().forward(x).float()
+
+
+def test_a_float32_result_is_compared_at_the_precision_that_it_was_computed_in():
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.SiLU()) for _ in range(6)]
+    ported = tpuport.convert(Deep(*layers))
+    ported(torch.randn(16, 64))
+    (record,) = (r for r in ported.report.parity if r.kind == "output")
+    assert 1e-4 < record.max_rel < record.tolerance == 2e-2
+    exact = tpuport.convert(torch.nn.Linear(3, 3))
+    exact(torch.randn(2, 3))
+    assert {r.tolerance for r in exact.report.parity} == {1e-4}
+
+
 def test_a_region_around_a_ported_call_is_another_program():
     net = torch.nn.Linear(3, 3)
     ported = tpuport.convert(net, verify=False)

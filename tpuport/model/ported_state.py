@@ -127,6 +127,31 @@ class PortedState:
             owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
         return made
 
+    def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
+        values = {**buffers, **params}
+        missing = [name for name in self._values() if name not in values]
+        if missing:
+            msg = (
+                "apply() got no value for"
+                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
+                " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
+            )
+            raise UsageError(msg)
+        return {
+            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
+            for name, v in values.items()
+        }
+
+    def _refuse_meta(self, state: dict[str, Any]) -> None:
+        missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
+        if missing:
+            msg = (
+                "the model was converted from the meta device:"
+                f" {missing[0]!r} has a shape but no value, so it cannot be"
+                " called; use ported.eval_shape(...) or compile it for a described TPU"
+            )
+            raise UsageError(msg)
+
     def load(
         self,
         source: str | Path | Mapping[str, Any],

@@ -88,6 +88,29 @@ class SameNumbers(TorchDispatchMode):
         )
 
 
+class Precision(TorchDispatchMode):
+    """Notes the floating types that eager torch computes in: `dtypes`.
+
+    Float32 results that were computed in bfloat16 on the way have the precision of that.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in _RTOL:
+            self.dtypes.add(result.dtype)
+        return result
+
+
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
     """A copy of a module to run eagerly.
 
@@ -114,6 +137,7 @@ class Verifier:
     ) -> None:
         self.ported, self.target, self.rtol = ported, target, rtol
         self.done: set[str] = set()
+        self._coarsest = 0.0
 
     def reference(
         self,
@@ -139,18 +163,30 @@ class Verifier:
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 state = torch.get_rng_state()
+                seen = Precision()
                 with (
                     eager_compiled(),
                     mode,
+                    seen,
                     torch.set_grad_enabled(trainable),
                 ):
                     out = function(*own_args, **own_kwargs)
+                self._coarsest = max((_RTOL[dtype] for dtype in seen.dtypes), default=0.0)
                 drew = not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
                 if not drew:
                     break
             args, kwargs = own_args, own_kwargs
         return out, module, (args, kwargs)
+
+    def _tolerance(self, dtype: torch.dtype, kind: Kind) -> float:
+        accepted = tolerance(dtype, self.rtol)
+        if self.rtol is not None:
+            return accepted
+        accepted = max(accepted, self._coarsest)
+        # A backward pass rounds at each step what was rounded at each step before it.
+        lower = accepted > _RTOL[torch.float32] and kind == "gradient"
+        return 3 * accepted if lower else accepted
 
     def compare(
         self,
@@ -180,7 +216,7 @@ class Verifier:
                     _widened(want_torch),
                     _widened(have_torch),
                     kind=kind,
-                    tolerance=tolerance(want_torch.dtype, self.rtol),
+                    tolerance=self._tolerance(want_torch.dtype, kind),
                     atol=atol,
                     dtype=str(want_torch.dtype).removeprefix("torch."),
                 )

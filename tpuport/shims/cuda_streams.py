@@ -34,6 +34,10 @@ class Stream:
         accelerator.wait()
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded: there are none."""
+        return False
+
     def wait_event(self, event: Any) -> None:
         """Nothing: work runs in the order in which it was given."""
 
