@@ -18,6 +18,7 @@ from tpuport.model.dispatch import dispatch
 from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
+from tpuport.model.seen_device import seen_device
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
