@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tpuport import __version__
-from tpuport.commands import lint, rewrite, rules, warmup
+from tpuport.commands import doctor, lint, rewrite, rules, warmup
 from tpuport.commands._common import FAILED, WRONG_CALL, errors_as_exit_codes
 
 __all__ = ["FAILED", "WRONG_CALL", "app"]
@@ -49,6 +49,7 @@ app.command()(rewrite.rewrite)
 app.command()(rules.rules)
 app.command()(rules.explain)
 app.command()(warmup.warmup)
+app.command()(doctor.doctor)
 
 
 @app.command()
