@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
@@ -61,6 +62,7 @@ def porting(
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
         stack.enter_context(STAND_INS.in_force())
+        stack.enter_context(ended_afterwards())
         stack.enter_context(_SHIMS.in_force())
         yield settings
 
