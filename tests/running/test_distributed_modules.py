@@ -166,6 +166,17 @@ def test_wrapped_modules_in_a_program():
 
 
 @pytest.mark.usefixtures("single")
+def test_a_class_derived_from_ddp():
+    class Own(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module, broadcast_buffers=False)
+
+    model = small().eval()
+    inputs = torch.randn(5, 3)
+    assert torch.equal(Own(model)(inputs), model(inputs))
+
+
+@pytest.mark.usefixtures("single")
 def test_ddp_refuses_another_dtype():
     with pytest.raises(PortError, match=r"mixed_precision=\.\.\.\) runs the module in another"):
         nn.parallel.DistributedDataParallel(small(), mixed_precision=object())

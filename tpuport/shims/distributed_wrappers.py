@@ -25,10 +25,11 @@ def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> lis
     ]
 
 
-def _alone(original: Any, attributes: dict[str, Any]) -> type:
+def _alone(original: Any, attributes: dict[str, Any]) -> Any:
     """A subclass under the same name, of which the attributes count inside `porting()`."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (original,), {**names, **attributes})
+    bases: Any = (original,)
+    return type(original.__name__, bases, {**names, **attributes})
 
 
 class DataParallelism(Shim):
@@ -45,18 +46,17 @@ class DataParallelism(Shim):
     def replacements(self) -> list[Replacement]:
         found = []
         for file, name, attributes in (
-            ("distributed", "DistributedDataParallel", _distributed_attributes()),
-            ("data_parallel", "DataParallel", _attributes()),
+            ("distributed", "DistributedDataParallel", _distributed_attributes),
+            ("data_parallel", "DataParallel", _attributes),
         ):
             home = importlib.import_module(f"torch.nn.parallel.{file}")
-            ours = _alone(vars(home)[name], attributes)
+            ours = _alone(vars(home)[name], attributes(vars(home)[name]))
             found += _everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
         return found
 
 
-def _attributes() -> dict[str, Any]:
+def _attributes(original: Any) -> dict[str, Any]:
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original = type(self).__mro__[1]
         if active() is None:
             return original.__init__(self, module, *args, **kwargs)
         _check(kwargs)
@@ -71,7 +71,7 @@ def _attributes() -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_only_process" in vars(self):
             return self.module(*args, **kwargs)
-        return type(self).__mro__[1].forward(self, *args, **kwargs)
+        return original.forward(self, *args, **kwargs)
 
     return {"__init__": init, "forward": forward}
 
@@ -85,8 +85,8 @@ def _check(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _distributed_attributes() -> dict[str, Any]:
-    attributes = _attributes()
+def _distributed_attributes(original: Any) -> dict[str, Any]:
+    attributes = _attributes(original)
     held = attributes["__init__"]
 
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
