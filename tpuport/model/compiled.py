@@ -12,6 +12,7 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
+from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
 
@@ -35,11 +36,42 @@ class Compiled:
     """One compiled program: for one method and one signature of arguments and state."""
 
     run: Callable[..., Any]
+    program: Callable[..., Any]
     hoisted: list[jax.Array]
     outcome: Outcome
     signature: Signature
     names: list[str]
     baked: dict[str, jax.Array]
+
+
+@dataclass
+class Prepared:
+    """One call of a compiled program, ready to run.
+
+    Attributes:
+        compiled: the program.
+        leaves: the call's arguments, taken apart.
+        spec: their structure.
+        paths: their names.
+        values: their arrays.
+        state: the model's whole state before the call, by name.
+        key: the base key of the call's randomness.
+        timing: a context that times the compilation, on the first call.
+    """
+
+    compiled: Compiled
+    leaves: list[Any]
+    spec: structure.Spec
+    paths: list[str]
+    values: list[Any]
+    state: dict[str, Any]
+    key: jax.Array
+    timing: Any
+
+    @property
+    def picked(self) -> dict[str, Any]:
+        """The state that the program takes."""
+        return {name: self.state[name] for name in self.compiled.names}
 
 
 def signature_of(
@@ -56,11 +88,12 @@ def signature_of(
     The values of the arguments in `host` are part of it.
     """
     parts = tuple(
-        (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
         for path, meta in zip(paths, metas, strict=True)
     )
     kinds = tuple(
-        None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride()) for meta in metas
+        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        for meta in metas
     )
     key = (
         spec.key,
@@ -68,12 +101,19 @@ def signature_of(
         version,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        autocast_dtype(),
+        cuda_is_on(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
+
+
+def _is_class(meta: Any) -> bool:
+    """Whether the meta of an argument is the class of a generator."""
+    return isinstance(meta, type)
 
 
 def _shown(value: np.ndarray) -> str:
@@ -98,7 +138,7 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode or default dtype changed"]
+        causes = ["strides, grad mode, autocast or default dtype changed"]
     return tuple(causes)
 
 
@@ -110,24 +150,30 @@ def _static_difference(was: Any, now: Any) -> str:
     return f"{was!r} -> {now!r}"
 
 
-def executable(closed: Any, shape: Any) -> tuple[Callable[..., Any], list[jax.Array]]:
+def executable(
+    closed: Any, shape: Any
+) -> tuple[Callable[..., Any], Callable[..., Any], list[jax.Array]]:
     """A jitted callable of (state, key, values).
 
     Large constants are arguments of it, not literals in it.
+
+    Returns:
+        The callable, the program behind it (a callable of the constants too, not jitted), and the
+        constants.
     """
     big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
     small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
     treedef = jax.tree.structure(shape)
 
-    @jax.jit
-    def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
+    def program(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
         rest = iter(consts)
         all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
         flat = jax.tree.leaves((state, key, values))
-        program = jaxpr_as_fun(closed.replace(consts=all_consts))
-        return jax.tree.unflatten(treedef, program(*flat))
+        run_flat = jaxpr_as_fun(closed.replace(consts=all_consts))
+        return jax.tree.unflatten(treedef, run_flat(*flat))
 
-    return lambda state, key, values: run(big, state, key, values), big
+    run = jax.jit(program)
+    return lambda state, key, values: run(big, state, key, values), program, big
 
 
 def release(outcome: Outcome) -> None:

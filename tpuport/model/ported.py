@@ -16,6 +16,7 @@ from tpuport.model import arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
     Compiled,
+    Prepared,
     Signature,
     compile_times,
     executable,
@@ -90,6 +91,15 @@ class PortedModel(PortedState):
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
         """One jitted call; gives the output and the state before it."""
+        call = self._prepare(method, args, kwargs, key)
+        with call.timing:
+            results = call.compiled.run(call.picked, call.key, call.values)
+        return self._finish(call, results), call.state
+
+    def _prepare(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+    ) -> Prepared:
+        """Find or compile the program for a call, and what it takes."""
         leaves, spec, paths = arguments.take_apart((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
         state = self._values()
@@ -112,19 +122,24 @@ class PortedModel(PortedState):
             timing = contextlib.nullcontext()
         if key is None:
             key = fresh_key() if compiled.outcome.uses_key else unused_key()
-        picked = {name: state[name] for name in compiled.names}
-        with timing:
-            outs, new_state, mutated, put, code = compiled.run(picked, key, values)
+        return Prepared(compiled, leaves, spec, paths, values, state, key, timing)
+
+    def _finish(self, call: Prepared, results: Any) -> Any:
+        """Take over what a program gave: failed checks, changed arguments, new state, output."""
+        outs, new_state, mutated, put, code = results
+        compiled, outcome = call.compiled, call.compiled.outcome
         self._raise_failed_check(compiled, code)
-        arguments.refuse_shared_memory(leaves, paths, mutated)
-        arguments.write_leaves(leaves, mutated)
-        outcome = compiled.outcome
+        arguments.refuse_shared_memory(call.leaves, call.paths, mutated)
+        arguments.write_leaves(call.leaves, mutated)
         if outcome.argument_changes is not None:
-            left = list(map(arguments.from_program, put, outcome.put_metas))
-            outcome.argument_changes.write_back(spec, leaves, left)
+            left = list(map(self._result, put, outcome.put_metas))
+            outcome.argument_changes.write_back(call.spec, call.leaves, left)
         self._advance(compiled, new_state)
-        results = list(map(arguments.from_program, outs, outcome.out_metas))
-        return structure.rebuild(outcome.out_spec, results), state
+        return structure.rebuild(outcome.out_spec, list(map(self._result, outs, outcome.out_metas)))
+
+    def _result(self, value: Any, meta: Any) -> Any:
+        """What the caller gets for one result of a program."""
+        return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
@@ -317,10 +332,10 @@ class PortedModel(PortedState):
         with self._precision_scope():
             closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, big = executable(closed, shape)
+        run, program, big = executable(closed, shape)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, big, outcome, signature, list(state), baked)
+        compiled = Compiled(run, program, big, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled

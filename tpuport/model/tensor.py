@@ -18,6 +18,7 @@ import torch
 
 from tpuport.model import backend
 from tpuport.model.locate import port_error
+from tpuport.model.seen_device import seen_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +240,12 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value."""
-        if self._storage.trace is not None:
-            return torch.device("cpu")
-        return torch.device("jax:0")
+        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value.
+
+        Both are the accelerator where one is emulated.
+        """
+        where = "cpu" if self._storage.trace is not None else "jax:0"
+        return seen_device() or torch.device(where)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

@@ -209,7 +209,7 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
     for leaf in leaves:
         if isinstance(leaf, torch.Generator):
             # Compared with the stream that the port uses for the same argument.
-            stand_in = torch.Generator()
+            stand_in = type(leaf)()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             mode.generators[ident] = KeyStream(backend.key_of(int(seed)))
@@ -263,24 +263,28 @@ def gradient_parity(
 
     with ported._precision_scope():
         grads = jax.jit(jax.grad(loss))(ported.params)
-    largest = max(
-        (float(g.abs().max()) for g in expected.values() if g is not None and g.numel()),
-        default=0.0,
-    )
+    pairs = [
+        (name, torch.zeros(got.shape) if expected.get(name) is None else expected[name], got)
+        for name, got in grads.items()
+    ]
+    return gradient_records(verifier, pairs)
+
+
+def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> list[Parity]:
+    """Compare gradients with eager's.
+
+    Args:
+        verifier: what compares.
+        pairs: for each parameter its name, eager's gradient and the port's.
+    """
+    largest = max((float(g.abs().max()) for _, g, _ in pairs if g.numel()), default=0.0)
     records = []
-    for name, got in grads.items():
-        want = expected.get(name)
-        if want is None:
-            want = torch.zeros(got.shape)
+    for name, want, got in pairs:
+        if isinstance(got, jax.Array):
+            got = got.astype(backend.jax_dtype(want.dtype))
         # Against the largest gradient: one that is zero but for rounding has no relative error of
         # its own.
-        records += verifier.compare(
-            "gradient",
-            f"grad.{name}",
-            want,
-            got.astype(backend.jax_dtype(want.dtype)),
-            1e-5 * largest,
-        )
+        records += verifier.compare("gradient", f"grad.{name}", want, got, 1e-5 * largest)
     return records
 
 

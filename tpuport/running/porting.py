@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tpuport.running import programs
+from tpuport.running.device import emulated
+from tpuport.running.imports import hook
 from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
@@ -22,7 +25,7 @@ def porting(
     paths: Sequence[str | Path] = (),
     absent: Sequence[str] = (),
     eager: Sequence[str] = (),
-    programs: Sequence[str] = (),
+    methods: Sequence[str] = (),
     verify: bool = True,
     rtol: float | None = None,
     port_modules: bool = True,
@@ -35,7 +38,7 @@ def porting(
         paths: Folders below which every module is.
         absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
         eager: Names of module classes to leave to eager PyTorch.
-        programs: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
+        methods: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
         verify: Compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison, relative to the largest element.
         port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
@@ -50,7 +53,7 @@ def porting(
         tuple(Path(path).resolve() for path in paths),
         tuple(absent),
         tuple(eager),
-        tuple(programs),
+        tuple(methods),
         verify,
         rtol,
         port_modules,
@@ -64,6 +67,8 @@ def porting(
         stack.enter_context(STAND_INS.in_force())
         stack.enter_context(ended_afterwards())
         stack.enter_context(_SHIMS.in_force())
+        stack.enter_context(emulated())
+        stack.enter_context(hook(settings.packages, settings.paths))
         yield settings
 
 
@@ -72,7 +77,9 @@ def _forget(settings: Settings) -> None:
     for index, one in enumerate(_EVERYWHERE):
         if one is settings:
             del _EVERYWHERE[index]
-            return
+            break
+    if not _EVERYWHERE:
+        programs.forget()
 
 
 class _Shims:

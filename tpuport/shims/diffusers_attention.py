@@ -20,6 +20,12 @@ def _xformers() -> types.ModuleType:
     return package
 
 
+def _flash_3(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+    """flash-attn 3 as diffusers wraps it, an operator for CUDA: with the denominators [B, L, H]."""
+    out, lse = flash_attn.flash_attn_3_func(q, k, v, *args, return_attn_probs=True, **kwargs)
+    return out, lse.transpose(1, 2)
+
+
 class DiffusersAttention(Shim):
     """`set_attention_backend("flash")`, "sage", "xformers" and their variants: diffusers looks for
     the packages when it is imported, which may be before the block.
@@ -42,6 +48,7 @@ class DiffusersAttention(Shim):
             "flash_attn_3_varlen_func": flash_attn.flash_attn_3_varlen_func,
             **{name: call for name, call in sage.items() if name.startswith("sageattn")},
             "xops": _xformers().ops,
+            "_wrapped_flash_attn_3": _flash_3,
             "_CAN_USE_FLASH_ATTN": True,
             "_CAN_USE_FLASH_ATTN_3": True,
             "_CAN_USE_SAGE_ATTN": True,

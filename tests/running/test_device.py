@@ -1,0 +1,248 @@
+"""The emulated accelerator: CUDA's meaning of device, copy and view on CPU tensors."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tpuport
+from tpuport.errors import UsageError
+from tpuport.running.device import emulated, set_default
+from tpuport.running.tags import is_tagged, mark_of
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _inside():
+    with emulated():
+        yield
+
+
+MADE = {
+    "factory": lambda x: torch.zeros(2, device="cuda"),
+    "index": lambda x: torch.zeros(2, device=0),
+    "tensor": lambda x: torch.tensor([1.0], device=torch.device("cuda")),
+    "from a tensor's device": lambda x: torch.arange(3, device=x.device),
+    "like": torch.zeros_like,
+    "new": lambda x: x.new_zeros(3),
+    "sum": lambda x: x.sum(),
+    "with a host number": lambda x: x * torch.tensor(2.0),
+    "view": lambda x: x[1:],
+    "data": lambda x: x.data,
+    "list": lambda x: torch.stack([x, x]),
+    "one of several": lambda x: x.split(1)[1],
+    "named tuple": lambda x: x.max(0).values,
+    "dtype": lambda x: x.to(torch.float64),
+    "half": lambda x: x.half(),
+    "string type": lambda x: torch.zeros(2).type("torch.cuda.DoubleTensor"),
+    "like another": lambda x: torch.zeros(2).to(x),
+    "type_as": lambda x: torch.zeros(2, dtype=torch.int64).type_as(x),
+    "deepcopy": copy.deepcopy,
+    "gradient": lambda x: torch.autograd.grad((x.requires_grad_() ** 2).sum(), x)[0],
+    "array": lambda x: torch.as_tensor(np.zeros(3), device="cuda"),
+    "parameter": lambda x: nn.Parameter(torch.zeros(2)).cuda(),
+    "under a device": lambda x: under_device(),
+}
+
+
+def under_device() -> torch.Tensor:
+    with torch.device("cuda"):
+        return nn.Linear(2, 2).weight
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_it_is_on_the_accelerator(make):
+    made = make(torch.zeros(3, device="cuda"))
+    assert made.device == CUDA
+    assert made.is_cuda
+    assert not made.is_cpu
+    assert made.get_device() == 0
+    assert made.type().startswith("torch.cuda.")
+
+
+HOST = {
+    "factory": lambda x: torch.zeros(2),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", torch.float64),
+    "explicit": lambda x: torch.zeros_like(x, device="cpu"),
+    "target of a copy": lambda x: torch.zeros(3).copy_(x),
+    "view with its shape": lambda x: torch.zeros(1).expand_as(x),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.parametrize("make", HOST.values(), ids=HOST)
+def test_it_is_not(make):
+    made = make(torch.zeros(3, device="cuda"))
+    assert made.device.type in ("cpu", "meta")
+    assert not made.is_cuda
+
+
+def test_moving_copies_and_staying_does_not():
+    host = torch.zeros(2)
+    there = host.cuda()
+    there.add_(1)
+    assert host.tolist() == [0, 0]
+    assert there.cuda() is there
+    assert there.to("cuda:0") is there
+    assert there.to(CUDA, torch.float32, non_blocking=True) is there
+    back = there.cpu()
+    back.add_(1)
+    assert there.tolist() == [1, 1]
+    assert host.cpu() is host
+
+
+def test_an_array_is_copied_to_the_accelerator_not_aliased():
+    array = np.zeros(2)
+    there = torch.as_tensor(array, device="cuda")
+    there += 1
+    assert array.tolist() == [0, 0]
+
+
+def test_a_module_moves_in_place_and_trains_there():
+    model = nn.Linear(3, 1)
+    before = model.state_dict()["weight"]
+    weight = model.weight
+    assert model.cuda() is model
+    assert model.weight is weight
+    assert weight.is_leaf
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3, device="cuda")).sum().backward()
+    assert weight.grad.device == CUDA
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].device == CUDA
+    # What was read before the move is another memory, as on CUDA.
+    assert not torch.equal(before, weight)
+
+
+def test_a_backward_pass_runs_user_code_on_the_accelerator():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(torch.zeros(2, device=CUDA).device)
+            return grad * torch.tensor(2.0, device=CUDA)
+
+    def block(x):
+        seen.append(x.device)
+        return x * torch.ones(2, device="cuda")
+
+    with tpuport.porting(port_modules=False):
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        y = checkpoint(block, Twice.apply(x), use_reentrant=False)
+        y.sum().backward()
+        assert x.grad.tolist() == [2, 2]
+        assert x.grad.device == CUDA
+    assert seen == [CUDA] * 3
+
+
+WRITES = {
+    "method": lambda p: p.data.add_(1),
+    "operator": lambda p: p.data.__iadd__(1),
+    "item": lambda p: p.data.__setitem__(0, 1),
+    "out": lambda p: torch.add(p.data, 1, out=p.data),
+    "initialiser": nn.init.ones_,
+    "foreach": lambda p: torch._foreach_add_([p.data], 1.0),
+    "view": lambda p: p.data[1:].zero_(),
+    "inplace": lambda p: nn.functional.relu(p.data, inplace=True),
+    "numpy view of the copy": lambda p: None,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_are_counted_though_the_version_does_not_see_them(write):
+    parameter = nn.Parameter(torch.zeros(2)).cuda()
+    before = mark_of(parameter).writes
+    write(parameter)
+    wrote = write is not WRITES["numpy view of the copy"]
+    assert (mark_of(parameter).writes > before) is wrote
+
+
+def test_reading_is_not_writing():
+    x = torch.zeros(2, device="cuda")
+    before = mark_of(x).writes
+    _ = x + 1, x.sum(), x.clone(), torch.zeros(2).copy_(x), x.cpu(), x.requires_grad
+    assert mark_of(x).writes == before
+
+
+def test_values_leave_by_way_of_the_host_only():
+    x = torch.zeros(2, device="cuda")
+    with pytest.raises(TypeError, match=r"Use Tensor.cpu\(\)"):
+        x.numpy()
+    with pytest.raises(TypeError, match=r"Use Tensor.cpu\(\)"):
+        np.asarray(x)
+    assert x.cpu().numpy().tolist() == [0, 0]
+
+
+def test_a_second_accelerator_is_refused():
+    with pytest.raises(UsageError, match="a process has one accelerator, cuda:0"):
+        torch.zeros(2, device="cuda:1")
+    with pytest.raises(UsageError, match="not an accelerator"):
+        torch.zeros(2).cuda("cpu")
+
+
+def test_the_default_device():
+    set_default("cuda")
+    assert torch.zeros(2).device == CUDA
+    assert torch.zeros(2, device="cpu").device.type == "cpu"
+    set_default(None)
+    assert torch.zeros(2).device.type == "cpu"
+
+
+def test_a_converted_model_sees_the_accelerator_in_eager_and_in_the_trace():
+    class Where(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            seen.append((x.device, self.weight.device, (x + 1).device))
+            mask = torch.ones(2, device=x.device).cuda()
+            return x.to("cuda") * self.weight * mask.to(x.device, x.dtype)
+
+    seen = []
+    ported = tpuport.convert(Where().cuda())
+    out = ported(torch.arange(2.0, device="cuda"))
+    assert tpuport.to_torch(out).tolist() == [0, 1]
+    # Eager runs on a copy of the weights, which convert() made.
+    assert {pair[0] for pair in seen} == {CUDA}
+
+
+def test_nothing_stays_behind():
+    x = torch.zeros(2, device="cuda")
+    assert is_tagged(x)
+    with emulated(), emulated():
+        pass
+    assert x.device == CUDA
+
+
+def test_leaving_out_of_order_takes_only_our_own_mode_away():
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    depths = []
+
+    def elsewhere():
+        other = Other()
+        with emulated():
+            other.__enter__()
+        depths.append(torch._C._len_torch_function_stack())
+        other.__exit__(None, None, None)
+        depths.append(torch._C._len_torch_function_stack())
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert depths == [1, 0]
