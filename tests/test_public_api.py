@@ -97,7 +97,7 @@ def test_lint_and_rewrite_load_no_framework(arguments: list[str], code: int):
     assert modules_loaded_by(_RUN.format(arguments=arguments, code=code), HEAVY) == set()
 
 
-@pytest.mark.parametrize("command", ["lint", "rewrite"])
+@pytest.mark.parametrize("command", ["lint", "rewrite", "run"])
 def test_help_loads_no_rules_and_nothing_that_reads_files(command: str):
     ask = f"""
 from tpuport.cli import app
@@ -279,16 +279,8 @@ def test_the_version_is_the_packages(invoke):
 def test_help_lists_every_command_and_the_exit_codes(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
-    for word in (
-        "demo",
-        "lint",
-        "rewrite",
-        "rules",
-        "explain",
-        "warmup",
-        "doctor",
-        "Exit codes: 0 all is well",
-    ):
+    commands = ("demo", "lint", "rewrite", "rules", "explain", "run", "warmup", "doctor")
+    for word in (*commands, "Exit codes: 0 all is well"):
         assert word in result.stdout
 
 

@@ -10,6 +10,7 @@ from tpuport.errors import ParityError, PortError, TpuportError
 
 if TYPE_CHECKING:
     from tpuport import ops
+    from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
@@ -32,8 +33,11 @@ __all__ = [
     "convert",
     "explain_error",
     "explaining",
+    "load_checkpoint",
+    "open_checkpoint",
     "ops",
     "porting",
+    "save_checkpoint",
     "to_numpy",
     "to_torch",
     "warmup",

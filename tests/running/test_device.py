@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tpuport
 from tpuport.errors import UsageError
-from tpuport.running.device import emulated, is_tagged, mark_of, set_default
+from tpuport.running.device import emulated, set_default
+from tpuport.running.tags import is_tagged, mark_of
 
 CUDA = torch.device("cuda", 0)
 

@@ -53,7 +53,7 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
 
 
 def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
-    """Each argument as an array (a generator as a key), and its meta tensor (None for those).
+    """Each argument as an array (a generator as a key), and its meta tensor (a generator's class).
 
     Raises:
         UsageError: an argument has no value, or one that its type on the device cannot hold.
@@ -64,7 +64,7 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
         if isinstance(leaf, torch.Generator):
             seed = torch.empty((), dtype=torch.int64).random_(generator=leaf).item()
             values.append(backend.key_of(int(seed)))
-            metas.append(None)
+            metas.append(type(leaf))
             continue
         if isinstance(leaf, jax.Array):
             values.append(leaf)

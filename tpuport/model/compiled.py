@@ -13,6 +13,7 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
+from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
 
@@ -42,13 +43,43 @@ class Compiled:
     baked: dict[str, jax.Array]
 
 
+@dataclass
+class Prepared:
+    """One call of a compiled program, ready to run.
+
+    Attributes:
+        compiled: the program.
+        leaves: the call's arguments, taken apart.
+        spec: their structure.
+        paths: their names.
+        values: their arrays.
+        state: the model's whole state before the call, by name.
+        key: the base key of the call's randomness.
+        timing: a context that times the compilation, on the first call.
+    """
+
+    compiled: Compiled
+    leaves: list[Any]
+    spec: structure.Spec
+    paths: list[str]
+    values: list[Any]
+    state: dict[str, Any]
+    key: jax.Array
+    timing: Any
+
+    @property
+    def picked(self) -> dict[str, Any]:
+        """The state that the program takes."""
+        return {name: self.state[name] for name in self.compiled.names}
+
+
 def signature_of(
     method: str,
     values: list[Any],
     metas: list[Any],
     paths: list[str],
     spec: structure.Spec,
-    version: int,
+    version: Any,
     host: frozenset[int],
 ) -> Signature:
     """What a call is compiled for: its arguments, the version of the state, torch's modes.
@@ -56,11 +87,12 @@ def signature_of(
     The values of the arguments in `host` are part of it.
     """
     parts = tuple(
-        (path, "generator" if meta is None else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
         for path, meta in zip(paths, metas, strict=True)
     )
     kinds = tuple(
-        None if meta is None else (meta.dtype, tuple(meta.shape), meta.stride()) for meta in metas
+        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        for meta in metas
     )
     key = (
         spec.key,
@@ -68,12 +100,19 @@ def signature_of(
         version,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        autocast_dtype(),
+        cuda_is_on(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
+
+
+def _is_class(meta: Any) -> bool:
+    """Whether the meta of an argument is the class of a generator."""
+    return isinstance(meta, type)
 
 
 def _shown(value: np.ndarray) -> str:
@@ -98,7 +137,7 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode or default dtype changed"]
+        causes = ["strides, grad mode, autocast or default dtype changed"]
     return tuple(causes)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import numbers
+from tpuport.model.autocast import autocast_dtype, to_autocast
 from tpuport.model.bounded import contractions
 from tpuport.model.bounded.extents import attach, extents_of, strip
 from tpuport.model.function_table import any_traced, function
@@ -25,8 +26,8 @@ _NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in 
 
 
 def _autocast() -> bool:
-    """Whether torch's CPU autocast is on: then C++ must see the call, to cast its operands."""
-    return torch.is_autocast_enabled("cpu")
+    """Whether autocast is on: then C++ must see the call, to cast its operands."""
+    return autocast_dtype() is not None
 
 
 def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
@@ -109,9 +110,9 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     if not any_traced(trace, [q, k, v, mask]):
         return NotImplemented
-    if _autocast():
-        dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = (t.to(dtype) if t.dtype.is_floating_point else t for t in (q, k, v))
+    dtype = autocast_dtype()
+    if dtype is not None:
+        q, k, v, mask = (to_autocast(t, dtype) for t in (q, k, v, mask))
     extents = {d: n for t in (q, k, v) for d, n in extents_of(t).items() if d < t.dim() - 2}
     if (q.dim() - 2) in extents_of(q):
         extents[q.dim() - 2] = extents_of(q)[q.dim() - 2]

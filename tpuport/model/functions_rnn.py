@@ -14,6 +14,7 @@ import torch
 from jax import lax
 
 from tpuport.model import backend
+from tpuport.model.autocast import autocast_dtype
 from tpuport.model.bounded.handlers import involved
 from tpuport.model.function_table import FUNCTIONS, Handler, traced
 from tpuport.model.lowerings._numeric import is_low, wide
@@ -177,7 +178,7 @@ def _handler(cell: Cell) -> Handler:
     def handle(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = flat(args, kwargs)
         concerned = any(traced(trace, t) is not None for t in tensors)
-        if kwargs or not concerned or torch.is_autocast_enabled("cpu") or involved(args, kwargs):
+        if kwargs or not concerned or autocast_dtype() or involved(args, kwargs):
             return NotImplemented
         packed = isinstance(args[3], (list, tuple))
         if packed and traced(trace, args[1]) is not None:

@@ -56,6 +56,7 @@ def item(tensor: TracedTensor) -> Any:
     if tensor.numel() != 1:
         msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
         raise RuntimeError(msg)
+    tensor._storage.trace.has_numbers = True
     # A Python number has no gradient.
     value = jax.lax.stop_gradient(tensor._elem.reshape(()))
     if tensor.dtype is torch.bool:

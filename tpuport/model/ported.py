@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.diagnosis.explain import explaining
-from tpuport.errors import UsageError
 from tpuport.model import ahead, arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
     Compiled,
     Executable,
+    Prepared,
     Signature,
     compile_times,
     release,
@@ -92,6 +92,15 @@ class PortedModel(PortedState):
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
         """One jitted call; gives the output and the state before it."""
+        call = self._prepare(method, args, kwargs, key)
+        with call.timing:
+            results = call.compiled.run(call.picked, call.key, call.values)
+        return self._finish(call, results), call.state
+
+    def _prepare(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+    ) -> Prepared:
+        """Find or compile the program for a call, and what it takes."""
         leaves, spec, paths = arguments.take_apart((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
         state = self._values()
@@ -115,19 +124,24 @@ class PortedModel(PortedState):
             timing = contextlib.nullcontext()
         if key is None:
             key = fresh_key() if compiled.outcome.uses_key else unused_key()
-        picked = {name: state[name] for name in compiled.names}
-        with timing:
-            outs, new_state, mutated, put, code = compiled.run(picked, key, values)
+        return Prepared(compiled, leaves, spec, paths, values, state, key, timing)
+
+    def _finish(self, call: Prepared, results: Any) -> Any:
+        """Take over what a program gave: failed checks, changed arguments, new state, output."""
+        outs, new_state, mutated, put, code = results
+        compiled, outcome = call.compiled, call.compiled.outcome
         self._raise_failed_check(compiled, code)
-        arguments.refuse_shared_memory(leaves, paths, mutated)
-        arguments.write_leaves(leaves, mutated)
-        outcome = compiled.outcome
+        arguments.refuse_shared_memory(call.leaves, call.paths, mutated)
+        arguments.write_leaves(call.leaves, mutated)
         if outcome.argument_changes is not None:
-            left = list(map(arguments.from_program, put, outcome.put_metas))
-            outcome.argument_changes.write_back(spec, leaves, left)
+            left = list(map(self._result, put, outcome.put_metas))
+            outcome.argument_changes.write_back(call.spec, call.leaves, left)
         self._advance(compiled, new_state)
-        results = list(map(arguments.from_program, outs, outcome.out_metas))
-        return structure.rebuild(outcome.out_spec, results), state
+        return structure.rebuild(outcome.out_spec, list(map(self._result, outs, outcome.out_metas)))
+
+    def _result(self, value: Any, meta: Any) -> Any:
+        """What the caller gets for one result of a program."""
+        return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
@@ -242,21 +256,6 @@ class PortedModel(PortedState):
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
 
-    def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
-        values = {**buffers, **params}
-        missing = [name for name in self._values() if name not in values]
-        if missing:
-            msg = (
-                "apply() got no value for"
-                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
-                " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
-            )
-            raise UsageError(msg)
-        return {
-            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
-            for name, v in values.items()
-        }
-
     # -- compiling ---------------------------------------------------------------------------------
 
     def _signature(
@@ -268,7 +267,8 @@ class PortedModel(PortedState):
         spec: structure.Spec,
     ) -> Signature:
         host = self._program.plan_for(method, spec).host_args
-        return signature_of(method, values, metas, paths, spec, self._state_version, host)
+        version = (self._state_version, self._variant())
+        return signature_of(method, values, metas, paths, spec, version, host)
 
     def _compile(
         self,
@@ -319,7 +319,8 @@ class PortedModel(PortedState):
 
         start = time.perf_counter()
         with self._precision_scope():
-            closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
+            program = self._transformed(pure, [path for path, _ in signature.parts])
+            closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
         run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
         outcome = held["outcome"]
@@ -329,20 +330,19 @@ class PortedModel(PortedState):
         release(outcome)
         return compiled
 
+    def _variant(self) -> Any:
+        """Which of several functions is compiled for equal arguments."""
+        return None
+
+    def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
+        """The function to compile for a call whose arguments have these names."""
+        del paths
+        return pure
+
     def _precision_scope(self) -> Any:
         if self._precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self._precision)
-
-    def _refuse_meta(self, state: dict[str, Any]) -> None:
-        missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
-        if missing:
-            msg = (
-                "the model was converted from the meta device:"
-                f" {missing[0]!r} has a shape but no value, so it cannot be"
-                " called; use ported.eval_shape(...) or compile it for a described TPU"
-            )
-            raise UsageError(msg)
 
     @explaining()
     def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:

@@ -129,7 +129,7 @@ class Program:
                 trace.guards.restore()
                 raise
             finally:
-                self.dynamic = trace.dynamic
+                self.dynamic = trace.dynamic or trace.has_numbers
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 
@@ -304,10 +304,9 @@ def _arguments(
     """The traced call's own arguments, its leaves and its containers."""
     made: list[Any] = []
     for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
-        if meta is None:
-            generator = torch.Generator()
-            ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
-            trace.generators[ident] = KeyStream(value)
+        if isinstance(meta, type):
+            generator: Any = meta()
+            trace.generators[generator._cdata] = KeyStream(value)
             made.append(generator)
         elif index in host and index in request.known_leaves:
             made.append(request.host_leaf(index))

@@ -44,7 +44,7 @@ class Request:
         values: state by name.
         key: base key of the program's randomness, or None if it may not draw any.
         leaves: argument arrays (a key array for a `torch.Generator`).
-        metas: for each leaf a meta tensor, or None for a generator.
+        metas: for each leaf a meta tensor, or the class of a generator.
         spec: the arguments' structure.
         hoist: given a host constant, may return an array to use instead of embedding it.
         checks: collect the conditions of lifted checks.
@@ -72,7 +72,7 @@ class Request:
         found = [
             (meta.numel(), index)
             for index, meta in enumerate(self.metas)
-            if index in self.known_leaves and meta is not None and _is_small_argument(meta)
+            if index in self.known_leaves and _is_small_argument(meta)
         ]
         return [index for _, index in sorted(found)]
 
@@ -84,6 +84,8 @@ class Request:
 _ARGUMENT_LIMIT = 1 << 16
 
 
-def _is_small_argument(meta: torch.Tensor) -> bool:
+def _is_small_argument(meta: Any) -> bool:
+    if not isinstance(meta, torch.Tensor):
+        return False
     whole = not meta.dtype.is_floating_point and not meta.dtype.is_complex
     return whole and meta.numel() <= _ARGUMENT_LIMIT

@@ -29,7 +29,7 @@ _SHARED = (
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
-class _Cloner:
+class Cloner:
     """Copies modules, containers and plain objects; tensors go through `tensor_map`."""
 
     def __init__(self, tensor_map: Callable[[torch.Tensor], Any]) -> None:
@@ -38,6 +38,7 @@ class _Cloner:
         self.keep: list[Any] = []
 
     def clone(self, value: Any) -> Any:
+        """A copy of a value; the same copy each time."""
         if isinstance(value, torch.Tensor):
             known = self.memo.get(id(value))
             if known is None:
@@ -129,7 +130,7 @@ def clone_module(
     Returns:
         The copy, and the copies by id of the original (tensors included).
     """
-    cloner = _Cloner(tensor_map)
+    cloner = Cloner(tensor_map)
     return cloner.clone(module), cloner.memo
 
 
@@ -301,7 +302,7 @@ def python_changes(
     ]
     if not names and before.modules == after.modules:
         return None
-    cloner = _Cloner(_placeholder)
+    cloner = Cloner(_placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
     values: dict[str, Any] = {}
     for name in names:
@@ -316,7 +317,7 @@ def python_changes(
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
     replacement = None
     if before.modules != after.modules:
-        replacement = _Cloner(_placeholder).clone(module)
+        replacement = Cloner(_placeholder).clone(module)
     return PythonChanges(names, old, values, owners, gone, after.registered, replacement)
 
 

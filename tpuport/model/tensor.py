@@ -8,7 +8,6 @@ seen by all the others, as in PyTorch.
 """
 
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from tpuport.model import backend
 from tpuport.model.locate import port_error
+from tpuport.model.seen_device import seen_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,6 @@ class ViewStep:
 
 
 _SERIALS = itertools.count()
-_SEEN = threading.local()
-
-
-def seen_device() -> torch.device | None:
-    """The device on which code of this thread sees traced tensors, None for where they are."""
-    return getattr(_SEEN, "device", None)
-
-
-def set_seen_device(device: torch.device | None) -> None:
-    """Let code of this thread see traced tensors on a device."""
-    _SEEN.device = device
 
 
 class Storage:
@@ -255,12 +244,8 @@ class TracedTensor(backend.TorchaxTensor):
 
         Both are the accelerator where one is emulated.
         """
-        seen = seen_device()
-        if seen is not None:
-            return seen
-        if self._storage.trace is not None:
-            return torch.device("cpu")
-        return torch.device("jax:0")
+        where = "cpu" if self._storage.trace is not None else "jax:0"
+        return seen_device() or torch.device(where)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

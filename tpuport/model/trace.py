@@ -101,6 +101,8 @@ class Trace:
         # Whether a number or size that depends on data has come up; until then no op needs to look
         # for one.
         self.dynamic = False
+        # Whether any traced value was made a Python number.
+        self.has_numbers = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         self.guards = Guards()
         self.own_modules: set[int] = set()

@@ -5,11 +5,9 @@ copy when the device changes, the tensor itself when it does not.
 """
 
 import contextlib
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,76 +21,11 @@ from torch.overrides import (
 from torch.utils._device import _device_constructors
 
 from tpuport.errors import UsageError
-from tpuport.model.tensor import TracedTensor, set_seen_device
+from tpuport.model.seen_device import set_seen_device
+from tpuport.model.tensor import TracedTensor
+from tpuport.running.tags import CUDA, is_accelerator, is_tagged, mark_of, storage_of, tag
 
-CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-_MARK = "_tpuport_accelerator"
-_SERIALS = itertools.count()
-
-
-@dataclass
-class Mark:
-    """What is known of a storage on the accelerator: which one it is, and how often written."""
-
-    serial: int
-    writes: int = 0
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    """The storage of a tensor, or None for a kind of tensor that has none."""
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
-
-
-def is_tagged(tensor: Any) -> bool:
-    """Whether a tensor counts as being on the accelerator."""
-    if isinstance(tensor, TracedTensor):
-        return True
-    return isinstance(tensor, torch.Tensor) and hasattr(_storage(tensor), _MARK)
-
-
-def tag(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a tensor, and everything that shares its storage, count as being on the accelerator."""
-    if not isinstance(tensor, TracedTensor):
-        storage = _storage(tensor)
-        if storage is not None and not hasattr(storage, _MARK):
-            setattr(storage, _MARK, Mark(next(_SERIALS)))
-    return tensor
-
-
-def mark_of(tensor: torch.Tensor) -> Mark | None:
-    """The mark of the storage of a tensor on the accelerator."""
-    return getattr(_storage(tensor), _MARK, None)
-
-
-def is_accelerator(device: Any) -> bool:
-    """Whether a device argument means the accelerator.
-
-    Raises:
-        UsageError: it names a second one.
-    """
-    if isinstance(device, bool) or device is None:
-        return False
-    if isinstance(device, int):
-        index: int | None = device
-    elif isinstance(device, str):
-        if not device.startswith("cuda"):
-            return False
-        index = torch.device(device).index
-    elif isinstance(device, torch.device) and device.type == "cuda":
-        index = device.index
-    else:
-        return False
-    if index:
-        msg = (
-            f"device cuda:{index} was asked for, but a process has one accelerator, cuda:0."
-            " Spread the program over chips with a mesh (tpuport.sharding), not by device index"
-        )
-        raise UsageError(msg)
-    return True
 
 
 def set_default(device: Any) -> None:
@@ -225,6 +158,8 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if wanted is None:
         name = func(tensor)
         return name.replace("torch.", "torch.cuda.", 1) if is_tagged(tensor) else name
+    if isinstance(wanted, type):  # torch.cuda.FloatTensor
+        wanted = f"{wanted.__module__}.{wanted.__name__}"
     if isinstance(wanted, str):
         on_accelerator = wanted.startswith("torch.cuda.")
         host_type = wanted.replace("torch.cuda.", "torch.", 1)
@@ -303,6 +238,9 @@ class Emulated(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            rest = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            return self.__torch_function__(func, types, args, rest).pin_memory()
         if func in _LEAVE:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
@@ -337,7 +275,7 @@ def _is_foreign(result: torch.Tensor, args: tuple[Any, ...]) -> bool:
 
 
 def _shares(result: torch.Tensor, arg: Any) -> bool:
-    ours, theirs = _storage(result), _storage(arg)
+    ours, theirs = storage_of(result), storage_of(arg)
     return ours is not None and theirs is not None and ours._cdata == theirs._cdata
 
 
@@ -363,10 +301,10 @@ def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = [*_tensors(args), *_tensors(kwargs.values())]
     if not any(is_tagged(one) for one in given):
         return result
-    host = [_storage(one) for one in given if not is_tagged(one)]
+    host = [storage_of(one) for one in given if not is_tagged(one)]
     known = {storage._cdata for storage in host if storage is not None}
     for one in fresh:
-        storage = _storage(one)
+        storage = storage_of(one)
         if storage is not None and storage._cdata not in known:
             tag(one)
     return result

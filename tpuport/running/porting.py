@@ -10,8 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tpuport.running import programs
 from tpuport.running.device import emulated
+from tpuport.running.imports import hook
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
+from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
 
 
@@ -21,7 +24,7 @@ def porting(
     paths: Sequence[str | Path] = (),
     absent: Sequence[str] = (),
     eager: Sequence[str] = (),
-    programs: Sequence[str] = (),
+    methods: Sequence[str] = (),
     verify: bool = True,
     rtol: float | None = None,
     port_modules: bool = True,
@@ -34,7 +37,7 @@ def porting(
         paths: Folders below which every module is.
         absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
         eager: Names of module classes to leave to eager PyTorch.
-        programs: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
+        methods: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
         verify: Compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison, relative to the largest element.
         port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
@@ -49,7 +52,7 @@ def porting(
         tuple(Path(path).resolve() for path in paths),
         tuple(absent),
         tuple(eager),
-        tuple(programs),
+        tuple(methods),
         verify,
         rtol,
         port_modules,
@@ -60,8 +63,10 @@ def porting(
         stack.callback(_ACTIVE.reset, token)
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
+        stack.enter_context(STAND_INS.in_force())
         stack.enter_context(_SHIMS.in_force())
         stack.enter_context(emulated())
+        stack.enter_context(hook(settings.packages, settings.paths))
         yield settings
 
 
@@ -70,7 +75,9 @@ def _forget(settings: Settings) -> None:
     for index, one in enumerate(_EVERYWHERE):
         if one is settings:
             del _EVERYWHERE[index]
-            return
+            break
+    if not _EVERYWHERE:
+        programs.forget()
 
 
 class _Shims:

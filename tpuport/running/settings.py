@@ -15,7 +15,7 @@ class Settings:
         paths: Folders below which every module is rewritten as it is imported.
         absent: Packages that may be missing: stand-ins satisfy their import.
         eager: Names of module classes that are left to eager PyTorch.
-        programs: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
+        methods: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
         verify: Compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison; None for the default of the dtype.
         port_modules: Calls of modules on the accelerator become programs.
@@ -26,7 +26,7 @@ class Settings:
     paths: tuple[Path, ...] = ()
     absent: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
-    programs: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
     verify: bool = True
     rtol: float | None = None
     port_modules: bool = True

@@ -1,4 +1,4 @@
-"""Compiles rewritten source of one function to a code object that fits the loaded function."""
+"""Compiles rewritten source to code objects: of a file, and of one function that is loaded."""
 
 import __future__
 
@@ -73,6 +73,25 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
     flags = (compiled.co_flags & ~_FLAGS_OF_PLACE) | (code.co_flags & _FLAGS_OF_PLACE)
     compiled = compiled.replace(co_flags=flags)
     return _renamed(compiled, compiled.co_qualname, code.co_qualname)
+
+
+def compile_module(text: SourceText, file: str) -> CodeType:
+    """Compile a whole file that was rewritten.
+
+    Args:
+        text: The new text, with the lines of the user's file as origins.
+        file: The user's file.
+
+    Returns:
+        The module's code object, which says the user's file and lines.
+
+    Raises:
+        SyntaxError: the text is not Python.
+        ValueError: its places cannot be told in the lines of the user's file.
+    """
+    tree = ast.parse(text.text, file)
+    _move_to_origin(tree, text)
+    return compile(tree, file, "exec", dont_inherit=True)
 
 
 def find_definition(text: SourceText, code: CodeType) -> Function:

@@ -1,0 +1,385 @@
+"""Calls of unedited modules on the accelerator: eager PyTorch's numbers, by jitted programs."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tpuport
+from tpuport.errors import PortError
+from tpuport.running.programs import PortWarning, programs
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.leave = nn.Linear(8, 3)
+        self.scale = 1.0
+
+    def forward(self, x, mask=None):
+        h = self.norm(self.enter(x))
+        if mask is not None:
+            h[mask] = 0.0
+        if h.abs().max() > 100:
+            h = h / 2
+        return {"y": self.leave(F.gelu(h)) * self.scale, "n": (x > 0).sum(), "name": "net"}
+
+
+def built(make=Net, device="cpu"):
+    torch.manual_seed(0)
+    return make().to(device)
+
+
+def batch(device="cpu", rows=5):
+    return torch.linspace(-1, 1, 6 * rows).reshape(rows, 6).to(device)
+
+
+def both(use, make=Net):
+    """What a script gives in eager PyTorch, and what the same script gives as programs."""
+    expected = use(built(make), "cpu")
+    with tpuport.porting():
+        got = use(built(make, "cuda"), "cuda")
+    return expected, got
+
+
+def close(expected, got, rtol=1e-4):
+    if isinstance(expected, torch.Tensor):
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got.cpu(), expected, rtol=rtol, atol=1e-6)
+    elif isinstance(expected, dict):
+        assert list(expected) == list(got)
+        [close(expected[k], got[k], rtol) for k in expected]
+    elif isinstance(expected, (list, tuple)):
+        assert type(expected) is type(got)
+        [close(a, b, rtol) for a, b in zip(expected, got, strict=True)]
+    else:
+        assert expected == got or expected == pytest.approx(got, rel=rtol)
+
+
+def test_a_call_gives_the_structure_and_numbers_of_eager():
+    with torch.no_grad():
+        close(*both(lambda net, device: net(batch(device), mask=torch.arange(5).to(device) > 2)))
+
+
+def test_results_are_on_the_accelerator_and_one_program_serves_equal_calls():
+    with tpuport.porting():
+        net = built(device="cuda")
+        with torch.no_grad():
+            outs = [net(batch("cuda") * i)["y"] for i in range(4)]
+        assert {out.device for out in outs} == {torch.device("cuda", 0)}
+        (model,) = programs()
+        assert model.report.verified
+        assert model.report.retraces == []
+    assert programs() == []
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw one by one": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_training_script_ends_with_the_weights_of_eager(make):
+    def train(net, device):
+        optimizer = make(net.parameters())
+        average = copy.deepcopy(net)
+        losses = []
+        for step in range(6):
+            for part in batch(device, rows=4).chunk(2):
+                ((net(part * (1 + step))["y"] - 1) ** 2).mean().div(2).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for ours, theirs in zip(average.parameters(), net.parameters(), strict=True):
+                ours.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+            with torch.no_grad():
+                losses.append(average(batch(device))["y"].sum().item())
+        return losses, dict(net.state_dict()), dict(average.state_dict())
+
+    close(*both(train), rtol=5e-4)
+
+
+def test_gradients_reach_arguments_and_stop_at_frozen_weights():
+    def gradients(net, device):
+        net.enter.requires_grad_(False)
+        x = batch(device).requires_grad_()
+        net(x)["y"].pow(2).sum().backward()
+        first = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        net.enter.requires_grad_(True)
+        net(x)["y"].sum().backward()
+        return x.grad, first, [p.grad for p in net.parameters()]
+
+    close(*both(gradients))
+
+
+def test_two_calls_in_one_graph():
+    def twice(net, device):
+        first = net(batch(device))["y"]
+        second = net(torch.cat([first, first], -1))["y"]
+        (first * second).sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    close(*both(twice))
+
+
+CHANGES = {
+    "data": lambda net: net.leave.weight.data.mul_(2),
+    "no_grad": lambda net: nn.init.ones_(net.leave.weight),
+    "item": lambda net: net.leave.weight.data.__setitem__((0, 0), 5.0),
+    "rebound data": lambda net: setattr(net.leave.weight, "data", net.leave.weight.data * 3),
+    "state dict": lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}),
+    "vector": lambda net: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(net.parameters()) * 2, net.parameters()
+    ),
+    "number": lambda net: setattr(net, "scale", 3.0),
+    "layer": lambda net: setattr(
+        net, "leave", nn.Linear(8, 3, device=net.leave.weight.device).requires_grad_(False)
+    ),
+    "parameter": lambda net: setattr(net.leave, "bias", nn.Parameter(net.leave.bias.detach() + 1)),
+    "hook": lambda net: net.norm.register_forward_hook(lambda m, i, o: o * 2) and None,
+    "no bias": lambda net: setattr(net.leave, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@torch.no_grad()
+def test_what_a_script_changes_reaches_the_next_call(change):
+    def use(net, device):
+        before = net(batch(device))["y"]
+        torch.manual_seed(1)
+        change(net)
+        return before, net(batch(device))["y"]
+
+    expected, got = both(use)
+    assert not torch.equal(*expected)
+    close(expected, got)
+
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.batch_norm = nn.BatchNorm1d(6)
+        self.register_buffer("total", torch.zeros(6))
+        self.calls, self.last, self.history = 0, None, []
+
+    def forward(self, x):
+        h = self.batch_norm(self.inner(x))
+        self.total += h.detach().abs().sum(0)
+        self.calls += 1
+        self.last = h.detach()
+        if len(self.history) < 2:
+            self.history.append(h.detach().abs().mean())
+        return h * self.total
+
+
+def test_what_a_call_changes_reaches_the_module():
+    def use(net, device):
+        outs = [net(batch(device) * i).abs().sum() for i in (1, 2, 3, 4)]
+        net.eval()
+        outs.append(net(batch(device)).abs().sum())
+        return [out.detach() for out in outs], net.calls, net.last, net.history, net.state_dict()
+
+    expected, got = both(use, Keeping)
+    assert expected[1] == 5
+    close((*expected[:4], dict(expected[4])), (*got[:4], dict(got[4])))
+
+
+def test_a_number_that_changes_at_each_call_does_not_make_a_program_each():
+    with tpuport.porting():
+        net = built(device="cuda")
+        with torch.no_grad():
+            for step in range(6):
+                net.scale = 1.0 + step
+                got = net(batch("cuda"))["y"]
+        (model,) = programs()
+        assert len(model.report.retraces) <= 2
+    net.scale = 6.0
+    close(built()(batch())["y"] * 6, got)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return F.dropout(self.inner(x), 0.5, training=True) + torch.randn_like(x)
+
+
+def test_random_numbers_are_fresh_seeded_and_the_same_forward_and_backward():
+    with tpuport.porting():
+        net = built(Noisy, "cuda")
+        torch.manual_seed(3)
+        first, second = net(batch("cuda")), net(batch("cuda"))
+        torch.manual_seed(3)
+        again = net(batch("cuda"))
+        assert not torch.equal(first, second)
+        close(first.detach().cpu(), again.detach())
+        kept = (net(torch.zeros(64, 6, device="cuda")) - 0).sum(0)
+        (bias,) = torch.autograd.grad(kept.sum(), [net.inner.bias])
+        # 2 for each kept element, 0 for each dropped one: the mask that the output was made with.
+        assert ((bias / 2) % 1 == 0).all()
+        assert 32 < bias.min() < bias.max() < 96
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Net(), Net()
+
+    def forward(self, x):
+        h = self.first(x)["y"]
+        words = [f"{value:.3f}" for value in h[0].tolist()]  # no program can do that
+        return self.second(torch.cat([h, h], -1))["y"], words
+
+
+@torch.no_grad()
+def test_where_a_module_is_no_program_its_submodules_are():
+    expected = built(Outer)(batch())
+    with tpuport.porting():
+        net = built(Outer, "cuda")
+        with pytest.warns(PortWarning, match=r"Outer is not one program, its submodules are: .*"):
+            got = net(batch("cuda"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net(batch("cuda"))
+        assert len(programs()) == 3
+    close(expected, got)
+
+
+def test_nothing_inside_to_fall_back_on_is_an_error():
+    class Leaf(nn.Linear):
+        def forward(self, x):
+            return f"{super().forward(x).sum().item():.3f}"
+
+    with tpuport.porting():
+        net = Leaf(6, 6).cuda()
+        with pytest.raises(PortError, match=r"test_programs.py:\d+: TPU"):
+            net(batch("cuda"))
+
+
+def test_a_class_can_be_left_to_eager():
+    with tpuport.porting(eager=("Net",)):
+        net = Outer().cuda()
+        net.first(batch("cuda"))
+        assert sorted(p.report.model for p in programs()) == ["LayerNorm", "Linear", "Linear"]
+
+
+class Planner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Linear(6, 6)
+
+    def sample(self, x, steps=4):
+        for _ in range(steps):
+            x = x + self.step(x).tanh()
+        return x
+
+
+@torch.no_grad()
+def test_a_named_method_is_one_program():
+    expected = built(Planner).sample(batch())
+    method = Planner.sample
+    with tpuport.porting(methods=("Planner.sample",)):
+        net = built(Planner, "cuda")
+        got = net.sample(batch("cuda"))
+        assert len(programs()) == 1
+
+        class Later(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.step = nn.Linear(6, 6)
+
+    assert Planner.sample is method
+    close(expected, got)
+
+
+def test_a_gradient_through_an_attribute_is_not_lost():
+    class Leaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+            self.hidden = None
+
+        def forward(self, x):
+            self.hidden = self.inner(x)
+            return self.hidden.sum()
+
+    with tpuport.porting():
+        net = Leaking().cuda()
+        with pytest.warns(PortWarning, match=r"attribute 'hidden' is given a tensor with a grad"):
+            net(batch("cuda"))
+        # In eager the layer inside is a program, and the attribute has its graph.
+        net.hidden.sum().backward()
+        assert net.inner.bias.grad.tolist() == [5] * 6
+
+
+def test_an_argument_that_is_written_to_is_written_to():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x, seen):
+            x[0] = 0
+            seen["count"] = seen.get("count", 0) + 1
+            seen["sum"] = x.sum()
+            return self.inner(x)
+
+    def use(net, device):
+        x, seen = batch(device), {}
+        out = net(x, seen)
+        return out.detach(), x, seen
+
+    close(*both(use, Writing))
+
+
+def test_under_inference_mode():
+    def use(net, device):
+        with torch.inference_mode():
+            return [net(batch(device) * i)["y"] for i in (1, 2)]
+
+    close(*both(use))
+
+
+def test_a_module_can_be_copied_and_pickled_and_is_not_kept_alive():
+    with tpuport.porting():
+        net = built(device="cuda")
+        net(batch("cuda"))["y"].sum().backward()
+        twin = copy.deepcopy(net)
+        close(net(batch("cuda"))["y"].detach().cpu(), twin(batch("cuda"))["y"].detach())
+        gone = weakref.ref(twin)
+        del twin
+        gc.collect()
+        assert gone() is None
+        assert not [name for name in vars(net) if "tpuport" in name]
+
+
+def test_the_module_is_plain_pytorch_after_the_block():
+    with tpuport.porting():
+        net = built(Keeping, "cuda")
+        net(batch("cuda")).sum().backward()
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    reference = built(Keeping)
+    reference(batch()).sum().backward()
+    assert {p.device.type for p in net.parameters()} == {"cpu"}
+    close(dict(reference.state_dict()), state)
+    close(reference(batch()).detach(), net(batch()).detach())
+
+
+def test_recurrent_layers_do_not_look_for_cudnn():
+    def use(net, device):
+        return net(batch(device)[None])[0].detach()
+
+    close(*both(use, lambda: nn.LSTM(6, 4, batch_first=True)))

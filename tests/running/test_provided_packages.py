@@ -1,0 +1,208 @@
+"""xformers, SageAttention and apex as they are provided, against the same thing written down."""
+
+import math
+
+import pytest
+import torch
+
+import tpuport
+from tpuport.errors import UsageError
+
+
+def plain(q, k, v, seen=None, scale=None):
+    """[B, M, H, K] over [B, N, H, K] in float64; `seen` [B or 1, H or 1, M, N]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) * (scale or 1 / math.sqrt(q.shape[-1]))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -1e300)
+    weights = torch.softmax(scores, -1)
+    if seen is not None:
+        weights = weights * seen.any(-1, keepdim=True)
+    return torch.einsum("bhmn,bnhd->bmhd", weights, v)
+
+
+def compare(function, want, *operands, rtol=2e-5):
+    """Value and gradient in eager PyTorch, and the value in a program."""
+    out = function(*operands)
+    torch.testing.assert_close(out.double(), want, rtol=rtol, atol=rtol)
+    cotangent = torch.randn(out.shape)
+    ours = torch.autograd.grad((out * cotangent).sum(), operands)
+    theirs = torch.autograd.grad((want * cotangent).sum(), operands)
+    for got, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, rtol=10 * rtol, atol=10 * rtol)
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    with torch.no_grad():
+        ported = tpuport.to_torch(tpuport.convert(Module())(*operands))
+    torch.testing.assert_close(ported, out.detach(), rtol=rtol, atol=rtol)
+
+
+def operands(length=6, keys=6, heads=2, batch=1):
+    shapes = ((batch, n, heads, 8) for n in (length, keys, keys))
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+@pytest.fixture
+def ops():
+    with tpuport.porting():
+        import xformers.ops as ops
+
+        yield ops
+
+
+def test_xformers_plain_and_scaled(ops):
+    q, k, v = operands(4, 7, batch=2)
+    compare(ops.memory_efficient_attention, plain(q, k, v), q, k, v)
+    want = plain(q, k, v, scale=0.2)
+    compare(lambda *x: ops.memory_efficient_attention(*x, scale=0.2, op=None), want, q, k, v)
+    one = ops.memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+    torch.testing.assert_close(one, plain(q, k, v)[:, :, 0].float())
+    groups = (x.unsqueeze(2) for x in (q, k, v))
+    out = ops.memory_efficient_attention(*groups)
+    torch.testing.assert_close(out[:, :, 0], plain(q, k, v).float())
+
+
+def test_xformers_bias_is_added_and_gets_its_gradient(ops):
+    q, k, v = operands(4, 7)
+    bias = torch.randn(1, 2, 4, 7, requires_grad=True)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / math.sqrt(8) + bias.double()
+    want = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v.double())
+    compare(ops.memory_efficient_attention, want, q, k, v, bias)
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (4, 7), (7, 4)])
+@pytest.mark.parametrize("kind", ["LowerTriangularMask", "LowerTriangularFromBottomRightMask"])
+def test_xformers_causal(ops, kind, sizes):
+    q, k, v = operands(*sizes)
+    shift = 0 if kind == "LowerTriangularMask" else sizes[1] - sizes[0]
+    seen = torch.ones(sizes, dtype=torch.bool).tril(shift)
+    mask = getattr(ops, kind)()
+    compare(lambda *x: ops.memory_efficient_attention(*x, mask), plain(q, k, v, seen), q, k, v)
+    assert mask.materialize((1, 2, *sizes)).isinf().logical_not().equal(seen.expand(1, 2, *sizes))
+
+
+@pytest.mark.parametrize("causal", [None, "make_causal", "make_causal_from_bottomright"])
+def test_xformers_blocks(ops, causal):
+    q, k, v = operands(9, 11)
+    mask = ops.fmha.attn_bias.BlockDiagonalMask.from_seqlens([3, 0, 6], [5, 2, 4])
+    if causal is not None:
+        mask = getattr(mask, causal)()
+    blocks = []
+    for m, n in ((3, 5), (0, 2), (6, 4)):
+        block = torch.ones(m, n, dtype=torch.bool)
+        shift = 0 if causal == "make_causal" else n - m
+        blocks.append(block if causal is None else block.tril(shift))
+    seen = torch.block_diag(*blocks).bool()
+    compare(lambda *x: ops.memory_efficient_attention(*x, mask), plain(q, k, v, seen), q, k, v)
+    assert mask.materialize((9, 11)).isinf().logical_not().equal(seen)
+
+
+def test_xformers_tensor_lists_come_back(ops):
+    tensors = [torch.randn(2, 3, 2, 8), torch.randn(1, 4, 2, 8)]
+    mask, rows = ops.fmha.BlockDiagonalMask.from_tensor_list(tensors)
+    assert rows.shape == (1, 10, 2, 8)
+    assert all(a.equal(b) for a, b in zip(mask.split(rows), tensors, strict=True))
+    assert mask.q_lengths == [3, 3, 4]
+
+
+def test_xformers_refuses_a_mask_that_it_does_not_know(ops):
+    q, k, v = operands()
+    with pytest.raises(UsageError, match="attn_bias of type dict"):
+        ops.memory_efficient_attention(q, k, v, {})
+    with pytest.raises(UsageError, match="a query of 2 dims"):
+        ops.memory_efficient_attention(q[0, :, 0], k, v)
+
+
+@pytest.fixture
+def sage():
+    with tpuport.porting():
+        import sageattention
+
+        yield sageattention
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sageattn(sage, layout, causal):
+    q, k, v = operands(batch=2)
+    want = plain(q, k, v, torch.ones(6, 6).tril().bool() if causal else None, scale=0.3)
+
+    def call(*x):
+        x = x if layout == "NHD" else [y.transpose(1, 2) for y in x]
+        out = sage.sageattn(*x, tensor_layout=layout, is_causal=causal, sm_scale=0.3)
+        return out if layout == "NHD" else out.transpose(1, 2)
+
+    compare(call, want, q, k, v)
+
+
+def test_sageattn_varlen(sage):
+    q, k, v = (x.detach()[0].requires_grad_() for x in operands(9, 9))
+    starts = torch.tensor([0, 3, 9])
+    blocks = (torch.ones(n, n).tril() for n in (3, 6))
+    want = plain(q[None], k[None], v[None], torch.block_diag(*blocks).bool())[0]
+    compare(lambda *x: sage.sageattn_varlen(*x, starts, starts, 6, 6, True), want, q, k, v)
+
+
+def test_sageattn_denominators_and_refusals(sage):
+    q, k, v = (x.transpose(1, 2) for x in operands(4, 7))
+    _, lse = sage.sageattn(q, k, v, return_lse=True)
+    torch.testing.assert_close(lse, (q @ k.mT / math.sqrt(8)).logsumexp(-1))
+    with pytest.raises(UsageError, match="4 queries and 7 keys"):
+        sage.sageattn(q, k, v, is_causal=True)
+    with pytest.raises(UsageError, match="tensor_layout 'BHLD'"):
+        sage.sageattn(q, k, v, tensor_layout="BHLD")
+
+
+@pytest.fixture
+def norms():
+    with tpuport.porting():
+        import apex.normalization as norms
+
+        yield norms
+
+
+@pytest.mark.parametrize("name", ["FusedLayerNorm", "MixedFusedLayerNorm"])
+@pytest.mark.parametrize("shape", [5, (4, 5)])
+def test_apex_layer_norm(norms, name, shape):
+    x = torch.randn(3, 4, 5, requires_grad=True)
+    norm = getattr(norms, name)(shape, eps=1e-3)
+    torch.nn.init.uniform_(norm.weight)
+    torch.nn.init.uniform_(norm.bias)
+    dims, wide = ((-1,) if shape == 5 else (-2, -1)), x.double()
+    centred = wide - wide.mean(dims, keepdim=True)
+    want = centred / (centred.square().mean(dims, keepdim=True) + 1e-3).sqrt()
+    compare(norm, want * norm.weight.double() + norm.bias.double(), x)
+
+
+@pytest.mark.parametrize("name", ["FusedRMSNorm", "MixedFusedRMSNorm"])
+@pytest.mark.parametrize("shape", [5, (4, 5)])
+def test_apex_rms_norm(norms, name, shape):
+    x = torch.randn(3, 4, 5, requires_grad=True)
+    norm = getattr(norms, name)(shape, eps=1e-3)
+    torch.nn.init.uniform_(norm.weight)
+    dims, wide = ((-1,) if shape == 5 else (-2, -1)), x.double()
+    want = wide / (wide.square().mean(dims, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+    compare(norm, want, x)
+
+
+def test_apex_dtypes(norms):
+    x = torch.randn(3, 5).bfloat16()
+    assert norms.FusedLayerNorm(5)(x).dtype == norms.FusedRMSNorm(5)(x).dtype == torch.bfloat16
+    assert norms.MixedFusedLayerNorm(5)(x).dtype == torch.float32
+    assert norms.MixedFusedRMSNorm(5)(x).dtype == torch.float32
+    assert norms.FusedRMSNorm(5, elementwise_affine=False).weight is None
+    functions = norms.fused_layer_norm
+    assert functions.fused_rms_norm(x, 5).shape == functions.fused_layer_norm(x, 5).shape
+    with pytest.raises(UsageError, match="takes its dtype from the weight"):
+        norms.MixedFusedRMSNorm(5, elementwise_affine=False)
+
+
+def test_apex_amp_is_refused():
+    with tpuport.porting():
+        from apex import amp
+
+        with pytest.raises(UsageError, match=r"apex.amp.initialize .* not provided"):
+            amp.initialize(torch.nn.Linear(1, 1))

@@ -1,0 +1,99 @@
+"""What there is to say of the accelerator of this process, as code for CUDA asks it."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.running.device import is_accelerator
+
+# Compute capability of an A100, the first GPU with bfloat16, which code asks it for. Not a later
+# one: code would choose kernels of Hopper's (FP8, FlashAttention 3), which only a GPU runs.
+CAPABILITY = (8, 0)
+
+
+def jax_device() -> Any:
+    """The device on which programs of this process run: the first of those that it addresses."""
+    return jax.local_devices()[0]
+
+
+def name() -> str:
+    """What jax calls the device: "TPU v6 lite", "cpu"."""
+    return jax_device().device_kind
+
+
+def index_of(device: Any = None) -> int:
+    """The index of a device argument: 0, the only one there is.
+
+    Raises:
+        UsageError: it names another one, or no accelerator.
+    """
+    if device is None or (isinstance(device, int) and device == -1):
+        return 0
+    if isinstance(device, str):
+        device = torch.device(device)
+    if not isinstance(device, int) and not is_accelerator(device):
+        msg = f"expected a cuda device, got {device}"
+        raise UsageError(msg)
+    is_accelerator(device)
+    return 0
+
+
+def statistics() -> dict[str, int]:
+    """jax's memory statistics of the device in bytes; empty where it keeps none (a CPU)."""
+    return dict(jax_device().memory_stats() or {})
+
+
+def total_memory() -> int:
+    """Bytes of memory that the device has; the host's where it is a CPU."""
+    limit = statistics().get("bytes_limit")
+    if limit is not None:
+        return limit
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free on the device; on the host where it is a CPU."""
+    found = statistics()
+    if "bytes_limit" in found:
+        return found["bytes_limit"] - found.get("bytes_in_use", 0)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def wait() -> None:
+    """Wait until everything that was given to the device is computed."""
+    jax.effects_barrier()
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    jax.block_until_ready(arrays)
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What `torch.cuda.get_device_properties` gives; sizes in bytes.
+
+    `name`, `total_memory` and the number of processors are the device's. The rest is an A100's, as
+    its capability is.
+    """
+
+    name: str
+    total_memory: int
+    multi_processor_count: int
+    major: int = CAPABILITY[0]
+    minor: int = CAPABILITY[1]
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 49152
+    shared_memory_per_multiprocessor: int = 167936
+    L2_cache_size: int = 41943040
+
+
+def properties() -> Properties:
+    """The properties of the device."""
+    cores = getattr(jax_device(), "num_cores", None) or 1
+    return Properties(name(), total_memory(), cores)

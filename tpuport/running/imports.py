@@ -1,0 +1,234 @@
+"""Rewrites modules by the safe rules while they are imported, and forgets them afterwards."""
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, NamespaceLoader, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from tpuport.errors import UsageError
+from tpuport.lint.cache import Cache
+from tpuport.running.rewritten import Rewritten, default_cache_dir, rewritten
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_STANDARD_LIBRARY = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
+_OWN = "tpuport"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of one module that was to be rewritten.
+
+    Attributes:
+        name: The module.
+        file: Its file.
+        applied: The fixes, each as its rule's code and its line.
+        left: Findings that stay, each as its rule's code, its line and the reason.
+        reason: Why the file was imported as it is; empty where the rules have read it.
+    """
+
+    name: str
+    file: str
+    applied: tuple[tuple[str, int], ...] = ()
+    left: tuple[tuple[str, int, str], ...] = ()
+    reason: str = ""
+
+
+class RewrittenLoader(SourceFileLoader):
+    """Loads a file with other code. Its source, which tracebacks quote, stays the user's."""
+
+    def __init__(self, fullname: str, path: str, code: CodeType) -> None:
+        super().__init__(fullname, path)
+        self._code = code
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The rewritten code: neither from nor into Python's own cache of bytecode."""
+        del fullname
+        return self._code
+
+
+class ImportHook(MetaPathFinder):
+    """Finds modules as the finders after it do, and has those that are covered rewritten.
+
+    Only modules in plain Python files are: what another loader would load stays as it is.
+
+    Args:
+        packages: Import names; each covers the package and everything below it.
+        paths: Files, and folders of which everything below is covered but what is installed there
+            (`site-packages`).
+        cache: Where rewritten files are kept.
+
+    Attributes:
+        modules: What became of each module that is covered, in the order of import.
+    """
+
+    def __init__(
+        self, packages: Collection[str], paths: Collection[str | Path], cache: Cache
+    ) -> None:
+        self.modules: list[Imported] = []
+        self._packages = tuple(packages)
+        self._paths = tuple(os.path.realpath(path) for path in paths)
+        self._cache = cache
+        self._found: dict[str, None] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the finders after this one give, with another loader where it is needed."""
+        is_own = fullname.partition(".")[0] == _OWN
+        if is_own or not (self._paths or self._is_named(fullname)):
+            return None
+        if target is not None and not self.has_loaded(fullname):
+            # A reload of what was imported before the block: that has to outlive it unchanged.
+            return None
+        spec = self._ask_others(fullname, path, target)
+        if spec is None:
+            return None
+        if spec.loader is None or isinstance(spec.loader, NamespaceLoader):
+            folders = list(spec.submodule_search_locations or ())
+            if any(self.covers(fullname, folder) for folder in folders):
+                self._found[fullname] = None
+        elif type(spec.loader) is SourceFileLoader and self.covers(fullname, spec.loader.path):
+            self._found[fullname] = None
+            spec.loader = self.loader(fullname, spec.loader.path)
+        return spec
+
+    def covers(self, name: str, file: str) -> bool:
+        """Whether a module is to be rewritten."""
+        if self._is_named(name):
+            return True
+        file = os.path.realpath(file)
+        return any(_is_below(file, path) for path in self._paths)
+
+    def loader(self, name: str, file: str) -> SourceFileLoader:
+        """A loader for a file that is covered: the plain one if there is nothing to rewrite."""
+        made = self._rewritten(file)
+        self.modules.append(Imported(name, file, made.applied, made.left, made.reason))
+        if made.code is None:
+            return SourceFileLoader(name, file)
+        return RewrittenLoader(name, file, made.code)
+
+    def has_loaded(self, name: str) -> bool:
+        """Whether a module that is loaded came through this hook."""
+        return name in self._found
+
+    def forget(self) -> None:
+        """Drop the modules that came through this hook, so that a later import is of the files."""
+        for name in list(self._found):
+            module = sys.modules.pop(name, None)
+            parent, _, child = name.rpartition(".")
+            around = getattr(sys.modules.get(parent), "__dict__", {})
+            if module is not None and around.get(child) is module:
+                delattr(sys.modules[parent], child)
+        self._found.clear()
+
+    def _is_named(self, module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in self._packages)
+
+    def _rewritten(self, file: str) -> Rewritten:
+        try:
+            with open(file, "rb") as source:
+                data = source.read()
+        except OSError as error:
+            return Rewritten(reason=f"cannot be read: {error.strerror or error}")
+        return rewritten(data, file, self._cache)
+
+    def _ask_others(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        finders = list(sys.meta_path)
+        # Those before this one have been asked already.
+        places = [place for place, finder in enumerate(finders) if finder is self]
+        for finder in finders[places[0] + 1 :] if places else ():
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                return spec
+        return None
+
+
+@contextlib.contextmanager
+def hook(
+    packages: Collection[str] = (),
+    paths: Collection[str | Path] = (),
+    *,
+    cache_dir: Path | None = None,
+) -> Iterator[ImportHook]:
+    """Rewrite modules as they are imported inside the block.
+
+    The rules applied are those of `tpuport rewrite`, but for the ones about CUDA and process groups
+    (TPU5xx), whose calls the shims answer. Each file is read by itself: a function that only a step
+    in another file reaches is left to `convert`, which rewrites it when a trace needs it.
+
+    Afterwards the finder is gone, and so are the modules that came through it, so that a later
+    import gives the file as it is; objects made from them live on, but cannot be pickled.
+
+    Args:
+        packages: Import names (`"navsim"`). Named, an installed package is rewritten, too.
+        paths: Files, and folders of which all is covered but `site-packages`.
+        cache_dir: Where rewritten files are kept; a folder of the user's if left out.
+
+    Yields:
+        The hook, which has the account of what was rewritten.
+
+    Raises:
+        UsageError: a name is no import name, a path leads nowhere, or a package was imported
+            before: its modules hold each other, so that there is no rewriting it now. Of a path
+            the modules that are there already just stay as they are.
+    """
+    for name in packages:
+        _check_package(name)
+    for path in paths:
+        if not os.path.exists(path):
+            raise UsageError(f"Expected a file or folder with code to rewrite, got {path}.")
+    finder = ImportHook(packages, paths, Cache(cache_dir or default_cache_dir()))
+    if not packages and not paths:
+        yield finder
+        return
+    sys.meta_path.insert(0, finder)
+    try:
+        yield finder
+    finally:
+        # Not `remove`, which asks for equality of whatever else is there.
+        sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
+        finder.forget()
+
+
+def loader_for(name: str, file: str) -> SourceFileLoader:
+    """The loader that the hooks in force now give a file, such as the script that is run."""
+    for finder in sys.meta_path:
+        if isinstance(finder, ImportHook) and finder.covers(name, file):
+            return finder.loader(name, file)
+    return SourceFileLoader(name, file)
+
+
+def _check_package(name: str) -> None:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(
+            f'Expected the import name of a package, such as "navsim", got {name!r}.'
+            " What to do: name files and folders as paths."
+        )
+    if name.partition(".")[0] == _OWN:
+        raise UsageError("tpuport itself is not rewritten.")
+    loaded = [one for one in list(sys.modules) if one == name or one.startswith(f"{name}.")]
+    hooks = [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
+    if any(not any(finder.has_loaded(one) for finder in hooks) for one in loaded):
+        raise UsageError(
+            f"{name} was imported before it could be rewritten."
+            f" What to do: import it, and what imports it, inside the block."
+        )
+
+
+def _is_below(file: str, path: str) -> bool:
+    """Whether a file is a path or below it, and not installed there."""
+    if file == path:
+        return True
+    start = os.path.join(path, "")
+    if not file.startswith(start) or not _INSTALLED.isdisjoint(file[len(start) :].split(os.sep)):
+        return False
+    return path.startswith(_STANDARD_LIBRARY) or not file.startswith(_STANDARD_LIBRARY)

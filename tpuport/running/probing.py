@@ -1,0 +1,89 @@
+"""Whether an import is one that the code can do without."""
+
+import ast
+import functools
+import sys
+from types import CodeType, FrameType
+
+from tpuport.running.absent import syntax_tree
+
+_CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+
+
+def importing_frame() -> tuple[FrameType | None, bool]:
+    """The frame of the code whose import is being looked for, and whether it is an import at all.
+
+    `importlib.util.find_spec` and the like ask without importing.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    imports = False
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if _is_machinery(file):
+            imports = imports or name == "_find_and_load_unlocked"
+            if name == "find_spec" and "util" in file:
+                return frame, False
+        elif not file.startswith(_HERE):
+            return frame, imports
+        frame = frame.f_back
+    return None, imports
+
+
+_HERE = __file__.rpartition("running")[0]
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith("<frozen importlib") or "importlib" in file.replace("\\", "/").split("/")
+
+
+def copes(frame: FrameType | None) -> bool:
+    """Whether an ImportError raised at a frame's line would be handled by code that goes on.
+
+    Looks at the importing line, and outwards through the modules that are being imported because of
+    it, up to the first function.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not _is_machinery(file) and not file.startswith(_HERE):
+            if frame.f_lineno in _guarded_lines(frame.f_code):
+                return True
+            if frame.f_code.co_name != "<module>":
+                return False
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _guarded_lines(code: CodeType) -> frozenset[int]:
+    lines: set[int] = set()
+    for node in ast.walk(syntax_tree(code.co_filename)):
+        if isinstance(node, ast.Try):
+            guarded = any(_is_coping(handler) for handler in node.handlers)
+        elif isinstance(node, ast.With):
+            guarded = any(_suppresses(item.context_expr) for item in node.items)
+        else:
+            continue
+        if guarded:
+            lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
+    return frozenset(lines)
+
+
+def _is_coping(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler catches ImportError, and does not raise again."""
+    return _catches(handler.type) and not any(isinstance(s, ast.Raise) for s in handler.body)
+
+
+def _catches(caught: ast.expr | None) -> bool:
+    if caught is None:
+        return True
+    if isinstance(caught, ast.Tuple):
+        return any(_catches(one) for one in caught.elts)
+    return ast.unparse(caught).rpartition(".")[2] in _CAUGHT
+
+
+def _suppresses(call: ast.expr) -> bool:
+    return (
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func).rpartition(".")[2] == "suppress"
+        and any(_catches(one) for one in call.args)
+    )

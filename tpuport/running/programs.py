@@ -1,0 +1,120 @@
+"""Calls of the user's modules that become programs by themselves.
+
+The outermost call of a module on the accelerator is one jitted program. Where it cannot be one,
+the modules inside it are asked.
+"""
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tpuport.errors import ParityError, PortError
+from tpuport.model.trace import current
+from tpuport.running.live_module import LiveModel
+from tpuport.running.settings import Settings, active
+from tpuport.running.tags import is_tagged
+
+
+class PortWarning(UserWarning):
+    """Code ran in another way than asked for, with the same result."""
+
+
+# On whose behalf the methods of classes are replaced.
+METHODS = object()
+_LOCAL = threading.local()
+_PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
+# Modules and methods that cannot be one program.
+_DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def programs() -> list[LiveModel]:
+    """The modules ported by themselves so far, in order."""
+    return list(_PROGRAMS.values())
+
+
+def forget() -> None:
+    """Drop every program, at the end of the last context."""
+    _PROGRAMS.clear()
+    _DESCENDED.clear()
+
+
+def becomes_program(module: torch.nn.Module, method: str) -> bool:
+    """Whether a call made now is to be a program of its own."""
+    settings = active()
+    if settings is None or not settings.port_modules or getattr(_LOCAL, "inside", False):
+        return False
+    if current() is not None or method in _DESCENDED.get(module, ()):
+        return False
+    names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    return not names & {*settings.eager} and _is_on_accelerator(module)
+
+
+def _is_on_accelerator(module: torch.nn.Module) -> bool:
+    first = next(module.parameters(), None)
+    if first is None:
+        first = next(module.buffers(), None)
+    return first is not None and is_tagged(first)
+
+
+def call(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a method as a program; where it cannot be one, as it is, its submodules as programs.
+
+    Raises:
+        PortError: it cannot be a program, and nothing inside it could.
+    """
+    settings = active()
+    assert settings is not None
+    model = _PROGRAMS.get(module)
+    if model is None:
+        model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
+        _PROGRAMS[module] = model
+    try:
+        with _inside():
+            return model.call(method, args, kwargs)
+    except ParityError:
+        raise
+    except PortError as error:
+        if not _has_parts(module):
+            raise
+        _DESCENDED.setdefault(module, set()).add(method)
+        _say_descended(module, method, error)
+    return original(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    """Module calls inside a program, and in the eager run beside it, are parts of it."""
+    _LOCAL.inside = True
+    try:
+        yield
+    finally:
+        _LOCAL.inside = False
+
+
+def _has_parts(module: torch.nn.Module) -> bool:
+    return any(_is_on_accelerator(child) for child in module.children())
+
+
+def _say_descended(module: torch.nn.Module, method: str, error: PortError) -> None:
+    name = type(module).__name__
+    what = name if method == "forward" else f"{name}.{method}"
+    warnings.warn(
+        f"{what} is not one program, its submodules are: {error}", PortWarning, stacklevel=4
+    )
+
+
+def program_methods(settings: Settings, cls: type) -> list[str]:
+    """The methods of a class that were named as programs (`Class.method`)."""
+    found = []
+    for entry in settings.methods:
+        owner, _, method = entry.rpartition(".")
+        if owner in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") and method in vars(cls):
+            found.append(method)
+    return found

@@ -1,0 +1,141 @@
+"""What the safe rules make of one file, compiled, and kept on disk from one run to the next."""
+
+import base64
+import binascii
+import hashlib
+import marshal
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from tpuport.lint.cache import Cache
+
+# Part of every key: raise it when what is kept, or how it is made, changes in this file.
+_FORMAT = "import 1"
+# Inside `porting` the shims and the emulated device answer code about CUDA and process groups.
+_ANSWERED = "TPU5"
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What became of a file.
+
+    Attributes:
+        code: The module's code, which says the user's file and lines; None where the file is to be
+            imported as it is.
+        applied: The fixes, each as its rule's code and its line.
+        left: Findings that stay, each as its rule's code, its line and the reason.
+        reason: Why the file could not be rewritten at all; empty where it could.
+    """
+
+    code: CodeType | None = None
+    applied: tuple[tuple[str, int], ...] = ()
+    left: tuple[tuple[str, int, str], ...] = ()
+    reason: str = ""
+
+
+def default_cache_dir() -> Path:
+    """Where rewritten files are kept: a folder of the user's, so that no checkout gets one."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tpuport" / "imports"
+
+
+def rewritten(data: bytes, path: str, cache: Cache) -> Rewritten:
+    """What the safe rules make of a file.
+
+    Args:
+        data: Its content.
+        path: Where it is. Tracebacks will say so, and its name and the folders around it tell
+            whether it is code that the host runs.
+        cache: Where results are kept, as Python keeps bytecode.
+
+    Returns:
+        The result. A file that is no Python, or that the rules cannot treat, is one too.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    key = cache.key(_FORMAT, path, digest, str(sys.flags.optimize))
+    kept = _from_json(cache.get(key))
+    if kept is not None:
+        return kept
+    from tpuport.lint.run import Failure, attempt
+
+    # Warnings are silenced for the whole process, so that two threads would undo each other.
+    with _LOCK, warnings.catch_warnings():
+        # The compiler tells the user once, when the original is compiled.
+        warnings.simplefilter("ignore")
+        answer = attempt(_attempted, data, path, {})
+    if isinstance(answer, Failure):
+        return Rewritten(reason=answer.reason)
+    cache.put(key, _to_json(answer))
+    return answer
+
+
+def _attempted(data: bytes, path: str, options: Mapping[str, Any]) -> Rewritten:
+    from tpuport.lint.sources import UnreadableError
+    from tpuport.source.rewriter import NotSettledError
+
+    del options
+    try:
+        return _run_rules(data, path)
+    except UnreadableError as error:
+        return Rewritten(reason=error.reason)
+    except SyntaxError as error:
+        return Rewritten(reason=f"no Python: {error.msg}")
+    except (RecursionError, MemoryError):
+        return Rewritten(reason="nested too deeply to be rewritten")
+    except NotSettledError as error:
+        return Rewritten(reason=str(error))
+
+
+def _run_rules(data: bytes, path: str) -> Rewritten:
+    from tpuport.lint.check import tail
+    from tpuport.lint.fixing import ignored_by_comments
+    from tpuport.lint.sources import read_source
+    from tpuport.source import codegen
+    from tpuport.source.discovery import find_rules
+    from tpuport.source.engine import make_rules, normal_line_breaks
+    from tpuport.source.kinds import StaticKinds
+    from tpuport.source.rewriter import Session
+    from tpuport.source.text import SourceText
+
+    rules = [rule for rule in find_rules() if not rule.CODE.startswith(_ANSWERED)]
+    session = Session(
+        make_rules(rules), StaticKinds(), file=tail(Path(path)), ignored=ignored_by_comments
+    )
+    text = session.run(SourceText(normal_line_breaks(read_source(data, path).text)))
+    applied = tuple((fix.code, fix.line) for fix in session.applied)
+    left = tuple((item.finding.code, item.finding.line, item.reason) for item in session.left)
+    if not applied:
+        return Rewritten(left=left)
+    return Rewritten(codegen.compile_module(text, path), applied, left)
+
+
+def _to_json(made: Rewritten) -> dict[str, Any]:
+    code = None if made.code is None else base64.b64encode(marshal.dumps(made.code)).decode()
+    return {"code": code, "applied": made.applied, "left": made.left, "reason": made.reason}
+
+
+def _from_json(kept: Any) -> Rewritten | None:
+    """A kept result, or None where there is none that can be read.
+
+    Bytecode is loaded as Python loads that of its own cache: from a folder of the user's, made by
+    this very version of Python, which is part of the folder's name, and with its check sum intact.
+    """
+    if kept is None:
+        return None
+    try:
+        code = kept["code"]
+        if code is not None:
+            code = marshal.loads(base64.b64decode(code, validate=True))
+        applied = tuple((name, line) for name, line in kept["applied"])
+        left = tuple((name, line, reason) for name, line, reason in kept["left"])
+        return Rewritten(code, applied, left, kept["reason"])
+    except (KeyError, TypeError, ValueError, EOFError, binascii.Error):
+        return None

@@ -1,0 +1,249 @@
+"""Packages that a TPU host does not have: some are provided, others only satisfy their import.
+
+Provided packages (`tpuport/shims/packages/`) compute what the CUDA package computes. A stand-in
+(`absent.py`) is served for a package that is named as absent, or that only CUDA hosts can install,
+and only where the importing code cannot do without: an import inside `try` with a handler for
+ImportError takes the handler, and `find_spec` and `importlib.metadata` say that nothing is there.
+A package that is installed is never replaced by a stand-in.
+"""
+
+import builtins
+import contextlib
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tpuport.diagnosis.frames import is_inside
+from tpuport.running.absent import StandInModule, is_cuda_only
+from tpuport.running.probing import copes, importing_frame
+from tpuport.running.settings import active
+from tpuport.shims._shim import REPLACED, Replacement
+from tpuport.shims.packages._package import Package, find_packages
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module that is made here with the modules below it, and notes it."""
+
+    def __init__(
+        self, module: ModuleType, made: dict[str, ModuleType], below: Iterable[str] = ()
+    ) -> None:
+        self._module, self._made, self._below = module, made, below
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module that was made."""
+        del spec
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Note it, so that it leaves `sys.modules` with the context."""
+        self._made[module.__name__] = module
+        for name in self._below:
+            importlib.import_module(name)
+
+
+class _Provided(importlib.abc.MetaPathFinder):
+    """Finds the provided packages, before anything that is installed."""
+
+    def __init__(self, made: dict[str, ModuleType]) -> None:
+        self._made = made
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of a provided package."""
+        del path, target
+        package = find_packages().get(fullname.partition(".")[0])
+        if package is None or active() is None:
+            return None
+        modules = package().modules()
+        if fullname not in modules:
+            return None
+        module = ModuleType(fullname, package.__doc__)
+        vars(module).update(modules[fullname])
+        below = [name for name in modules if name.rpartition(".")[0] == fullname]
+        origin = f"provided by tpuport ({package.__module__})"
+        return _package_spec(fullname, _Loader(module, self._made, below), origin)
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """What `importlib.metadata` finds: the provided packages' names and versions."""
+        wanted = getattr(context, "name", None)
+        for package in find_packages().values() if active() is not None else ():
+            if wanted is None or _plain(wanted) == _plain(package.DISTRIBUTION):
+                yield _Distribution(package)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_").replace(".", "_")
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of a provided package."""
+
+    def __init__(self, package: type[Package]) -> None:
+        self._package = package
+
+    def read_text(self, filename: str) -> str | None:
+        """METADATA and top_level.txt; other files are not there."""
+        package = self._package
+        if filename == "METADATA":
+            head = "Metadata-Version: 2.1"
+            return f"{head}\nName: {package.DISTRIBUTION}\nVersion: {package.version()}\n"
+        return f"{package.NAME}\n" if filename == "top_level.txt" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        """Where a file of it would be."""
+        return Path(__file__).parent / path
+
+
+def _package_spec(name: str, loader: _Loader, origin: str) -> ModuleSpec:
+    spec = ModuleSpec(name, loader, origin=origin, is_package=True)
+    spec.submodule_search_locations = []
+    return spec
+
+
+class _Absent(importlib.abc.MetaPathFinder):
+    """Comes last, so that it only sees what is not installed."""
+
+    def __init__(self, made: dict[str, ModuleType]) -> None:
+        self._made = made
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a stand-in, or None where the import may fail."""
+        del path, target
+        frame, imports = importing_frame()
+        if not imports or frame is None or active() is None:
+            return None
+        if is_inside(frame.f_code.co_filename) or copes(frame):
+            return None
+        if is_named(fullname) or is_cuda_only(fullname):
+            loader = _Loader(StandInModule(fullname), self._made)
+            return _package_spec(fullname, loader, "stands for a package that is not installed")
+        if "." not in fullname:
+            raise _not_found(fullname)
+        return None
+
+
+def is_named(name: str) -> bool:
+    """Whether the user says that a module may be missing: it, its package, or a part of it."""
+    settings = active()
+    return settings is not None and any(
+        f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.")
+        for one in settings.absent
+    )
+
+
+def _not_found(name: str) -> ModuleNotFoundError:
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    error.add_note(
+        f"tpuport: install {name}, or, if the program only names it, let a stand-in satisfy the"
+        f' import: tpuport run --absent {name} ..., or porting(absent=["{name}"])'
+    )
+    return error
+
+
+class StandIns:
+    """In force once a process, for as long as any context is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._contexts = 0
+        self._token = object()
+        self._made: dict[str, ModuleType] = {}
+        self._hidden: dict[str, ModuleType] = {}
+        self._finders = (_Provided(self._made), _Absent(self._made))
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Serve absent packages in the block; afterwards nothing of them is in `sys.modules`."""
+        with self._lock:
+            self._contexts += 1
+            if self._contexts == 1:
+                self._install()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._contexts -= 1
+                if self._contexts == 0:
+                    self._uninstall()
+
+    def _install(self) -> None:
+        for name in list(sys.modules):
+            if name.partition(".")[0] in find_packages():
+                self._hidden[name] = sys.modules.pop(name)
+        sys.meta_path.insert(0, self._finders[0])
+        sys.meta_path.append(self._finders[1])
+        REPLACED.add(
+            self._token,
+            [
+                Replacement(builtins, "__import__", _import_of(builtins.__import__)),
+                Replacement(importlib.util, "find_spec", _find_spec_of(importlib.util.find_spec)),
+            ],
+        )
+
+    def _uninstall(self) -> None:
+        REPLACED.remove(self._token)
+        for finder in self._finders:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+        for name, module in self._made.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+            parent, _, last = name.rpartition(".")
+            holder = sys.modules.get(parent)
+            if holder is not None and vars(holder).get(last) is module:
+                delattr(holder, last)
+        self._made.clear()
+        sys.modules.update(self._hidden)
+        self._hidden.clear()
+
+
+def _import_of(original: Any) -> Any:
+    """`__import__` that lets a guarded import of a stand-in fail, although another import of it
+    has succeeded before.
+    """
+
+    def __import__(
+        name: str,
+        globals: Any = None,
+        locals: Any = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        if level == 0 and isinstance(sys.modules.get(name.partition(".")[0]), StandInModule):
+            frame = sys._getframe(1)
+            if is_inside(frame.f_code.co_filename) or copes(frame):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return original(name, globals, locals, fromlist, level)
+
+    return __import__
+
+
+def _find_spec_of(original: Any) -> Any:
+    """`importlib.util.find_spec` that says of a stand-in that nothing is there."""
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        full = importlib.util.resolve_name(name, package)
+        root = full.partition(".")[0]
+        if isinstance(sys.modules.get(root), StandInModule):
+            if root == full:
+                return None
+            raise ModuleNotFoundError(f"No module named {root!r}", name=root)
+        if isinstance(sys.modules.get(full), StandInModule):
+            return None
+        return original(name, package)
+
+    return find_spec
+
+
+STAND_INS = StandIns()

@@ -1,0 +1,79 @@
+"""Which tensors count as being on the accelerator: those whose storage carries a mark."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model.tensor import TracedTensor
+
+CUDA = torch.device("cuda", 0)
+_MARK = "_tpuport_accelerator"
+_SERIALS = itertools.count()
+
+
+@dataclass
+class Mark:
+    """What is known of a storage on the accelerator: which one it is, and how often written."""
+
+    serial: int
+    writes: int = 0
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """The storage of a tensor, or None for a kind of tensor that has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def is_tagged(tensor: Any) -> bool:
+    """Whether a tensor counts as being on the accelerator."""
+    if isinstance(tensor, TracedTensor):
+        return True
+    return isinstance(tensor, torch.Tensor) and hasattr(storage_of(tensor), _MARK)
+
+
+def tag(tensor: torch.Tensor) -> torch.Tensor:
+    """Let a tensor, and everything that shares its storage, count as being on the accelerator."""
+    if not isinstance(tensor, TracedTensor):
+        storage = storage_of(tensor)
+        if storage is not None and not hasattr(storage, _MARK):
+            setattr(storage, _MARK, Mark(next(_SERIALS)))
+    return tensor
+
+
+def mark_of(tensor: torch.Tensor) -> Mark | None:
+    """The mark of the storage of a tensor on the accelerator."""
+    return getattr(storage_of(tensor), _MARK, None)
+
+
+def is_accelerator(device: Any) -> bool:
+    """Whether a device argument means the accelerator.
+
+    Raises:
+        UsageError: it names a second one.
+    """
+    if isinstance(device, bool) or device is None:
+        return False
+    if isinstance(device, int):
+        index: int | None = device
+    elif isinstance(device, str):
+        if not device.startswith("cuda"):
+            return False
+        index = torch.device(device).index
+    elif isinstance(device, torch.device) and device.type in ("cuda", "jax"):
+        # `torch.device(0)` is of the type that torchax has registered as the accelerator's.
+        index = device.index
+    else:
+        return False
+    if index:
+        msg = (
+            f"device cuda:{index} was asked for, but a process has one accelerator, cuda:0."
+            " Spread the program over chips with a mesh (tpuport.sharding), not by device index"
+        )
+        raise UsageError(msg)
+    return True

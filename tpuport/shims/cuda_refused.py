@@ -1,0 +1,78 @@
+"""Parts of `torch.cuda` that mean a GPU and nothing else: a refusal says so."""
+
+import importlib
+from typing import Any
+
+from tpuport.errors import UsageError
+from tpuport.model.locate import user_line
+from tpuport.shims._inside import inside
+from tpuport.shims._shim import Replacement, Scope, Shim
+
+_GRAPHS = (
+    "CUDA graphs do not exist on TPU, and are not needed: a ported program is compiled once and"
+    " launched as one. What to do: call the function itself"
+)
+_COPIES = (
+    "copies between the GPUs of one process do not exist on TPU: there is one accelerator a"
+    " process. What to do: shard the arrays over a mesh (tpuport.sharding)"
+)
+_LIBRARY = "there is no CUDA runtime library here. What to do: guard the call, or remove it"
+
+_REFUSED = {
+    "torch.cuda": {
+        "CUDAGraph": _GRAPHS,
+        "graph": _GRAPHS,
+        "make_graphed_callables": _GRAPHS,
+        "graph_pool_handle": _GRAPHS,
+        "cudart": _LIBRARY,
+        "caching_allocator_alloc": _LIBRARY,
+        "caching_allocator_delete": _LIBRARY,
+        "MemPool": _LIBRARY,
+        "CUDAPluggableAllocator": _LIBRARY,
+        "change_current_allocator": _LIBRARY,
+        "memory_snapshot": _LIBRARY,
+        "ExternalStream": _LIBRARY,
+        "temperature": _LIBRARY,
+        "power_draw": _LIBRARY,
+        "clock_rate": _LIBRARY,
+    },
+    "torch.cuda.graphs": {
+        "CUDAGraph": _GRAPHS,
+        "graph": _GRAPHS,
+        "make_graphed_callables": _GRAPHS,
+    },
+    "torch.cuda.nccl": dict.fromkeys(
+        ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"), _COPIES
+    ),
+    "torch.nn.parallel.comm": dict.fromkeys(
+        ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather"), _COPIES
+    ),
+}
+
+
+def _refusal(name: str, why: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        msg = f"{user_line()}: {name}: {why}"
+        raise UsageError(msg)
+
+    return refuse
+
+
+class CudaRefused(Shim):
+    """CUDA graphs, NCCL by hand, the CUDA runtime library and its allocators."""
+
+    TARGET = "torch.cuda.CUDAGraph"
+    REASON = "torch says that it was not compiled with CUDA, which tells nobody what to do"
+    REFERENCE = "torch without CUDA refuses them too"
+    SCOPE = Scope.PORTING
+
+    def replacements(self) -> list[Replacement]:
+        found = []
+        for module_name, refused in _REFUSED.items():
+            module = importlib.import_module(module_name)
+            for name, why in refused.items():
+                if hasattr(module, name):
+                    refuse = _refusal(f"{module_name}.{name}", why)
+                    found.append(Replacement(module, name, inside(getattr(module, name), refuse)))
+        return found

@@ -1,0 +1,231 @@
+"""Attention as the CUDA kernels define it, in plain PyTorch that also traces.
+
+Legend of shapes: B batch, H heads, G heads of keys and values (H is a multiple of it), L queries,
+S keys, D channels of a head.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tpuport.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which keys a query sees, and how the scores are changed, beyond the softmax.
+
+    Attributes:
+        scale: Factor of the scores; None for 1/sqrt(D).
+        causal: A query sees no key after its own position; positions are aligned at the last query
+            and the last key (flash-attn >= 2.1).
+        window: How many keys before and after its own position a query sees; -1 for all.
+        softcap: If positive, scores s become softcap * tanh(s / softcap).
+        slopes: ALiBi's, [H], [B, H] or [B, H, L]: a score loses slope * distance.
+        dropout: Probability that a weight is dropped.
+    """
+
+    scale: float | None = None
+    causal: bool = False
+    window: tuple[Any, Any] = (-1, -1)
+    softcap: float = 0.0
+    slopes: torch.Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it matters where a key stands."""
+        return self.causal or self.slopes is not None or tuple(self.window) != (-1, -1)
+
+    def mask(self, distance: torch.Tensor) -> torch.Tensor | None:
+        """Which keys are seen, by how far each lies after the query's own position."""
+        left, right = (-1 if side is None else side for side in self.window)
+        if self.causal:
+            right = 0
+        seen = None
+        if left >= 0:
+            seen = distance >= -left
+        if right >= 0:
+            below = distance <= right
+            seen = below if seen is None else seen & below
+        return seen
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: Rule,
+    *,
+    distance: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    with_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of [B, H, L, D] queries over [B, G, S, D] keys.
+
+    Args:
+        query: What asks.
+        key: What is compared.
+        value: What is averaged, [B, G, S, Dv].
+        rule: Which keys count, and how.
+        distance: How far each key lies after each query's own position, broadcastable to
+            [B, H, L, S]; None for sequences that are aligned at their ends.
+        seen: Keys that a query may see at all, broadcastable to [B, H, L, S].
+        with_lse: Give the logarithm of each query's softmax denominator too.
+
+    Returns:
+        [B, H, L, Dv], with zeros for a query that sees nothing; and [B, H, L] in float32 (inf for
+        such a query, as the kernels give), or None.
+    """
+    _check(query, key, value)
+    mask = seen
+    bias = None
+    if rule.is_local:
+        if distance is None:
+            distance = _aligned_at_the_end(query.shape[2], key.shape[2], query.device)
+        own = rule.mask(distance)
+        mask = own if seen is None else seen if own is None else seen & own
+        bias = None if rule.slopes is None else _alibi(rule.slopes, distance)
+    if bias is not None or rule.softcap > 0 or with_lse:
+        out, lse = _attend_by_hand(query, key, value, rule, bias, mask)
+        return out, lse if with_lse else None
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=rule.dropout,
+        scale=rule.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out, None
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        raise UsageError(
+            f"attention of {query.shape[1]} heads over {key.shape[1]} heads of keys and"
+            f" {value.shape[1]} of values. What to do: make the heads of keys and values equal, and"
+            " the heads of queries a multiple of them"
+        )
+    if not (query.dtype == key.dtype == value.dtype):
+        raise UsageError(
+            f"attention of {query.dtype} queries over {key.dtype} keys and {value.dtype} values."
+            " What to do: cast them to one dtype"
+        )
+
+
+def _aligned_at_the_end(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    own = torch.arange(queries, device=device) + (keys - queries)
+    return torch.arange(keys, device=device)[None, :] - own[:, None]
+
+
+def _alibi(slopes: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """[B or 1, H, L, S] in float32."""
+    slopes = slopes.float()
+    if slopes.dim() == 1:
+        slopes = slopes[None]
+    if slopes.dim() == 2:
+        slopes = slopes[:, :, None]
+    return -slopes[..., None] * distance.abs().float()
+
+
+def _attend_by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: Rule,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax written out in float32, as the kernels keep it."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    if rule.softcap > 0:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is None:
+        mask = torch.ones((), dtype=torch.bool, device=query.device)
+    some = mask.any(-1, keepdim=True)
+    # A row without keys would be nan, and so would its gradient: it is computed as if it saw all.
+    scores = scores.masked_fill(~(mask | ~some), float("-inf"))
+    weights = torch.softmax(scores, -1) * some
+    weights = torch.nn.functional.dropout(weights, rule.dropout, rule.dropout > 0)
+    out = weights.to(query.dtype) @ value
+    lse = torch.logsumexp(scores, -1).masked_fill(~some.squeeze(-1), float("inf"))
+    return out, lse
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences laid end to end: which one each row belongs to, and where it stands in it.
+
+    Attributes:
+        sequence: [T], the number of sequences for rows after the last one.
+        position: [T], counted from the start of the sequence.
+        lengths: [N + 1], of each sequence; 0 for the rows after the last.
+    """
+
+    sequence: torch.Tensor
+    position: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def of(cls, starts: torch.Tensor, rows: int) -> "Packed":
+        """From `cu_seqlens` [N + 1]; its values may be traced, its length may not."""
+        starts = starts.to(torch.int64)
+        at = torch.arange(rows, device=starts.device)
+        sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
+        lengths = torch.cat([starts[1:] - starts[:-1], torch.zeros_like(starts[:1])])
+        return cls(sequence, at - starts[sequence], lengths)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    rule: Rule,
+    *,
+    with_lse: bool = False,
+    used: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention within each of N sequences that are laid end to end.
+
+    One call over all rows with a mask, so that nothing depends on where sequences end: the memory
+    of the mask is the square of the number of rows.
+
+    Args:
+        query: [T, H, D].
+        key: [U, G, D].
+        value: [U, G, Dv].
+        starts: `cu_seqlens` of the queries and of the keys, [N + 1] each.
+        rule: Which keys count, and how.
+        with_lse: Give the logarithm of each query's softmax denominator too, [H, T].
+        used: How many keys of each sequence count, [N]; None for all.
+
+    Returns:
+        [T, H, Dv], zeros for rows after the last sequence, and what `with_lse` asks for.
+    """
+    rows, columns = (Packed.of(s, x.shape[0]) for s, x in zip(starts, (query, key), strict=True))
+    lengths = columns.lengths
+    if used is not None:
+        lengths = torch.cat([used.to(torch.int64), lengths[-1:]])
+    inside = columns.position < lengths[columns.sequence]
+    real = rows.sequence < rows.lengths.shape[0] - 1
+    seen = (rows.sequence[:, None] == columns.sequence) & inside & real[:, None]
+    own = rows.position + lengths[rows.sequence] - rows.lengths[rows.sequence]
+    distance = columns.position - own[:, None]
+    if rule.slopes is not None and rule.slopes.dim() == 2:
+        last = rule.slopes.shape[0] - 1
+        by_row = rule.slopes[rows.sequence.clamp(max=last)].transpose(0, 1)
+        rule = dataclasses.replace(rule, slopes=by_row[None])
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, lse = attend(q, k, v, rule, distance=distance, seen=seen, with_lse=with_lse)
+    return out[0].transpose(0, 1), None if lse is None else lse[0]

@@ -1,0 +1,67 @@
+"""What the file of a provided package declares."""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import tpuport.shims.packages
+from tpuport.running.settings import active
+
+
+class Package:
+    """A package of CUDA kernels that is provided in plain PyTorch inside `porting()`.
+
+    `NAME` is what user code imports, `DISTRIBUTION` what `importlib.metadata` calls it, and
+    `VERSION` the release whose signatures are followed. `TARGET`, `REASON` and `REFERENCE` are as
+    in a shim: what is replaced, why, and what it equals.
+
+    What user code imported it keeps after the block, where it goes on working.
+    """
+
+    NAME: ClassVar[str]
+    DISTRIBUTION: ClassVar[str]
+    VERSION: ClassVar[str]
+    TARGET: ClassVar[str]
+    REASON: ClassVar[str]
+    REFERENCE: ClassVar[str]
+
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """The attributes of each module by its full name, `NAME` itself included."""
+        raise NotImplementedError
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """What `porting(name={...})` says of this package."""
+        settings = active()
+        return dict(settings.options.get(cls.NAME) or {}) if settings is not None else {}
+
+    @classmethod
+    def version(cls) -> str:
+        """The version that it says it is: `VERSION`, unless the user asked for another."""
+        return str(cls.options().get("version", cls.VERSION))
+
+
+@functools.cache
+def find_packages() -> MappingProxyType[str, type[Package]]:
+    """Every provided package by its import name."""
+    found: dict[str, type[Package]] = {}
+    for info in sorted(pkgutil.iter_modules(tpuport.shims.packages.__path__), key=lambda m: m.name):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"tpuport.shims.packages.{info.name}")
+        for value in vars(module).values():
+            if (
+                isinstance(value, type)
+                and issubclass(value, Package)
+                and value.__module__ == module.__name__
+            ):
+                found[value.NAME] = value
+    return MappingProxyType(found)
+
+
+def named(*functions: Callable[..., Any]) -> dict[str, Any]:
+    """Functions and classes by their own names."""
+    return {function.__name__: function for function in functions}
