@@ -27,7 +27,7 @@ GROUPS = (
     {"training"},
 )
 # What stands beside the flow: it may import every stage, and no stage may import it.
-FRONT = {"__init__", "cli", "commands", "demo", "loading", "testing"}
+FRONT = {"__init__", "cli", "commands", "demo", "doctor", "loading", "testing"}
 # Every module there comes with the base install.
 TEXT_ONLY = {"errors", "markup", "source", "rules", "lint", "diagnosis"}
 FRAMEWORKS = {

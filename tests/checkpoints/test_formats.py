@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tpuport
-from tpuport.checkpoints.values import same_bits
+from tpuport.checkpoints.reading import same_bits
 from tpuport.errors import CheckpointError, UsageError
 from tpuport.model import backend
 

@@ -35,10 +35,10 @@ def test_a_second_copy_would_be_noticed(paths: dict[str, Path]):
 
 def test_the_page_shows_each_contestant_beside_ours():
     results = {
-        loading.OURS: [loading.Load(2.0, 1.01), loading.Load(4.0, 1.02)],
-        loading.MAPPED: [loading.Load(1.0, 1.0), loading.Load(4.0, 1.0)],
+        loading.OURS: [loading.Load(9.0, 2.0, 1.01), loading.Load(9.5, 4.0, 1.02)],
+        loading.MAPPED: [loading.Load(9.0, 1.0, 1.0), loading.Load(9.0, 4.0, 1.0)],
     }
     text = loading.page(results, MEGABYTES)
-    assert f"| {loading.OURS} | 1.02x | 3.00 | 1.00x |" in text
-    assert f"| {loading.MAPPED} | 1.00x | 2.50 | 1.50x |" in text
+    assert f"| {loading.OURS} | 1.02x | 9.25 | 3.00 | 1.00x |" in text
+    assert f"| {loading.MAPPED} | 1.00x | 9.00 | 2.50 | 1.50x |" in text
     assert "medians of 2 rounds" in text

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.torch import load_file, save_file
 
 import tpuport
-from tpuport.checkpoints.values import same_bits
+from tpuport.checkpoints.reading import same_bits
 from tpuport.errors import CheckpointError, UsageError
 
 
@@ -135,6 +135,48 @@ def test_values_get_the_models_dtype(tmp_path: Path):
     assert same_bits(tpuport.to_torch(ported.params["embed.weight"]), expected)
     tpuport.save_checkpoint(tmp_path / "again.safetensors", ported, like=path)
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.again = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.first(x))
+
+
+@SUFFIXES
+@pytest.mark.parametrize("part", ["first", "again", "both"])
+def test_a_shared_module_has_two_names_and_one_weight(tmp_path: Path, suffix: str, part: str):
+    model = Twice()
+    weights = {n: t.clone() for n, t in model.state_dict().items() if part in ("both", n[:5])}
+    path = tmp_path / f"m{suffix}"
+    save_file(weights, path) if suffix == ".safetensors" else torch.save(weights, path)
+    with torch.device("meta"):
+        ported = tpuport.convert(Twice())
+    assert ported.load(path) == ([], [])
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), model(x), rtol=1e-5, atol=1e-6)
+    tpuport.save_checkpoint(tmp_path / f"again{suffix}", ported, like=path)
+    again = tpuport.open_checkpoint(tmp_path / f"again{suffix}")
+    assert list(again) == list(tpuport.open_checkpoint(path))
+    assert all(same_bits(again.read(name), tensor) for name, tensor in weights.items())
+
+
+class Listed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+        self.held = [self.inner.weight]
+
+
+def test_a_weight_that_is_a_constant_of_the_program_is_refused(tmp_path: Path):
+    model = Listed()
+    path = save(model, tmp_path / "m.pt")
+    with pytest.raises(UsageError, match=r"'inner.weight' is also the attribute 'held\[0\]'"):
+        tpuport.convert(model).load(path)
 
 
 # What does not fit.

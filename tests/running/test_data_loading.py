@@ -55,6 +55,7 @@ def test_pinning_is_a_copy_that_says_so():
     assert pinned.is_pinned()
     assert not x.is_pinned()
     assert pinned.pin_memory() is pinned
+    assert torch.empty(2, pin_memory=True).is_pinned()
     pinned.zero_()
     assert x.tolist() == [1, 1]
     with pytest.raises(RuntimeError, match=r"cannot pin 'torch.cuda.FloatTensor'"):

@@ -9,6 +9,7 @@ import torch
 
 from tpuport.checkpoints.checkpoint import Checkpoint, of_mapping, open_checkpoint
 from tpuport.checkpoints.loading import Place, Progress, Wanted, choose, load_arrays
+from tpuport.checkpoints.reading import same_bits
 from tpuport.errors import CheckpointError, UsageError
 from tpuport.model.state import StateTree, state_tree
 
@@ -51,27 +52,24 @@ def load_model(
     else:
         opened = open_checkpoint(source, **where)
     tree = state_tree(module)
-    persistent = persistent_names(module)
-    first_of = {alias: first for first, names in tree.aliases.items() for alias in names}
+    first_of = state_names(ported, tree)
     chosen = choose(opened, lambda _, dtype: dtype, only=None, prefix=prefix, rename=rename)
     found = {one.name: one for one in chosen}
-    missing, unexpected = _differences(persistent, found, tree)
-    leaves = {name: tree.leaves[first_of.get(name, name)] for name in persistent}
-    fitting = [one for name, one in found.items() if name in persistent]
+    fitting = [one for name, one in found.items() if name in first_of]
+    # One name of tied weights is enough: files leave the others out.
+    given = {first_of[one.name] for one in fitting}
+    missing = [name for name, first in first_of.items() if first not in given]
+    unexpected = [name for name in found if name not in first_of]
+    leaves = {name: tree.leaves[first] for name, first in first_of.items()}
     wrong = _misfits(opened, fitting, leaves)
-    given = {first_of.get(one.name, one.name) for one in fitting}
     empty = _without_value(ported, tree, given)
     if strict or wrong:
         _refuse(opened, module, missing if strict else [], unexpected if strict else [], wrong)
     if strict and empty:
         raise _no_values(module, tree, empty)
     _refuse_untied(opened, fitting, first_of)
-    wanted = {
-        first_of.get(one.name, one.name): Wanted(
-            first_of.get(one.name, one.name), one.source, leaves[one.name].dtype
-        )
-        for one in fitting
-    }
+    firsts = [(first_of[one.name], one) for one in fitting]
+    wanted = {n: Wanted(n, one.source, leaves[n].dtype) for n, one in firsts}
     arrays = load_arrays(opened, wanted.values(), place=place, progress=progress)
     params = {name: arrays.get(name, value) for name, value in ported.params.items()}
     buffers = {name: arrays.get(name, value) for name, value in ported.buffers.items()}
@@ -79,25 +77,31 @@ def load_model(
     return LoadResult(missing, unexpected)
 
 
-def persistent_names(module: torch.nn.Module) -> dict[str, str]:
-    """What `state_dict` of a module has: every name, tied ones too, and the submodule's name."""
+def state_names(ported: Any, tree: StateTree) -> dict[str, str]:
+    """Every name that `state_dict` of the module has, and its name in `params` or `buffers`.
+
+    Tied weights and shared modules have several names there, and one here.
+
+    Raises:
+        UsageError: a weight is not among the state of the ported model.
+    """
+    first_of = {id(leaf): name for name, leaf in tree.leaves.items()}
+    values = {**ported.buffers, **ported.params}
     found = {}
-    for fqn, owner in module.named_modules(remove_duplicate=False):
+    for fqn, owner in ported.module.named_modules(remove_duplicate=False):
         start = f"{fqn}." if fqn else ""
         unsaved = owner._non_persistent_buffers_set
         buffers = {n: b for n, b in owner._buffers.items() if n not in unsaved}
-        kept = {**owner._parameters, **buffers}
-        found.update({start + name: fqn for name, value in kept.items() if value is not None})
+        for name, value in {**owner._parameters, **buffers}.items():
+            if value is not None:
+                found[start + name] = first_of[id(value)]
+                if found[start + name] not in values:
+                    msg = (
+                        f"{start + name!r} is also the attribute {found[start + name]!r} of a"
+                        " module, and so a constant of the program; load it before tpuport.convert"
+                    )
+                    raise UsageError(msg)
     return found
-
-
-def _differences(
-    persistent: Mapping[str, str], found: Mapping[str, Wanted], tree: StateTree
-) -> tuple[list[str], list[str]]:
-    # One name of tied weights is enough: files leave the others out.
-    same = {n: {first, *names} for first, names in tree.aliases.items() for n in (first, *names)}
-    missing = [name for name in persistent if not same.get(name, {name}) & found.keys()]
-    return missing, [name for name in found if name not in persistent]
 
 
 def _misfits(
@@ -196,10 +200,10 @@ def _refuse_untied(
     """Refuse a checkpoint with two values for one weight of the model."""
     seen: dict[str, Wanted] = {}
     for one in fitting:
-        other = seen.setdefault(first_of.get(one.name, one.name), one)
+        other = seen.setdefault(first_of[one.name], one)
         if other is one or opened.memory_of(one.source) == opened.memory_of(other.source):
             continue
-        if not torch.equal(opened.read(one.source), opened.read(other.source)):
+        if not same_bits(opened.read(one.source), opened.read(other.source)):
             msg = (
                 f"{other.name!r} and {one.name!r} are one weight in the model and differ in"
                 f" {opened.path}; untie them in the model, or leave one out by rename="

@@ -209,3 +209,11 @@ def bounds_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]
     parts = (*parts, *[slice(None)] * (len(shape) - len(parts)))
     found = [part.indices(n)[:2] for part, n in zip(parts, shape, strict=True)]
     return tuple((start, max(start, stop)) for start, stop in found)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same values to the bit (NaN equals itself, -0.0 is not 0.0)."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)

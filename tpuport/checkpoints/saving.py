@@ -12,7 +12,7 @@ from tpuport.checkpoints import torch_file
 from tpuport.checkpoints.atomic import flushed, replacing_file, replacing_folder
 from tpuport.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from tpuport.checkpoints.locating import SAFETENSORS, TORCH, is_weights, locate
-from tpuport.checkpoints.reading import OpenFile, raw_bytes
+from tpuport.checkpoints.reading import OpenFile, raw_bytes, same_bits
 from tpuport.checkpoints.safetensors_file import (
     Header,
     in_library_order,
@@ -20,7 +20,7 @@ from tpuport.checkpoints.safetensors_file import (
     read_header,
     write_file,
 )
-from tpuport.checkpoints.values import Values, same_bits, values_of
+from tpuport.checkpoints.values import Values, values_of
 from tpuport.errors import CheckpointError, UsageError
 from tpuport.model.ported_state import PortedState
 

@@ -76,8 +76,7 @@ def load_whole(file: OpenFile, *, mmap: bool = False) -> Any:
 
 def _load(file: OpenFile, **options: Any) -> Any:
     try:
-        # Not torch.load: that name is replaced inside tpuport.porting.
-        return torch.serialization.load(file.path, weights_only=True, **options)
+        return torch.load(file.path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise _refused(file, str(error)) from error
     except (

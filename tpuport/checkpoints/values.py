@@ -9,8 +9,8 @@ import torch
 
 from tpuport.checkpoints.casting import cast
 from tpuport.checkpoints.checkpoint import Checkpoint, of_mapping
-from tpuport.checkpoints.model_state import persistent_names
-from tpuport.checkpoints.reading import TensorInfo
+from tpuport.checkpoints.model_state import state_names
+from tpuport.checkpoints.reading import TensorInfo, same_bits
 from tpuport.errors import UsageError
 from tpuport.model.ported_state import PortedState
 from tpuport.model.state import state_tree
@@ -49,14 +49,6 @@ class Values:
             if original.dtype == dtype and same_bits(original.to(found.dtype), found):
                 return original
         return cast(found, dtype, name)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values to the bit (NaN equals itself, -0.0 is not 0.0)."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*flat)
 
 
 def values_of(weights: Mapping[str, Any] | PortedState, like: Checkpoint | None) -> Values:
@@ -112,16 +104,12 @@ def _of_model(
 ) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
     """What `state_dict` of the module would have; of tied weights the names that `like` has."""
     tree = state_tree(ported.module)
-    first_of = {alias: first for first, names in tree.aliases.items() for alias in names}
+    first_of = state_names(ported, tree)
     values = {**ported.buffers, **ported.params}
+    there = {first for name, first in first_of.items() if like is not None and name in like}
     found: dict[str, Any] = {}
-    for name in persistent_names(ported.module):
-        first = first_of.get(name, name)
-        if like is None:
-            written = name == first
-        else:
-            written = name in like or not _has_other(name, tree.aliases, like)
-        if written:
+    for name, first in first_of.items():
+        if name in like if like is not None and first in there else name == first:
             found[name] = values[first]
     empty = [name for name, value in found.items() if isinstance(value, jax.ShapeDtypeStruct)]
     if empty:
@@ -130,10 +118,4 @@ def _of_model(
             " value; load a checkpoint first: ported.load(path)"
         )
         raise UsageError(msg)
-    return found, {name: tree.leaves[first_of.get(name, name)].dtype for name in found}
-
-
-def _has_other(name: str, aliases: Mapping[str, list[str]], like: Checkpoint) -> bool:
-    """Whether `like` has a tied weight under another of its names."""
-    groups = [{first, *names} for first, names in aliases.items()]
-    return any(other in like for group in groups if name in group for other in group - {name})
+    return found, {name: tree.leaves[first_of[name]].dtype for name in found}

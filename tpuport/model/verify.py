@@ -18,10 +18,12 @@ from tpuport.model.dispatch import dispatch
 from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
+from tpuport.model.seen_device import seen_device
 from tpuport.model.state import clone_module, state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
 from tpuport.model.values import map_tensors
+from tpuport.running.tags import tag
 
 _RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -162,6 +164,7 @@ class Verifier:
                     module = eager_copy(self.ported.to_torch(), trainable=trainable)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
+                _put_on_accelerator(module, (own_args, own_kwargs))
                 state = torch.get_rng_state()
                 seen = Precision()
                 with (
@@ -222,6 +225,17 @@ class Verifier:
                 )
             )
         return records
+
+
+def _put_on_accelerator(module: torch.nn.Module | None, given: Any) -> None:
+    """Where code sees traced tensors on an accelerator, eager's are there too."""
+    if seen_device() is None:
+        return
+    leaves = structure.flatten(given)[0]
+    leaves += [] if module is None else state_tree(module).leaves.values()
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tag(leaf)
 
 
 def _comparable(value: Any) -> bool:

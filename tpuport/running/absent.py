@@ -29,6 +29,7 @@ CUDA_ONLY = frozenset(
         "flashinfer",
         "fused_layer_norm_cuda",
         "megablocks",
+        "megatron",
         "nvidia.dali",
         "pycuda",
         "pynvml",
@@ -38,6 +39,7 @@ CUDA_ONLY = frozenset(
         "transformer_engine",
         "triton",
         "xformers",
+        "xfuser",
     }
 )
 

@@ -15,6 +15,7 @@ _PROGRAM = "-cache"
 _USED = "-atime"
 _PIECE = 1 << 20
 _ZLIB = 0x78
+_RIGHT_AFTER = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,22 @@ def stamp(directory: Path) -> None:
 
 def _time_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(_PROGRAM) + _USED)
+
+
+def was_used(entry: Entry) -> bool:
+    """Whether an entry was loaded after it was written. Known only with a limit on the size."""
+    try:
+        used = int.from_bytes(_time_of(entry.path).read_bytes(), "little")
+        written = entry.path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
+    # jax notes the time of writing too, right after it.
+    return used - written > _RIGHT_AFTER
+
+
+def is_writable(directory: Path) -> bool:
+    """Whether this process may write into the folder."""
+    return os.access(directory, os.W_OK | os.X_OK)
 
 
 def open_to_others(directory: Path) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -223,7 +222,7 @@ def _ready(directory: str | Path | None, max_size: int | None) -> str:
         raise UsageError(
             f"the compile cache cannot be made: {error}; name a folder that can be written to"
         ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
+    if not cache_folder.is_writable(folder):
         raise UsageError(f"the compile cache {folder} cannot be written to; name another folder")
     if max_size is not None:
         if importlib.util.find_spec("filelock") is None:

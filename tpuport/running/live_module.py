@@ -195,13 +195,6 @@ class LiveModel(PortedModel):
                 else:
                     old.pop(attribute, None)
 
-    def to_torch(self) -> torch.nn.Module:
-        """As `PortedModel.to_torch`, with the weights on the emulated accelerator."""
-        made = super().to_torch()
-        for tensor in [*made.parameters(), *made.buffers()]:
-            tag(tensor)
-        return made
-
     # -- running -----------------------------------------------------------------------------------
 
     def _result(self, value: Any, meta: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from tpuport.running import programs
 from tpuport.running.device import emulated
 from tpuport.running.imports import hook
+from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
@@ -64,6 +65,7 @@ def porting(
         _EVERYWHERE.append(settings)
         stack.callback(_forget, settings)
         stack.enter_context(STAND_INS.in_force())
+        stack.enter_context(ended_afterwards())
         stack.enter_context(_SHIMS.in_force())
         stack.enter_context(emulated())
         stack.enter_context(hook(settings.packages, settings.paths))

@@ -7,7 +7,8 @@ from types import CodeType, FrameType
 
 from tpuport.running.absent import syntax_tree
 
-_CAUGHT = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+_NAMED = frozenset({"ImportError", "ModuleNotFoundError"})
+_BROAD = frozenset({"Exception", "BaseException", "bare"})
 
 
 def importing_frame() -> tuple[FrameType | None, bool]:
@@ -40,13 +41,16 @@ def copes(frame: FrameType | None) -> bool:
     """Whether an ImportError raised at a frame's line would be handled by code that goes on.
 
     Looks at the importing line, and outwards through the modules that are being imported because of
-    it, up to the first function.
+    it, up to the first function. Out there only handlers that name ImportError count: one for
+    Exception is how a script reports any failure.
     """
+    explicit = False
     while frame is not None:
         file = frame.f_code.co_filename
         if not _is_machinery(file) and not file.startswith(_HERE):
-            if frame.f_lineno in _guarded_lines(frame.f_code):
+            if frame.f_lineno in _guarded_lines(frame.f_code, explicit):
                 return True
+            explicit = True
             if frame.f_code.co_name != "<module>":
                 return False
         frame = frame.f_back
@@ -54,13 +58,14 @@ def copes(frame: FrameType | None) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _guarded_lines(code: CodeType) -> frozenset[int]:
+def _guarded_lines(code: CodeType, explicit: bool) -> frozenset[int]:
+    caught = _NAMED if explicit else _NAMED | _BROAD
     lines: set[int] = set()
     for node in ast.walk(syntax_tree(code.co_filename)):
         if isinstance(node, ast.Try):
-            guarded = any(_is_coping(handler) for handler in node.handlers)
+            guarded = any(_is_coping(handler, caught) for handler in node.handlers)
         elif isinstance(node, ast.With):
-            guarded = any(_suppresses(item.context_expr) for item in node.items)
+            guarded = any(_suppresses(item.context_expr, caught) for item in node.items)
         else:
             continue
         if guarded:
@@ -68,22 +73,22 @@ def _guarded_lines(code: CodeType) -> frozenset[int]:
     return frozenset(lines)
 
 
-def _is_coping(handler: ast.ExceptHandler) -> bool:
+def _is_coping(handler: ast.ExceptHandler, caught: frozenset[str]) -> bool:
     """Whether a handler catches ImportError, and does not raise again."""
-    return _catches(handler.type) and not any(isinstance(s, ast.Raise) for s in handler.body)
+    raises = any(isinstance(statement, ast.Raise) for statement in handler.body)
+    return _catches(handler.type, caught) and not raises
 
 
-def _catches(caught: ast.expr | None) -> bool:
-    if caught is None:
-        return True
-    if isinstance(caught, ast.Tuple):
-        return any(_catches(one) for one in caught.elts)
-    return ast.unparse(caught).rpartition(".")[2] in _CAUGHT
+def _catches(kind: ast.expr | None, caught: frozenset[str]) -> bool:
+    if isinstance(kind, ast.Tuple):
+        return any(_catches(one, caught) for one in kind.elts)
+    name = "bare" if kind is None else ast.unparse(kind).rpartition(".")[2]
+    return name in caught
 
 
-def _suppresses(call: ast.expr) -> bool:
+def _suppresses(call: ast.expr, caught: frozenset[str]) -> bool:
     return (
         isinstance(call, ast.Call)
         and ast.unparse(call.func).rpartition(".")[2] == "suppress"
-        and any(_catches(one) for one in call.args)
+        and any(_catches(one, caught) for one in call.args)
     )

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -61,21 +61,16 @@ class _Provided(importlib.abc.MetaPathFinder):
         """The spec of a module of a provided package."""
         del path, target
         package = find_packages().get(fullname.partition(".")[0])
-        if package is None or active() is None:
+        if package is None or package.IF_MISSING or active() is None:
             return None
-        modules = package().modules()
-        if fullname not in modules:
-            return None
-        module = ModuleType(fullname, package.__doc__)
-        vars(module).update(modules[fullname])
-        below = [name for name in modules if name.rpartition(".")[0] == fullname]
-        origin = f"provided by tpuport ({package.__module__})"
-        return _package_spec(fullname, _Loader(module, self._made, below), origin)
+        return _provide(package, fullname, self._made)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """What `importlib.metadata` finds: the provided packages' names and versions."""
         wanted = getattr(context, "name", None)
         for package in find_packages().values() if active() is not None else ():
+            if package.IF_MISSING:
+                continue
             if wanted is None or _plain(wanted) == _plain(package.DISTRIBUTION):
                 yield _Distribution(package)
 
@@ -103,6 +98,18 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(__file__).parent / path
 
 
+def _provide(package: type[Package], name: str, made: dict[str, ModuleType]) -> ModuleSpec | None:
+    """The spec of a module of a provided package, or None if it has no such module."""
+    modules = package().modules()
+    if name not in modules:
+        return None
+    module = ModuleType(name, package.__doc__)
+    vars(module).update(modules[name])
+    below = [other for other in modules if other.rpartition(".")[0] == name]
+    origin = f"provided by tpuport ({package.__module__})"
+    return _package_spec(name, _Loader(module, made, below), origin)
+
+
 def _package_spec(name: str, loader: _Loader, origin: str) -> ModuleSpec:
     spec = ModuleSpec(name, loader, origin=origin, is_package=True)
     spec.submodule_search_locations = []
@@ -112,8 +119,8 @@ def _package_spec(name: str, loader: _Loader, origin: str) -> ModuleSpec:
 class _Absent(importlib.abc.MetaPathFinder):
     """Comes last, so that it only sees what is not installed."""
 
-    def __init__(self, made: dict[str, ModuleType]) -> None:
-        self._made = made
+    def __init__(self, made: dict[str, ModuleType], guard: Callable[[], None]) -> None:
+        self._made, self._guard = made, guard
 
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
@@ -125,7 +132,12 @@ class _Absent(importlib.abc.MetaPathFinder):
             return None
         if is_inside(frame.f_code.co_filename) or copes(frame):
             return None
+        package = find_packages().get(fullname.partition(".")[0])
+        spec = _provide(package, fullname, self._made) if package is not None else None
+        if spec is not None:
+            return spec
         if is_named(fullname) or is_cuda_only(fullname):
+            self._guard()
             loader = _Loader(StandInModule(fullname), self._made)
             return _package_spec(fullname, loader, "stands for a package that is not installed")
         if "." not in fullname:
@@ -157,10 +169,11 @@ class StandIns:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._contexts = 0
+        self._guarding = False
         self._token = object()
         self._made: dict[str, ModuleType] = {}
         self._hidden: dict[str, ModuleType] = {}
-        self._finders = (_Provided(self._made), _Absent(self._made))
+        self._finders = (_Provided(self._made), _Absent(self._made, self._guard_imports))
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
@@ -179,20 +192,25 @@ class StandIns:
 
     def _install(self) -> None:
         for name in list(sys.modules):
-            if name.partition(".")[0] in find_packages():
+            package = find_packages().get(name.partition(".")[0])
+            if package is not None and not package.IF_MISSING:
                 self._hidden[name] = sys.modules.pop(name)
         sys.meta_path.insert(0, self._finders[0])
         sys.meta_path.append(self._finders[1])
-        REPLACED.add(
-            self._token,
-            [
-                Replacement(builtins, "__import__", _import_of(builtins.__import__)),
-                Replacement(importlib.util, "find_spec", _find_spec_of(importlib.util.find_spec)),
-            ],
-        )
+        find_spec = _find_spec_of(importlib.util.find_spec)
+        REPLACED.add(self._token, [Replacement(importlib.util, "find_spec", find_spec)])
+
+    def _guard_imports(self) -> None:
+        # Only once there is a stand-in: it puts a frame into the traceback of each import.
+        with self._lock:
+            if not self._guarding:
+                self._guarding = True
+                guard = _import_of(builtins.__import__)
+                REPLACED.add(self._token, [Replacement(builtins, "__import__", guard)])
 
     def _uninstall(self) -> None:
         REPLACED.remove(self._token)
+        self._guarding = False
         for finder in self._finders:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)

@@ -181,7 +181,8 @@ class Packed:
         """From `cu_seqlens` [N + 1]; its values may be traced, its length may not."""
         starts = starts.to(torch.int64)
         at = torch.arange(rows, device=starts.device)
-        sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
+        # Not searchsorted, which a program with a data-dependent number of rows would fix by value.
+        sequence = (at[:, None] >= starts[1:]).sum(-1)
         lengths = torch.cat([starts[1:] - starts[:-1], torch.zeros_like(starts[:1])])
         return cls(sequence, at - starts[sequence], lengths)
 

@@ -18,6 +18,9 @@ class Package:
     `VERSION` the release whose signatures are followed. `TARGET`, `REASON` and `REFERENCE` are as
     in a shim: what is replaced, why, and what it equals.
 
+    Most are used even where the CUDA package is installed. One with `IF_MISSING` is served only if
+    it is not, and only to code that cannot do without, as a stand-in is.
+
     What user code imported it keeps after the block, where it goes on working.
     """
 
@@ -27,6 +30,7 @@ class Package:
     TARGET: ClassVar[str]
     REASON: ClassVar[str]
     REFERENCE: ClassVar[str]
+    IF_MISSING: ClassVar[bool] = False
 
     def modules(self) -> dict[str, dict[str, Any]]:
         """The attributes of each module by its full name, `NAME` itself included."""
