@@ -282,6 +282,20 @@ def test_a_trace_needs_a_folder(run, tmp_path):
         run("", profile=tmp_path / "file" / "x")
 
 
+def test_compiled_programs_are_kept_where_it_is_asked(run, tmp_path):
+    code = "import jax\njax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).block_until_ready()\n"
+    assert run(code, cache_dir=str(tmp_path / "programs")) == 0
+    assert list((tmp_path / "programs").glob("*-cache"))
+
+
+def test_an_error_is_explained_where_there_is_more_to_say(run, capsys):
+    code = "import jax\njax.jit(lambda x: x if x > 0 else -x)(1.0)\n"
+    assert run(code) == 1
+    said = capsys.readouterr().err
+    assert "TracerBoolConversionError" in said
+    assert "tpuport explains (traced-value): " in said
+
+
 # The command.
 
 
@@ -294,7 +308,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr("tpuport.running.run.run", run)
     options = "--package a --package b --path c --absent d --eager E --program F.g --no-verify"
-    more = f"--rtol 0.1 --no-port --profile {tmp_path} -m name --package x -m -- y"
+    more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d -m name --package x -m -- y"
     result = CliRunner().invoke(cli.app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
@@ -303,6 +317,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         "paths": [Path("c")],
         "rewrite": True,
         "profile": tmp_path,
+        "cache_dir": "d",
         "full_traceback": False,
         "absent": ["d"],
         "eager": ["E"],

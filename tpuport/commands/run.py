@@ -109,6 +109,16 @@ Profile = Annotated[
         help="Write a trace of the run there, for xprof or TensorBoard.",
     ),
 ]
+CacheDir = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-dir",
+        metavar="DIR",
+        rich_help_panel=_RUN,
+        show_default=False,
+        help="Keep compiled programs there, and load those that are.",
+    ),
+]
 FullTraceback = Annotated[
     bool,
     typer.Option(
@@ -133,6 +143,7 @@ def run(
     rtol: Rtol = None,
     no_port: NoPort = False,
     profile: Profile = None,
+    cache_dir: CacheDir = None,
     full_traceback: FullTraceback = False,
 ) -> None:
     """Run a script that was written for CUDA, as it is.
@@ -152,6 +163,7 @@ def run(
             paths=path or (),
             rewrite=not no_rewrite,
             profile=profile,
+            cache_dir=cache_dir,
             full_traceback=full_traceback,
             absent=absent or (),
             eager=eager or (),

@@ -48,7 +48,9 @@ class Rewritten:
 def default_cache_dir() -> Path:
     """Where rewritten files are kept: a folder of the user's, so that no checkout gets one."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tpuport" / "imports"
+    # As the XDG base directory specification has it: a path that is not absolute is ignored.
+    home = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
+    return home / "tpuport" / "imports"
 
 
 def rewritten(data: bytes, path: str, cache: Cache) -> Rewritten:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tpuport.diagnosis.explain import add_explanation
 from tpuport.errors import UsageError
 from tpuport.running.exit import finish
 from tpuport.running.imports import RewrittenLoader, loader_for
@@ -57,6 +58,7 @@ def run(
     paths: Sequence[str | Path] = (),
     rewrite: bool = True,
     profile: Path | None = None,
+    cache_dir: str | None = None,
     full_traceback: bool = False,
     ends_process: bool = True,
     **porting_options: Any,
@@ -73,6 +75,8 @@ def run(
         paths: Files and folders to rewrite, besides the program and what is below its folder.
         rewrite: Whether to rewrite anything.
         profile: Where to write a trace of the run for xprof or TensorBoard.
+        cache_dir: Where compiled programs are kept, see `tpuport.compile_cache`; jax's own settings
+            hold if left out.
         full_traceback: Whether tracebacks have the frames of tpuport, too.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.running.exit`.
@@ -96,6 +100,10 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment())
         stack.enter_context(_interpreter(program))
+        if cache_dir is not None:
+            from tpuport.running.compile_cache import compile_cache
+
+            stack.enter_context(compile_cache(cache_dir))
         stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
             status = _execute(program, full_traceback)
@@ -131,6 +139,7 @@ def _status(code: Any) -> int:
 
 
 def _shown(error: BaseException, full_traceback: bool) -> int:
+    add_explanation(error)
     if not full_traceback:
         trim(error)
     with contextlib.suppress(OSError, ValueError, AttributeError):
