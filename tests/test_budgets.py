@@ -11,10 +11,6 @@ INIT, RULE, FUNCTION = 60, 160, 60
 
 # Files that belong together although they are longer: how long they may be, and why.
 EXCEPTIONS = {
-    "tpuport/__init__.py": (
-        100,
-        "each public name is there for the type checker, for star imports and for lazy loading",
-    ),
     "tpuport/rules/tensor_branch.py": (
         280,
         "seven examples, each one a form of branch with its own reason, are two thirds of it, and"

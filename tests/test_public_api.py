@@ -60,7 +60,8 @@ def test_importing_the_command_line_or_the_source_half_loads_no_framework():
     walk = """
 from importlib import import_module
 from pkgutil import walk_packages
-for name in ("tpuport.source", "tpuport.rules", "tpuport.lint", "tpuport.commands"):
+for stage in ("source", "rules", "lint", "diagnosis", "doctor", "commands"):
+    name = f"tpuport.{stage}"
     for module in walk_packages(import_module(name).__path__, name + "."):
         import_module(module.name)
 """
@@ -96,7 +97,7 @@ def test_lint_and_rewrite_load_no_framework(arguments: list[str], code: int):
     assert modules_loaded_by(_RUN.format(arguments=arguments, code=code), HEAVY) == set()
 
 
-@pytest.mark.parametrize("command", ["lint", "rewrite"])
+@pytest.mark.parametrize("command", ["lint", "rewrite", "run"])
 def test_help_loads_no_rules_and_nothing_that_reads_files(command: str):
     ask = f"""
 from tpuport.cli import app
@@ -278,7 +279,17 @@ def test_the_version_is_the_packages(invoke):
 def test_help_lists_every_command_and_the_exit_codes(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
-    for word in ("demo", "lint", "rewrite", "rules", "explain", "Exit codes: 0 all is well"):
+    for word in (
+        "demo",
+        "lint",
+        "rewrite",
+        "rules",
+        "explain",
+        "run",
+        "warmup",
+        "doctor",
+        "Exit codes: 0 all is well",
+    ):
         assert word in result.stdout
 
 

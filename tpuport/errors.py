@@ -11,7 +11,7 @@ EXTRA_OF_PACKAGE = {
     "libtpu": "tpu",
     "diffusers": "recipes",
     "einops": "recipes",
-    "safetensors": "recipes",
+    "safetensors": "jax",
     "transformers": "recipes",
 }
 
@@ -69,6 +69,10 @@ class ParityError(PortError):
 
 class UsageError(TpuportError, ValueError):
     """A wrong call: an argument that is missing, of the wrong kind, or cannot be honoured."""
+
+
+class CheckpointError(TpuportError, ValueError):
+    """A file of weights that cannot be read or written as asked; no file was left half written."""
 
 
 class MissingExtraError(TpuportError, ImportError):

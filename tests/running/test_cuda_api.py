@@ -125,6 +125,53 @@ def test_streams_are_one_queue():
     torch.cuda.nvtx.mark("b")
 
 
+def test_a_prefetcher_works():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.ones(2).cuda(non_blocking=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    x.record_stream(torch.cuda.current_stream())
+    assert x.sum() == 2
+
+
+def test_a_device_by_number_is_the_accelerator():
+    device = torch.device(0)
+    torch.cuda.set_device(device)
+    for x in (torch.ones(2).to(device), torch.zeros(2, device=device), torch.ones(2).to(0)):
+        assert x.device == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="cuda:1 was asked for"):
+        torch.ones(2).to(torch.device(1))
+
+
+def test_data_parallel_is_the_module_on_the_accelerator():
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 2)).cuda()
+    x = torch.ones(3, 2)
+    out = model(x)
+    assert out.device == model.module.weight.device == torch.device("cuda", 0)
+    expected = torch.nn.functional.linear(x.cuda(), model.module.weight, model.module.bias)
+    torch.testing.assert_close(out, expected)
+    with pytest.raises(UsageError, match="cuda:1 was asked for"):
+        torch.nn.DataParallel(torch.nn.Linear(2, 2), device_ids=[0, 1])
+
+
+def test_the_profiler_records_the_host(capfd):
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        torch.ones(3, device="cuda") + 1
+    assert "aten::add" in {event.key for event in profile.key_averages()}
+    assert "CUDA" not in capfd.readouterr().err
+
+
+def test_checkpointed_blocks_draw_the_same_numbers_again():
+    x = torch.ones(4, 64, device="cuda", requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(
+        lambda t: torch.nn.functional.dropout(t, 0.5), x, use_reentrant=False
+    )
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0)
+    assert (y == 0).any()
+
+
 def test_seeds_start_the_numbers_again():
     draws = []
     for seed in (torch.manual_seed, torch.cuda.manual_seed, torch.cuda.manual_seed_all):
@@ -174,6 +221,13 @@ def test_what_only_a_gpu_has_is_refused_at_the_users_line(call, message):
     with pytest.raises(UsageError, match=message) as info:
         call()
     assert "test_cuda_api.py" in str(info.value)
+
+
+@pytest.mark.parametrize("name", ["CUDAGraph", "graph", "MemPool"])
+def test_a_refused_class_is_a_class(name: str):
+    refused = getattr(torch.cuda, name)
+    assert (refused | None) == (None | refused)
+    assert not isinstance(1, refused)
 
 
 @pytest.mark.usefixtures("_no_context")
@@ -234,3 +288,6 @@ def test_the_old_tensor_types_make_and_name_tensors():
     assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
     assert torch.cuda.BoolTensor([True]).dtype == torch.bool
     assert x.type() == "torch.cuda.FloatTensor"
+    half = torch.ones(2).type(torch.cuda.HalfTensor)
+    assert (half.dtype, half.device) == (torch.float16, x.device)
+    assert half.type(torch.FloatTensor).device == torch.device("cpu")

@@ -177,6 +177,10 @@ def test_regions_nest_and_decorate_and_answer():
         assert (x @ x).dtype == BF16
     assert (x @ x).dtype == F32
     assert torch.amp.is_autocast_available("cuda")
+    with torch.autocast(torch.device(0).type, BF16, True):
+        assert (x @ x).dtype == BF16
+    with pytest.raises(TypeError, match="surprise"):
+        torch.autocast("cuda", surprise=1)
 
 
 def test_the_old_names_work():
@@ -284,6 +288,24 @@ def test_a_ported_program_casts_as_eager_does():
             rtol=3e-2,
             atol=3e-2,
         )
+
+
+class Deep(torch.nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=BF16):
+            return super().forward(x).float()
+
+
+def test_a_float32_result_is_compared_at_the_precision_that_it_was_computed_in():
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.SiLU()) for _ in range(6)]
+    ported = tpuport.convert(Deep(*layers))
+    out = tpuport.to_torch(ported(torch.randn(16, 64))).cpu()
+    assert torch.equal(out, out.to(BF16).float())
+    (record,) = (r for r in ported.report.parity if r.kind == "output")
+    assert record.max_rel <= record.tolerance == 2e-2
+    exact = tpuport.convert(torch.nn.Linear(3, 3))
+    exact(torch.randn(2, 3))
+    assert {r.tolerance for r in exact.report.parity} == {1e-4}
 
 
 def test_a_region_around_a_ported_call_is_another_program():

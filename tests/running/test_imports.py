@@ -211,12 +211,33 @@ def test_blocks_inside_each_other_keep_their_own():
         model = imported("pack.model")
         with hook(["pack", "spaced"]) as inner:
             assert imported("pack.model") is model
-            assert is_rewritten(imported("pack.device")) is False
+            both = imported("pack.device")
             assert is_rewritten(imported("spaced.inner"))
         assert [one.name for one in inner.modules] == ["pack.device", "spaced.inner"]
         assert imported("pack.model") is model
-        assert "pack.device" not in sys.modules
-    assert "pack.model" not in sys.modules
+        # The outer block has rewritten it, too: a second copy would be another one.
+        assert imported("pack.device") is both
+        assert "spaced.inner" not in sys.modules
+    assert not [name for name in sys.modules if name.startswith("pack")]
+
+
+def test_blocks_in_two_threads_share_what_both_cover(pack):
+    entered, leave = threading.Barrier(2), threading.Event()
+
+    def other() -> None:
+        with hook(paths=[pack]):
+            entered.wait()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with hook(["pack"]):
+        thread.start()
+        entered.wait()
+        model = imported("pack.model")
+    assert sys.modules["pack.model"] is model
+    leave.set()
+    thread.join()
+    assert not [name for name in sys.modules if name.startswith("pack")]
 
 
 @pytest.mark.usefixtures("pack")
@@ -432,3 +453,40 @@ def test_another_file_with_the_same_content_is_itself(pack):
     with hook(["pack"]):
         codes = [imported(f"pack.{name}").fails.__code__ for name in ("model", "twin")]
     assert [Path(code.co_filename).name for code in codes] == ["model.py", "twin.py"]
+
+
+# What a trace makes of it.
+
+PARTLY = """
+import torch
+from .other import largest
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        if x.sum() > 0:
+            x = -x
+        y = largest(x)
+        while y > 3:
+            x = x * 0.5
+            y = largest(x)
+        return x.type_as(x)
+"""
+
+
+def test_a_trace_goes_on_from_the_rewritten_code(pack):
+    (pack / "other.py").write_text("def largest(x):\n    return x.max()\n")
+    (pack / "partly.py").write_text(PARTLY)
+    x = torch.tensor([9.0, -90.0, 1.0])
+    expected = imported("pack.partly").Net()(x)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "pack"]:
+        del sys.modules[name]
+    for _ in "cold", "warm":
+        with hook(["pack"]) as found:
+            ported = tpuport.convert(imported("pack.partly").Net())
+            assert torch.equal(tpuport.to_torch(ported(x)), expected)
+        (partly,) = [one for one in found.modules if one.name == "pack.partly"]
+        assert partly.applied == (("TPU101", 8), ("TPU420", 14))
+        (rewrite,) = ported.report.rewrites
+        assert (rewrite.code, rewrite.line) == ("TPU104", 11)
+        assert rewrite.file == str(pack / "partly.py")

@@ -376,3 +376,10 @@ def test_the_module_is_plain_pytorch_after_the_block():
     assert {p.device.type for p in net.parameters()} == {"cpu"}
     close(dict(reference.state_dict()), state)
     close(reference(batch()).detach(), net(batch()).detach())
+
+
+def test_recurrent_layers_do_not_look_for_cudnn():
+    def use(net, device):
+        return net(batch(device)[None])[0].detach()
+
+    close(*both(use, lambda: nn.LSTM(6, 4, batch_first=True)))

@@ -1,7 +1,12 @@
 """What autocast is in force: torch's for the CPU, and CUDA's where `porting()` emulates it."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
+_DEVICES = ("cpu", "cuda")
 CUDA_KEY = torch._C.DispatchKey.AutocastCUDA
 
 
@@ -19,8 +24,34 @@ def autocast_dtype() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if cuda_is_on() else None
 
 
-def to_autocast(value: object, dtype: torch.dtype) -> object:
+def to_autocast(value: Any, dtype: torch.dtype) -> Any:
     """An operand as autocast casts it: tensors of every floating dtype but float64."""
     if not isinstance(value, torch.Tensor) or value.dtype == torch.float64:
         return value
     return value.to(dtype) if value.dtype.is_floating_point else value
+
+
+def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
+    """What is on in this thread, to be put in force again by `autocast_as`."""
+    return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+
+
+OFF = (None, None)
+
+
+@contextlib.contextmanager
+def autocast_as(state: tuple[tuple[bool, torch.dtype] | None, ...]) -> Iterator[None]:
+    """Cast inside the block as at the time of `autocast_state()`; None, or `OFF`, is not at all."""
+    before = autocast_state()
+    _set(state)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(state: tuple[tuple[bool, torch.dtype] | None, ...]) -> None:
+    for device, one in zip(_DEVICES, state, strict=True):
+        torch.set_autocast_enabled(device, one is not None and one[0])
+        if one is not None:
+            torch.set_autocast_dtype(device, one[1])

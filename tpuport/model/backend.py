@@ -86,18 +86,28 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """
     array = to_numpy_array(tensor)
     target = jax_dtype(tensor.dtype)
-    if array.dtype != target and array.dtype.kind in "iu" and array.size:
-        info = np.iinfo(target)
-        if array.min() < info.min or array.max() > info.max:
-            msg = (
-                f"an {tensor.dtype} value (between {array.min()} and {array.max()}) does not"
-                f" fit in {target}, which jax"
-                " holds it in; enable 64-bit values with jax.config.update('jax_enable_x64',"
-                " True) before converting"
-            )
-            raise OverflowError(msg)
+    check_fits(array, target)
     # A copy: jax may alias a numpy buffer that torch later writes to.
     return jnp.array(array, dtype=target, copy=True)
+
+
+def check_fits(array: np.ndarray, target: np.dtype) -> None:
+    """Refuse to narrow integers that would wrap.
+
+    Raises:
+        OverflowError: a value does not fit in `target`.
+    """
+    if array.dtype == target or array.dtype.kind not in "iu" or not array.size:
+        return
+    info = np.iinfo(target)
+    if array.min() < info.min or array.max() > info.max:
+        msg = (
+            f"an {torch_dtype(array.dtype)} value (between {array.min()} and {array.max()}) does"
+            f" not fit in {target}, which jax"
+            " holds it in; enable 64-bit values with jax.config.update('jax_enable_x64',"
+            " True) before converting"
+        )
+        raise OverflowError(msg)
 
 
 def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +36,7 @@ class Signature:
 class Compiled:
     """One compiled program: for one method and one signature of arguments and state."""
 
-    run: Callable[..., Any]
-    program: Callable[..., Any]
-    hoisted: list[jax.Array]
+    run: "Executable"
     outcome: Outcome
     signature: Signature
     names: list[str]
@@ -80,7 +79,7 @@ def signature_of(
     metas: list[Any],
     paths: list[str],
     spec: structure.Spec,
-    version: int,
+    version: Any,
     host: frozenset[int],
 ) -> Signature:
     """What a call is compiled for: its arguments, the version of the state, torch's modes.
@@ -150,30 +149,38 @@ def _static_difference(was: Any, now: Any) -> str:
     return f"{was!r} -> {now!r}"
 
 
-def executable(
-    closed: Any, shape: Any
-) -> tuple[Callable[..., Any], Callable[..., Any], list[jax.Array]]:
-    """A jitted callable of (state, key, values).
+class Executable:
+    """A jitted callable of (state, key, values); large constants are arguments of it, not literals.
 
-    Large constants are arguments of it, not literals in it.
-
-    Returns:
-        The callable, the program behind it (a callable of the constants too, not jitted), and the
-        constants.
+    Args:
+        closed: The program.
+        shape: The structure of its results.
+        name: What it is called in profiles and in the compile cache.
     """
-    big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
-    small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
-    treedef = jax.tree.structure(shape)
 
-    def program(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
-        rest = iter(consts)
-        all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
-        flat = jax.tree.leaves((state, key, values))
-        run_flat = jaxpr_as_fun(closed.replace(consts=all_consts))
-        return jax.tree.unflatten(treedef, run_flat(*flat))
+    def __init__(self, closed: Any, shape: Any, name: str) -> None:
+        big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
+        small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
+        treedef = jax.tree.structure(shape)
 
-    run = jax.jit(program)
-    return lambda state, key, values: run(big, state, key, values), program, big
+        def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
+            rest = iter(consts)
+            all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
+            flat = jax.tree.leaves((state, key, values))
+            program = jaxpr_as_fun(closed.replace(consts=all_consts))
+            return jax.tree.unflatten(treedef, program(*flat))
+
+        run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
+        self.hoisted = big
+        self._jitted = jax.jit(run)
+
+    def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
+        """One run of the program, compiled if it has not been yet."""
+        return self._jitted(self.hoisted, state, key, values)
+
+    def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
+        """The program lowered for such arguments; shapes will do for `values`."""
+        return self._jitted.lower(self.hoisted, state, key, values)
 
 
 def release(outcome: Outcome) -> None:

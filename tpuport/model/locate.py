@@ -8,27 +8,12 @@ import sys
 from types import CodeType, FrameType
 from typing import Any
 
-import jax
-import torch
-
+from tpuport.diagnosis.frames import inside_prefixes
 from tpuport.errors import PortError
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PROGRAM = os.path.join(_HERE, "model", "program.py")
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep for module in (torch, jax)
-)
-_INSIDE = (
-    _HERE + os.sep,
-    *_LIBRARIES,
-    os.path.dirname(os.__file__) + os.sep + "contextlib",
-    "<frozen",
-)
-
-
-def is_inside(file: str) -> bool:
-    """Whether a file belongs to tpuport, torch, torchax or jax rather than to the user."""
-    return file.startswith(_INSIDE) or "torchax" in file
+_INSIDE = inside_prefixes()
 
 
 def user_frame() -> FrameType | None:
@@ -36,7 +21,7 @@ def user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_INSIDE) and "torchax" not in name:
+        if not name.startswith(_INSIDE):
             return frame
         frame = frame.f_back
     return None

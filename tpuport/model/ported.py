@@ -11,15 +11,15 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.model import arguments, backend, notes, structure, verify
+from tpuport.diagnosis.explain import explaining
+from tpuport.model import ahead, arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
     HOIST_BYTES,
     Compiled,
+    Executable,
     Prepared,
     Signature,
     compile_times,
-    executable,
     release,
     retrace_causes,
     signature_of,
@@ -82,6 +82,7 @@ class PortedModel(PortedState):
             raise AttributeError(msg)
         return lambda *args, **kwargs: self._call(name, args, kwargs)
 
+    @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._verifier is not None and method not in self._verifier.done:
             return self._verified_call(method, args, kwargs)
@@ -112,7 +113,8 @@ class PortedModel(PortedState):
             or outside is not None
             or any(state[n] is not v for n, v in compiled.baked.items())
         ):
-            compiled = self._compile(signature, state, values, metas, spec, outside)
+            self._note_retrace(signature, outside)
+            compiled = self._compile(signature, state, values, metas, spec)
             # Tracing may have found that it needs the value of an argument: then that is part of
             # the signature.
             signature = self._signature(method, values, metas, paths, spec)
@@ -209,6 +211,7 @@ class PortedModel(PortedState):
             self._state_changes.clear()
             self._same_changes.clear()
 
+    @explaining()
     def apply(
         self,
         params: dict[str, Any],
@@ -253,21 +256,6 @@ class PortedModel(PortedState):
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return out, {**buffers, **changed}
 
-    def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
-        values = {**buffers, **params}
-        missing = [name for name in self._values() if name not in values]
-        if missing:
-            msg = (
-                "apply() got no value for"
-                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
-                " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
-            )
-            raise UsageError(msg)
-        return {
-            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
-            for name, v in values.items()
-        }
-
     # -- compiling ---------------------------------------------------------------------------------
 
     def _signature(
@@ -279,7 +267,8 @@ class PortedModel(PortedState):
         spec: structure.Spec,
     ) -> Signature:
         host = self._program.plan_for(method, spec).host_args
-        return signature_of(method, values, metas, paths, spec, self._state_version, host)
+        version = (self._state_version, self._variant())
+        return signature_of(method, values, metas, paths, spec, version, host)
 
     def _compile(
         self,
@@ -288,13 +277,13 @@ class PortedModel(PortedState):
         values: list[Any],
         metas: list[Any],
         spec: structure.Spec,
-        outside: str | None,
     ) -> Compiled:
-        self._note_retrace(signature, outside)
         self._refuse_meta(state)
         hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
         held: dict[str, Outcome] = {}
-        concrete, given = dict(state), dict(enumerate(values))
+        # Compiled ahead, an argument may be a shape.
+        given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
+        concrete = dict(state)
 
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < HOIST_BYTES:
@@ -330,31 +319,41 @@ class PortedModel(PortedState):
 
         start = time.perf_counter()
         with self._precision_scope():
-            closed, shape = jax.make_jaxpr(pure, return_shape=True)(state, unused_key(), values)
+            program = self._transformed(pure, [path for path, _ in signature.parts])
+            closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
-        run, program, big = executable(closed, shape)
+        run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, program, big, outcome, signature, list(state), baked)
+        compiled = Compiled(run, outcome, signature, list(state), baked)
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
+
+    def _variant(self) -> Any:
+        """Which of several functions is compiled for equal arguments."""
+        return None
+
+    def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
+        """The function to compile for a call whose arguments have these names."""
+        del paths
+        return pure
 
     def _precision_scope(self) -> Any:
         if self._precision is None:
             return contextlib.nullcontext()
         return jax.default_matmul_precision(self._precision)
 
-    def _refuse_meta(self, state: dict[str, Any]) -> None:
-        missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
-        if missing:
-            msg = (
-                "the model was converted from the meta device:"
-                f" {missing[0]!r} has a shape but no value, so it cannot be"
-                " called; use ported.eval_shape(...) or compile it for a described TPU"
-            )
-            raise UsageError(msg)
+    @explaining()
+    def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
+        """Trace and compile for such arguments, and run nothing: calls like it start at once.
 
+        Of tensors and arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`. For other
+        processes too inside `tpuport.compile_cache()`; `tpuport.warmup` takes many at a time.
+        """
+        ahead.lower(self, method, args, kwargs).compile()
+
+    @explaining()
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
         """Trace without computing.
 

@@ -1,7 +1,8 @@
 """What a ported model holds between calls: params, buffers and the Python state of its module."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from tpuport.model import backend
 from tpuport.model.compiled import Compiled
 from tpuport.model.program import Program
 from tpuport.model.state import clone_module, state_tree
+
+if TYPE_CHECKING:
+    from tpuport.checkpoints.loading import Place, Progress
+    from tpuport.checkpoints.model_state import LoadResult
 
 _SAME_STATE_LIMIT = 4
 
@@ -121,6 +126,74 @@ class PortedState:
             owner = made.get_submodule(fqn)
             owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
         return made
+
+    def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
+        values = {**buffers, **params}
+        missing = [name for name in self._values() if name not in values]
+        if missing:
+            msg = (
+                "apply() got no value for"
+                f" {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}; pass"
+                " params=ported.params and buffers=ported.buffers, or dicts with the same keys"
+            )
+            raise UsageError(msg)
+        return {
+            name: backend.to_jax(v) if isinstance(v, torch.Tensor) else v
+            for name, v in values.items()
+        }
+
+    def _refuse_meta(self, state: dict[str, Any]) -> None:
+        missing = [name for name, value in state.items() if isinstance(value, jax.ShapeDtypeStruct)]
+        if missing:
+            msg = (
+                "the model was converted from the meta device:"
+                f" {missing[0]!r} has a shape but no value, so it cannot be"
+                " called; use ported.eval_shape(...) or compile it for a described TPU"
+            )
+            raise UsageError(msg)
+
+    def load(
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        strict: bool = True,
+        prefix: str = "",
+        rename: Callable[[str], str | None] | None = None,
+        place: "Place | None" = None,
+        variant: str | None = None,
+        subfolder: str = "",
+        key: str | None = None,
+        progress: "Progress | None" = None,
+    ) -> "LoadResult":
+        """Load weights, straight from files into arrays: a model converted on the meta device
+        never has a copy in PyTorch.
+
+        Args:
+            source: a file or directory as for `tpuport.load_checkpoint`, what
+                `tpuport.open_checkpoint` gives, or a mapping of tensors or arrays.
+            strict: refuse names that are missing or that the model has not.
+            prefix: what stands before the model's names in the checkpoint.
+            rename: gives the model's name for one of the checkpoint; None leaves it out.
+            place: a sharding or device for each name, as for `tpuport.load_checkpoint`.
+            variant: the variant of a directory's weights, such as "fp16".
+            subfolder: the part of a directory, such as "transformer".
+            key: where the weights are in a torch file.
+            progress: called with the bytes done and the bytes in all.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`. Values get the model's dtypes, as in
+            `load_state_dict`. Nothing has changed if it raises.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or does not fit, or the model has buffers
+                that no checkpoint holds and no values for them.
+            UsageError: a function was ported, or its module has loading hooks of its own.
+        """
+        from tpuport.checkpoints.model_state import load_model
+
+        where = {"variant": variant, "subfolder": subfolder, "key": key}
+        options = {"prefix": prefix, "rename": rename, "place": place, "progress": progress}
+        return load_model(self, source, strict=strict, **options, **where)
 
     # -- after a call ------------------------------------------------------------------------------
 

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.diagnosis.frames import is_inside
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
 from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
 from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
-from tpuport.model.locate import is_inside, port_error
+from tpuport.model.locate import port_error
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree

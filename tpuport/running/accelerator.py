@@ -35,7 +35,7 @@ def index_of(device: Any = None) -> int:
         return 0
     if isinstance(device, str):
         device = torch.device(device)
-    if isinstance(device, torch.device) and device.type != "cuda":
+    if not isinstance(device, int) and not is_accelerator(device):
         msg = f"expected a cuda device, got {device}"
         raise UsageError(msg)
     is_accelerator(device)

@@ -158,6 +158,8 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if wanted is None:
         name = func(tensor)
         return name.replace("torch.", "torch.cuda.", 1) if is_tagged(tensor) else name
+    if isinstance(wanted, type):  # torch.cuda.FloatTensor
+        wanted = f"{wanted.__module__}.{wanted.__name__}"
     if isinstance(wanted, str):
         on_accelerator = wanted.startswith("torch.cuda.")
         host_type = wanted.replace("torch.cuda.", "torch.", 1)
@@ -236,6 +238,9 @@ class Emulated(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            rest = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            return self.__torch_function__(func, types, args, rest).pin_memory()
         if func in _LEAVE:
             return func(*args, **kwargs)
         handler = _HANDLERS.get(func)

@@ -14,6 +14,8 @@ from types import CodeType, ModuleType
 from tpuport.errors import UsageError
 from tpuport.lint.cache import Cache
 from tpuport.running.rewritten import Rewritten, default_cache_dir, rewritten
+from tpuport.source.engine import normal_line_breaks
+from tpuport.source.text import SourceText
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _STANDARD_LIBRARY = os.path.join(os.path.realpath(sysconfig.get_path("stdlib")), "")
@@ -42,14 +44,22 @@ class Imported:
 class RewrittenLoader(SourceFileLoader):
     """Loads a file with other code. Its source, which tracebacks quote, stays the user's."""
 
-    def __init__(self, fullname: str, path: str, code: CodeType) -> None:
+    def __init__(self, fullname: str, path: str, made: Rewritten) -> None:
         super().__init__(fullname, path)
-        self._code = code
+        self._made = made
 
     def get_code(self, fullname: str) -> CodeType:
         """The rewritten code: neither from nor into Python's own cache of bytecode."""
         del fullname
-        return self._code
+        assert self._made.code is not None
+        return self._made.code
+
+    @property
+    def rewritten_text(self) -> SourceText:
+        """What the code was compiled from: `tpuport.source.live` goes on from there."""
+        source = normal_line_breaks(self.get_source(self.name) or "")
+        original = dict(enumerate(source.split("\n"), 1))
+        return SourceText(self._made.text, self._made.origins, original)
 
 
 class ImportHook(MetaPathFinder):
@@ -111,15 +121,27 @@ class ImportHook(MetaPathFinder):
         self.modules.append(Imported(name, file, made.applied, made.left, made.reason))
         if made.code is None:
             return SourceFileLoader(name, file)
-        return RewrittenLoader(name, file, made.code)
+        return RewrittenLoader(name, file, made)
 
     def has_loaded(self, name: str) -> bool:
         """Whether a module that is loaded came through this hook."""
         return name in self._found
 
+    def takes_over(self, name: str) -> bool:
+        """Whether a module that is loaded would have come through this hook."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        return self._is_named(name) or (file is not None and self.covers(name, file))
+
     def forget(self) -> None:
-        """Drop the modules that came through this hook, so that a later import is of the files."""
+        """Drop the modules that came through this hook, so that a later import is of the files.
+
+        A module that another hook in force covers, too, stays until that one leaves.
+        """
         for name in list(self._found):
+            heir = next((one for one in _in_force() if one.takes_over(name)), None)
+            if heir is not None:
+                heir._found[name] = None
+                continue
             module = sys.modules.pop(name, None)
             parent, _, child = name.rpartition(".")
             around = getattr(sys.modules.get(parent), "__dict__", {})
@@ -201,10 +223,14 @@ def hook(
 
 def loader_for(name: str, file: str) -> SourceFileLoader:
     """The loader that the hooks in force now give a file, such as the script that is run."""
-    for finder in sys.meta_path:
-        if isinstance(finder, ImportHook) and finder.covers(name, file):
+    for finder in _in_force():
+        if finder.covers(name, file):
             return finder.loader(name, file)
     return SourceFileLoader(name, file)
+
+
+def _in_force() -> list[ImportHook]:
+    return [finder for finder in list(sys.meta_path) if isinstance(finder, ImportHook)]
 
 
 def _check_package(name: str) -> None:
@@ -216,8 +242,7 @@ def _check_package(name: str) -> None:
     if name.partition(".")[0] == _OWN:
         raise UsageError("tpuport itself is not rewritten.")
     loaded = [one for one in list(sys.modules) if one == name or one.startswith(f"{name}.")]
-    hooks = [finder for finder in sys.meta_path if isinstance(finder, ImportHook)]
-    if any(not any(finder.has_loaded(one) for finder in hooks) for one in loaded):
+    if any(not any(finder.has_loaded(one) for finder in _in_force()) for one in loaded):
         raise UsageError(
             f"{name} was imported before it could be rewritten."
             f" What to do: import it, and what imports it, inside the block."

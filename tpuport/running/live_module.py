@@ -36,7 +36,7 @@ class LiveModel(PortedModel):
         )
         # A program must not keep the module alive that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
-        self._halves: dict[Any, gradients.Differentiable] = {}
+        self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._tree = state_tree(module)
@@ -195,13 +195,6 @@ class LiveModel(PortedModel):
                 else:
                     old.pop(attribute, None)
 
-    def to_torch(self) -> torch.nn.Module:
-        """As `PortedModel.to_torch`, with the weights on the emulated accelerator."""
-        made = super().to_torch()
-        for tensor in [*made.parameters(), *made.buffers()]:
-            tag(tensor)
-        return made
-
     # -- running -----------------------------------------------------------------------------------
 
     def _result(self, value: Any, meta: Any) -> Any:
@@ -215,27 +208,40 @@ class LiveModel(PortedModel):
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
+        wanted, tensors = self._differentiated(args, kwargs)
+        self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs, key)
-        wanted, tensors = self._differentiated(prepared.leaves)
         if not tensors:
             with prepared.timing:
                 results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
             return self._finish(prepared, results), prepared.state
-        split = (id(prepared.compiled), wanted)
-        halves = self._halves.get(split)
-        if halves is None:
-            halves = self._halves[split] = gradients.Differentiable.of(
-                prepared, wanted, self._tree.registered
-            )
-        call = gradients.Call(prepared, wanted, halves)
+        call = gradients.Call(prepared, wanted)
         flows = gradients.Through.apply(call, *tensors)
-        results = call.results(list(flows))
-        return self._finish(prepared, results), prepared.state
+        return self._finish(prepared, call.results(list(flows))), prepared.state
 
-    def _differentiated(self, leaves: list[Any]) -> tuple[gradients.Wanted, list[torch.Tensor]]:
+    def _variant(self) -> Any:
+        return self._wanted
+
+    def _transformed(self, pure: Any, paths: list[str]) -> Any:
+        if self._wanted is None:
+            return pure
+        registered = self._tree.registered
+
+        def labels(state: Any, written: Any, put: Any, code: Any) -> dict[str, Any]:
+            del code
+            found = {f"the attribute {n!r}": v for n, v in state.items() if n not in registered}
+            found |= {f"the argument {paths[int(i)]}": v for i, v in written.items()}
+            return found | {f"an object among the arguments ({i})": v for i, v in enumerate(put)}
+
+        return gradients.differentiable(pure, self._wanted, labels)
+
+    def _differentiated(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[gradients.Wanted, list[torch.Tensor]]:
         """What autograd wants gradients for in this call."""
         if not torch.is_grad_enabled():
             return ((), ()), []
+        leaves, _, _ = arguments.take_apart((args, kwargs))
         named = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         indices = [
             i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
@@ -245,8 +251,7 @@ class LiveModel(PortedModel):
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call: values, changed state, and gradients where they are wanted."""
-        leaves, _, _ = arguments.take_apart((args, kwargs))
-        _, tensors = self._differentiated(leaves)
+        _, tensors = self._differentiated(args, kwargs)
         if not tensors:
             return super()._verified_call(method, args, kwargs)
         verifier, key = self._verifier, fresh_key()

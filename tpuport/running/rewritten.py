@@ -17,7 +17,7 @@ from typing import Any
 from tpuport.lint.cache import Cache
 
 # Part of every key: raise it when what is kept, or how it is made, changes in this file.
-_FORMAT = "import 1"
+_FORMAT = "import 2"
 # Inside `porting` the shims and the emulated device answer code about CUDA and process groups.
 _ANSWERED = "TPU5"
 _LOCK = threading.RLock()
@@ -30,12 +30,16 @@ class Rewritten:
     Attributes:
         code: The module's code, which says the user's file and lines; None where the file is to be
             imported as it is.
+        text: What that was compiled from.
+        origins: For each line of the text the line of the user's file that it stands for.
         applied: The fixes, each as its rule's code and its line.
         left: Findings that stay, each as its rule's code, its line and the reason.
         reason: Why the file could not be rewritten at all; empty where it could.
     """
 
     code: CodeType | None = None
+    text: str = ""
+    origins: tuple[int, ...] = ()
     applied: tuple[tuple[str, int], ...] = ()
     left: tuple[tuple[str, int, str], ...] = ()
     reason: str = ""
@@ -114,12 +118,13 @@ def _run_rules(data: bytes, path: str) -> Rewritten:
     left = tuple((item.finding.code, item.finding.line, item.reason) for item in session.left)
     if not applied:
         return Rewritten(left=left)
-    return Rewritten(codegen.compile_module(text, path), applied, left)
+    code = codegen.compile_module(text, path)
+    return Rewritten(code, text.text, text.origins, applied, left)
 
 
 def _to_json(made: Rewritten) -> dict[str, Any]:
     code = None if made.code is None else base64.b64encode(marshal.dumps(made.code)).decode()
-    return {"code": code, "applied": made.applied, "left": made.left, "reason": made.reason}
+    return vars(made) | {"code": code}
 
 
 def _from_json(kept: Any) -> Rewritten | None:
@@ -136,6 +141,7 @@ def _from_json(kept: Any) -> Rewritten | None:
             code = marshal.loads(base64.b64decode(code, validate=True))
         applied = tuple((name, line) for name, line in kept["applied"])
         left = tuple((name, line, reason) for name, line, reason in kept["left"])
-        return Rewritten(code, applied, left, kept["reason"])
+        origins = tuple(kept["origins"])
+        return Rewritten(code, kept["text"], origins, applied, left, kept["reason"])
     except (KeyError, TypeError, ValueError, EOFError, binascii.Error):
         return None

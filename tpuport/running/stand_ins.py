@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tpuport.model.locate import is_inside
+from tpuport.diagnosis.frames import is_inside
 from tpuport.running.absent import StandInModule, is_cuda_only
 from tpuport.running.probing import copes, importing_frame
 from tpuport.running.settings import active

@@ -65,7 +65,8 @@ def is_accelerator(device: Any) -> bool:
         if not device.startswith("cuda"):
             return False
         index = torch.device(device).index
-    elif isinstance(device, torch.device) and device.type == "cuda":
+    elif isinstance(device, torch.device) and device.type in ("cuda", "jax"):
+        # `torch.device(0)` is of the type that torchax has registered as the accelerator's.
         index = device.index
     else:
         return False

@@ -20,6 +20,7 @@ class _Registered:
 
 
 _REGISTERED = _Registered()
+_ARGUMENTS = ("device_type", "dtype", "enabled", "cache_enabled")
 
 
 class Autocast(Shim):
@@ -58,8 +59,13 @@ def _enabled(eager: Any) -> Any:
 def _made(eager: Any) -> Any:
     @functools.wraps(eager)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        eager(self, *args, **kwargs)
-        if self.device == "cuda" and active() is not None:
+        if active() is None:
+            return eager(self, *args, **kwargs)
+        bound = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if bound.get("device_type") == "jax":  # the type of `torch.device(0)`
+            bound["device_type"] = "cuda"
+        eager(self, **bound)
+        if self.device == "cuda":
             self.fast_dtype = low_dtype(self.fast_dtype)
 
     return __init__

@@ -9,6 +9,7 @@ import torch
 
 from tpuport.model import structure
 from tpuport.model.arguments import unsized
+from tpuport.model.autocast import OFF, autocast_as, autocast_state
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.locate import port_error
 from tpuport.model.region import Body
@@ -92,6 +93,7 @@ class _Call:
         self.frozen: list[bool] = []
         self.context_spec: Any = None
         self.saved: list[Any] = []
+        self.autocast = autocast_state()
 
     def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
         """The outputs, the values of escaping and of written storages, and the saved tensors."""
@@ -113,7 +115,7 @@ class _Call:
         now = self.before.changes()
         self.before.restore()
         try:
-            with _running(self.trace) as trace:
+            with _running(self.trace) as trace, autocast_as(self.autocast):
                 keys = trace.keys
                 reached = keys.count if keys is not None else 0
                 if keys is not None:
@@ -163,7 +165,8 @@ class _Call:
     def bwd(self, residuals: Any, cotangents: Any) -> Any:
         """The user's backward; what escapes from the forward by other ways has no gradient."""
         saved, values = residuals
-        with _running(self.trace) as trace:
+        # Torch runs it after the region, if it is in one; `custom_bwd` enters its own.
+        with _running(self.trace) as trace, autocast_as(OFF):
             restored = _rewrapped(saved, self.saved, trace)
             saved_tensors, attributes = structure.rebuild(self.context_spec, restored)
             context = _Context(())

@@ -5,6 +5,7 @@ from typing import Any
 
 from tpuport.errors import UsageError
 from tpuport.model.locate import user_line
+from tpuport.running.settings import active
 from tpuport.shims._inside import inside
 from tpuport.shims._shim import Replacement, Scope, Shim
 
@@ -59,15 +60,15 @@ def _refusal(name: str, why: str) -> Any:
     return refuse
 
 
-def _refusing(original: Any, refuse: Any) -> Any:
-    """A class stays a class, as annotations (`torch.cuda.CUDAGraph | None`) and bases want it."""
-    if not isinstance(original, type):
-        return inside(original, refuse)
-    make = inside(original, refuse)
-    bases: Any = (original,)
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    new = {"__new__": lambda cls, *args, **kwargs: make(*args, **kwargs)}
-    return type(original.__name__, bases, {**names, **new})
+def _refused_class(original: type, refuse: Any) -> type:
+    """A class still: code names it in annotations (`CUDAGraph | None`) and asks `isinstance`."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        del cls
+        return (original if active() is None else refuse)(*args, **kwargs)
+
+    values = {"__new__": new, "__module__": original.__module__, "__doc__": original.__doc__}
+    return type(original.__name__, (original,), values)
 
 
 class CudaRefused(Shim):
@@ -83,9 +84,10 @@ class CudaRefused(Shim):
         for module_name, refused in _REFUSED.items():
             module = importlib.import_module(module_name)
             for name, why in refused.items():
-                if hasattr(module, name):
-                    refuse = _refusal(f"{module_name}.{name}", why)
-                    found.append(
-                        Replacement(module, name, _refusing(getattr(module, name), refuse))
-                    )
+                original = getattr(module, name, None)
+                if original is None:
+                    continue
+                refuse = _refusal(f"{module_name}.{name}", why)
+                make = _refused_class if isinstance(original, type) else inside
+                found.append(Replacement(module, name, make(original, refuse)))
         return found

@@ -11,6 +11,7 @@ from tpuport.errors import UsageError
 from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
 from tpuport.running.device import CUDA
+from tpuport.running.settings import active
 from tpuport.shims._inside import functions
 from tpuport.shims._shim import Replacement, Scope, Shim
 
@@ -33,6 +34,10 @@ class Stream:
         """Whether everything given to the device is computed: waits for it, and so is True."""
         accelerator.wait()
         return True
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being recorded: there are none."""
+        return False
 
     def wait_event(self, event: Any) -> None:
         """Nothing: work runs in the order in which it was given."""
@@ -124,6 +129,15 @@ class StreamContext:
         """And outside."""
 
 
+def _recorded(eager: Any) -> Any:
+    def record_stream(self: torch.Tensor, s: Any) -> None:
+        # Memory of a tensor is not given to others while it is in use: jax sees to that.
+        if active() is None:
+            eager(self, s)
+
+    return record_stream
+
+
 def _default_stream(device: Any = None) -> Stream:
     index_of(device)
     return _DEFAULT
@@ -166,6 +180,7 @@ class CudaStreams(Shim):
         return [
             *functions(cuda, table),
             *functions(cuda.nvtx, marks),
+            Replacement(torch.Tensor, "record_stream", _recorded(torch.Tensor.record_stream)),
             *(Replacement(cuda, name, made) for name, made in classes.items()),
             *(
                 Replacement(cuda.streams, name, made)

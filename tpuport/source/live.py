@@ -9,8 +9,8 @@ import gc
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,20 +198,57 @@ def _source_of(function: FunctionType) -> SourceText:
     code = function.__code__
     if code.co_name == "<lambda>":
         raise OSError("it is a lambda")
+    # A file that was rewritten when it was imported reads otherwise than what runs.
+    rewritten = getattr(function.__globals__.get("__loader__"), "rewritten_text", None)
+    if isinstance(rewritten, SourceText):
+        return _rewritten_source(rewritten, code)
     linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
     first = code.co_firstlineno
     if len(lines) < first:
         raise OSError(f"the source of {code.co_filename} is not available")
+    source = _block(lines[first - 1 :])
+    origins = list(range(first, first + source.count("\n") + 1))
+    return _indentable(source, origins, _numbered(source, first))
+
+
+def _rewritten_source(text: SourceText, code: CodeType) -> SourceText:
+    """The definition of a function in the text of its rewritten file.
+
+    Raises:
+        OSError: it is not there.
+    """
+    lines = [f"{line}\n" for line in text.lines]
+    for place, origin in enumerate(text.origins):
+        starts = lines[place].lstrip().startswith(("@", "def ", "async def "))
+        if origin != code.co_firstlineno or not starts:
+            continue
+        source = _block(lines[place:])
+        origins = text.origins[place : place + source.count("\n") + 1]
+        found = _indentable(source, origins, text.original)
+        with suppress(codegen.MismatchError):
+            codegen.check_source(found, code)
+            return found
+    raise OSError(f"the rewritten source of {code.co_qualname} is not available")
+
+
+def _block(lines: Sequence[str]) -> str:
+    """The definition that lines start with.
+
+    Raises:
+        OSError: they do not parse.
+    """
     try:
-        block = inspect.getblock(lines[first - 1 :])
+        block = inspect.getblock(lines)
     except (IndentationError, SyntaxError) as error:
         raise OSError(f"its source does not parse ({error})") from error
-    source = normal_line_breaks("".join(block)).rstrip("\n")
-    origins = list(range(first, first + source.count("\n") + 1))
+    return normal_line_breaks("".join(block)).rstrip("\n")
+
+
+def _indentable(source: str, origins: Sequence[int], original: Mapping[int, str]) -> SourceText:
     if source.startswith((" ", "\t")):
-        return SourceText(_HEADER + source, [first, *origins], _numbered(source, first))
-    return SourceText(source, origins)
+        return SourceText(_HEADER + source, [origins[0], *origins], original)
+    return SourceText(source, origins, original)
 
 
 def _numbered(source: str, first: int) -> dict[int, str]:

@@ -50,7 +50,7 @@ class _Switches:
 _KEPT = _Switches()
 
 
-class AttentionSwitches(Shim):
+class BackendSwitches(Shim):
     """`torch.backends.cuda.enable_*_sdp`, `sdpa_kernel`, `sdp_kernel` and
     `set_float32_matmul_precision` are settable without effect. Attention has one way to be computed
     here, and float32 products are float32.
@@ -74,6 +74,8 @@ class AttentionSwitches(Shim):
         return [
             *functions(backends, table),
             *functions(torch, matmul),
+            # Recurrent layers ask it whether to lay out their weights for cuDNN.
+            *functions(torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             Replacement(torch.nn.attention, "sdpa_kernel", chooses),
             *copies(torch.nn.attention.sdpa_kernel, chooses, torch.nn.attention),
             Replacement(backends, "sdp_kernel", _context(backends.sdp_kernel)),

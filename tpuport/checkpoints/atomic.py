@@ -1,0 +1,151 @@
+"""Files and directories that are written whole or not at all.
+
+Everything is written under a temporary name beside the target, flushed to the disk, and then takes
+the target's place in one step. A process that is killed leaves the old files and the temporary
+ones (`.NAME.tmp-...`, to be deleted by hand).
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tpuport.errors import CheckpointError
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """A temporary path whose file takes the place of `path` at the end of the block.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
+    temporary = _temporary(path)
+    with _explained(path):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+            _flush_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
+    """A temporary directory that takes the place of `path` at the end of the block.
+
+    Args:
+        path: The directory.
+        keep: Which of the names in the old one are also in the new one, as they are.
+
+    Raises:
+        CheckpointError: the disk is full, or a file cannot be written.
+    """
+    temporary = _temporary(path)
+    with _explained(path):
+        try:
+            temporary.mkdir()
+            if path.exists():
+                _link_kept(path, temporary, keep)
+            yield temporary
+            _flush_folder(temporary)
+            _swap(temporary, path)
+            _flush_folder(path.parent)
+        finally:
+            _remove(temporary)
+
+
+@contextlib.contextmanager
+def flushed(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is on the disk at the end of the block."""
+    with path.open("xb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _temporary(path: Path) -> Path:
+    return path.parent / f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        what = "the disk is full" if full else "it cannot be written"
+        kept = "the old one is as it was" if path.exists() else "nothing was left there"
+        msg = f"{path} was not saved: {what} ({error.strerror}); {kept}"
+        raise CheckpointError(msg) from error
+
+
+def _link_kept(old: Path, new: Path, keep: Callable[[str], bool]) -> None:
+    """The other files of a directory: the same files under another name, not copies."""
+    for entry in old.iterdir():
+        if not keep(entry.name):
+            continue
+        if entry.is_dir():
+            shutil.copytree(entry, new / entry.name, copy_function=_link)
+        else:
+            _link(str(entry), str(new / entry.name))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)  # a file system without links, or another one
+
+
+def _swap(new: Path, old: Path) -> None:
+    """Let `new` take the place of `old`, whose files are under the name `new` afterwards."""
+    if not old.exists():
+        os.rename(new, old)
+    elif not _exchanged(new, old):
+        # Two steps, so between them only the aside name has the old files.
+        aside = _temporary(old)
+        os.rename(old, aside)
+        os.rename(new, old)
+        _remove(aside)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, where the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        return False  # this file system cannot
+    raise OSError(code, os.strerror(code))
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _flush_folder(path: Path) -> None:
+    """A new name is safe from a power cut only when its directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""What is saved: each tensor as it will be in the file."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.checkpoints.casting import cast
+from tpuport.checkpoints.checkpoint import Checkpoint, of_mapping
+from tpuport.checkpoints.model_state import state_names
+from tpuport.checkpoints.reading import TensorInfo, same_bits
+from tpuport.errors import UsageError
+from tpuport.model.ported_state import PortedState
+from tpuport.model.state import state_tree
+
+
+@dataclass(frozen=True)
+class Values:
+    """Tensors to save.
+
+    Attributes:
+        source: Their values.
+        dtypes: Their dtypes in the file.
+        like: The checkpoint to imitate.
+    """
+
+    source: Checkpoint
+    dtypes: Mapping[str, torch.dtype]
+    like: Checkpoint | None
+
+    def infos(self, names: Iterable[str]) -> dict[str, TensorInfo]:
+        """What the file says of these tensors."""
+        return {n: TensorInfo(n, self.source[n].shape, self.dtypes[n]) for n in names}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor as it will be in the file.
+
+        Raises:
+            CheckpointError: a value does not fit in the file's dtype.
+        """
+        found, dtype = self.source.read(name), self.dtypes[name]
+        if found.dtype == dtype:
+            return found
+        if self.like is not None and self.like[name].shape == tuple(found.shape):
+            original = self.like.read(name)
+            # Held in fewer bits than the file has: what was not changed keeps all of them.
+            if original.dtype == dtype and same_bits(original.to(found.dtype), found):
+                return original
+        return cast(found, dtype, name)
+
+
+def values_of(weights: Mapping[str, Any] | PortedState, like: Checkpoint | None) -> Values:
+    """What is saved of weights, or of a ported model.
+
+    Raises:
+        UsageError: the model has no values, or a name is in only one of `weights` and `like`.
+        CheckpointError: a value is neither a tensor nor an array.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    if isinstance(weights, PortedState):
+        weights, dtypes = _of_model(weights, like)
+    source = weights if isinstance(weights, Checkpoint) else of_mapping(weights)
+    _refuse_spread(weights)
+    if like is not None:
+        _check_names(source, like)
+        dtypes = {name: info.dtype for name, info in like.items()}
+    return Values(source, {n: dtypes.get(n, info.dtype) for n, info in source.items()}, like)
+
+
+def _refuse_spread(weights: Mapping[str, Any]) -> None:
+    for name, value in weights.items():
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            msg = (
+                f"{name!r} is spread over several processes; gather it first with"
+                " jax.experimental.multihost_utils.process_allgather(x, tiled=True)"
+            )
+            raise UsageError(msg)
+
+
+def _check_names(source: Checkpoint, like: Checkpoint) -> None:
+    absent = [name for name in like if name not in source]
+    more = [name for name in source if name not in like]
+    for names, what in ((absent, "not among the weights"), (more, "not in like")):
+        if names:
+            msg = (
+                f"like={str(like.path)!r} has other names than the weights: {', '.join(names[:5])}"
+                f" ({len(names)}) {what}; save without like, or pass the weights by its names"
+            )
+            raise UsageError(msg)
+    for name, info in source.items():
+        kinds = [
+            (d.is_floating_point, d.is_complex, d is torch.bool)
+            for d in (info.dtype, like[name].dtype)
+        ]
+        if kinds[0] != kinds[1]:
+            msg = f"{name!r} is {info.dtype} and {like[name].dtype} in like: these differ in kind"
+            raise UsageError(msg)
+
+
+def _of_model(
+    ported: PortedState, like: Checkpoint | None
+) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
+    """What `state_dict` of the module would have; of tied weights the names that `like` has."""
+    tree = state_tree(ported.module)
+    first_of = state_names(ported, tree)
+    values = {**ported.buffers, **ported.params}
+    there = {first for name, first in first_of.items() if like is not None and name in like}
+    found: dict[str, Any] = {}
+    for name, first in first_of.items():
+        if name in like if like is not None and first in there else name == first:
+            found[name] = values[first]
+    empty = [name for name, value in found.items() if isinstance(value, jax.ShapeDtypeStruct)]
+    if empty:
+        msg = (
+            f"the model was converted from the meta device, and {empty[0]!r} has a shape but no"
+            " value; load a checkpoint first: ported.load(path)"
+        )
+        raise UsageError(msg)
+    return found, {name: tree.leaves[first_of[name]].dtype for name in found}

@@ -1,0 +1,230 @@
+"""From an exception to what it means: `explain_error`, and notes on exceptions that pass by."""
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tpuport.diagnosis import causes
+from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised
+from tpuport.diagnosis.frames import Place, is_inside, passes_through, user_places
+from tpuport.errors import TpuportError
+
+if TYPE_CHECKING:
+    from tpuport.source.finding import Finding
+
+_MARK = "tpuport explains"
+_PORTED = "model/ported.py"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an exception means.
+
+    Attributes:
+        cause: The name of the cause, as in docs/diagnosis.md: `traced-value`.
+        problem: What happened, in one sentence.
+        remedies: What to do, the best first.
+        file: The user's file that it comes from, None if no line of the traceback is the user's.
+        line: The line in it, counted from 1.
+        source_line: The code there.
+        value: The value that it is about.
+        details: What else there is to know, a line each.
+        rule: The code of the rule that finds that line, if one does.
+        rule_message: What the rule says about it.
+    """
+
+    cause: str
+    problem: str
+    remedies: tuple[str, ...]
+    file: str | None = None
+    line: int | None = None
+    source_line: str | None = None
+    value: str | None = None
+    details: tuple[str, ...] = ()
+    rule: str | None = None
+    rule_message: str | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.file is None else f"{self.file}:{self.line}: "
+        lines = [f"{place}{self.problem}"]
+        if self.source_line:
+            lines.append(f"    {self.source_line}")
+        if self.value:
+            lines.append(f"The value: {self.value}")
+        lines += (f"    {detail}" for detail in self.details)
+        if self.rule:
+            lines.append(
+                f"The rule: {self.rule} {self.rule_message} (`tpuport explain {self.rule}`)"
+            )
+        lines.append(f"What to do: {self.remedies[0]}")
+        lines += (f"            {remedy}" for remedy in self.remedies[1:])
+        return "\n".join(lines)
+
+
+def explain_error(error: BaseException) -> Diagnosis | None:
+    """What an exception of torch, torchax or jax means.
+
+    Exceptions that it was raised from, and those of a group, are looked at as well, the ones
+    nearest to it first. Needs neither torch nor jax.
+
+    Args:
+        error: The exception, with its traceback.
+
+    Returns:
+        None if no cause is known, and for tpuport's own errors, which explain themselves.
+    """
+    if isinstance(error, TpuportError):
+        return None
+    for one, places in _chain(error, _caller()):
+        found = _explain(one, places)
+        if found is not None:
+            return found
+    return None
+
+
+def _caller() -> tuple[Place, ...]:
+    """The user's line that is running now: an exception on its way out has not come to it yet."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_inside(frame.f_code.co_filename):
+        frame = frame.f_back
+    return () if frame is None else (Place.at(frame.f_code.co_filename, frame.f_lineno),)
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """Add what is known about an exception that leaves the block to it, as a note.
+
+    Its type, arguments and traceback stay as they are. An exception gets one note, however many
+    such blocks it leaves.
+    """
+    try:
+        yield
+    except Exception as error:
+        add_explanation(error)
+        raise
+
+
+def add_explanation(error: BaseException) -> bool:
+    """Add what is known about an exception to it, as a note, if it has none yet.
+
+    Returns:
+        Whether it has such a note now.
+    """
+    if any(note.startswith(_MARK) for one, _ in _chain(error) for note in _notes(one)):
+        return True
+    try:
+        diagnosis = explain_error(error)
+    except Exception as bug:
+        # Whatever goes wrong in here must not take the place of the user's exception.
+        error.add_note(f"{_MARK} nothing: {type(bug).__name__}: {bug}")
+        return False
+    if diagnosis is None:
+        return False
+    error.add_note(f"{_MARK} ({diagnosis.cause}): {diagnosis}")
+    return True
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if isinstance(note, str)]
+
+
+def _chain(
+    error: BaseException, caller: tuple[Place, ...] = ()
+) -> Iterator[tuple[BaseException, tuple[Place, ...]]]:
+    """The exception and those behind it, each with the user's lines, the innermost first.
+
+    One that was raised and caught inside a library has no line of the user's: then it is that of
+    the exception which it led to.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[BaseException, tuple[Place, ...]]] = [(error, caller)]
+    while waiting:
+        one, outer = waiting.pop(0)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        places = tuple(user_places(one.__traceback__)) or outer
+        yield one, places
+        behind = [one.__cause__, None if one.__suppress_context__ else one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            behind += one.exceptions
+        waiting += ((other, places) for other in behind if other is not None)
+
+
+def _explain(error: BaseException, places: tuple[Place, ...]) -> Diagnosis | None:
+    raised = Raised(
+        tuple(f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__),
+        str(error),
+        places[0] if places else None,
+        passes_through(error.__traceback__, _PORTED),
+    )
+    for name, cause in find_causes().items():
+        found = cause.explain(raised)
+        if found is not None:
+            return _diagnosis(name, found, raised.place, cause.RULES)
+    return None
+
+
+def _diagnosis(
+    cause: str, found: Explanation, place: Place | None, codes: tuple[str, ...]
+) -> Diagnosis:
+    finding = None if place is None else _finding_at(place, codes)
+    remedies = found.remedies
+    if place is not None and finding is not None and _has_safe_fix(finding.code):
+        remedies += (
+            f"or have the line rewritten in the file itself: tpuport rewrite {place.file}",
+        )
+    return Diagnosis(
+        cause,
+        found.problem,
+        remedies,
+        *((None, None, None) if place is None else (place.file, place.line, place.source)),
+        value=found.value,
+        details=found.details,
+        rule=finding and finding.code,
+        rule_message=finding and finding.message,
+    )
+
+
+@functools.cache
+def find_causes() -> dict[str, Cause]:
+    """Every cause by its name, which is that of its file with dashes."""
+    found: dict[str, Cause] = {}
+    for info in sorted(pkgutil.iter_modules(causes.__path__), key=lambda m: m.name):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{causes.__name__}.{info.name}")
+        name = "".join(word.title() for word in info.name.split("_"))
+        found[info.name.replace("_", "-")] = getattr(module, name)()
+    return found
+
+
+def _finding_at(place: Place, codes: tuple[str, ...]) -> "Finding | None":
+    """What the first of these rules that finds a line says about it."""
+    if not codes:
+        return None
+    from tpuport.source.engine import find
+
+    try:
+        source = Path(place.file).read_text(encoding="utf-8")
+        # By its name alone: in a folder such as `tests` the rules would take all of it for code
+        # that is never traced, and this line was.
+        findings = find(source, file=Path(place.file).name, strict=True)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        # A notebook's cell, an exec or a file that is gone: the diagnosis does without.
+        return None
+    here = {f.code: f for f in reversed(findings) if f.line <= place.line <= f.end_line}
+    return next((here[code] for code in codes if code in here), None)
+
+
+def _has_safe_fix(code: str) -> bool:
+    from tpuport.lint.catalogue import NO_FIX, entry_named
+
+    return entry_named(code).fix.partition(" ")[0] not in {NO_FIX, "unsafe"}

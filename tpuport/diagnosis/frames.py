@@ -1,0 +1,72 @@
+"""Which lines are the user's, and which belong to the libraries below them."""
+
+import contextlib
+import functools
+import importlib.util
+import linecache
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+_TPUPORT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = ("torch", "torchax", "jax", "jaxlib", "numpy")
+
+
+@functools.cache
+def inside_prefixes() -> tuple[str, ...]:
+    """How the file names of code that is not the user's start. Imports none of the libraries."""
+    found = [_TPUPORT + os.sep]
+    for name in _LIBRARIES:
+        # A library that a test hides has no spec to ask for.
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin is not None:
+                found.append(os.path.dirname(os.path.abspath(spec.origin)) + os.sep)
+    return (*found, os.path.join(os.path.dirname(os.__file__), "contextlib"), "<frozen")
+
+
+def is_inside(file: str) -> bool:
+    """Whether a file is tpuport's, torch's, torchax's, jax's, numpy's or Python's own."""
+    if file.startswith(inside_prefixes()):
+        return True
+    packages = ("site-packages", "dist-packages")
+    return file.startswith(_PYTHON) and not any(part in file for part in packages)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of code.
+
+    Attributes:
+        file: Its file, as Python names it.
+        line: Counted from 1.
+        source: The code there, without the space around it; None where it cannot be read.
+    """
+
+    file: str
+    line: int
+    source: str | None
+
+    @classmethod
+    def at(cls, file: str, line: int) -> "Place":
+        """The place, with the code that stands there now."""
+        return cls(file, line, linecache.getline(file, line).strip() or None)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def user_places(trace: TracebackType | None) -> Iterator[Place]:
+    """The lines of a traceback that are the user's, the innermost first."""
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if not is_inside(frame.f_code.co_filename):
+            yield Place.at(frame.f_code.co_filename, line)
+
+
+def passes_through(trace: TracebackType | None, file: str) -> bool:
+    """Whether a traceback has a frame of one of tpuport's files, named from the package on."""
+    wanted = os.path.join(_TPUPORT, *file.split("/"))
+    return any(frame.f_code.co_filename == wanted for frame, _ in traceback.walk_tb(trace))

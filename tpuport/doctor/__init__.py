@@ -1,0 +1,1 @@
+"""What `tpuport doctor` looks at: packages, devices, environment, compile cache, room."""

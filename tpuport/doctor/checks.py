@@ -1,0 +1,143 @@
+"""The checks, in the order in which they are shown."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shlex import quote
+
+from tpuport.diagnosis.causes._cause import Raised
+from tpuport.diagnosis.causes.tpu_unavailable import TpuUnavailable
+from tpuport.doctor.finding import Finding, note, ok, problem
+from tpuport.doctor.machine import Answer, Machine
+from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
+from tpuport.running import cache_folder
+
+_GIB = 2**30
+_LITTLE_DISK = 5 * _GIB
+_LITTLE_MEMORY = 4 * _GIB
+
+_TORCHAX = """
+import torch, torchax, jax.numpy as jnp
+with torchax.default_env():
+    x = torchax.interop.torch_view(jnp.ones(3))
+    print(float((x + x).sum().jax()))
+"""
+_DEVICES = """
+import json, jax
+kinds = [d.device_kind for d in jax.devices()]
+print(json.dumps({"platform": jax.default_backend(), "count": len(kinds), "kind": kinds[0]}))
+"""
+# Environment variables that change what runs: the values that matter (all if empty), what they do.
+_VARIABLES = {
+    "JAX_DISABLE_JIT": (("1", "true", "True"), "nothing is compiled, so everything is slow"),
+    "JAX_ENABLE_X64": (("1", "true", "True"), "64-bit types stay, which a TPU emulates slowly"),
+    "JAX_ENABLE_COMPILATION_CACHE": (("0", "false", "False"), "the compile cache is off"),
+    "JAX_DEBUG_NANS": (("1", "true", "True"), "each result is looked at, which waits for it"),
+    "JAX_CHECK_TRACER_LEAKS": (("1", "true", "True"), "tracing is much slower"),
+    "LIBTPU_INIT_ARGS": ((), "options of the TPU's compiler; part of the compile cache's key"),
+    "XLA_FLAGS": ((), "options of the compiler; part of the compile cache's key"),
+    "TPU_VISIBLE_CHIPS": ((), "jax sees these chips only"),
+}
+
+
+def check(machine: Machine) -> list[Finding]:
+    """Everything there is to say about a machine, problems and what is well."""
+    installed = all(machine.versions.get(name) for name in NEEDED)
+    with ThreadPoolExecutor(2) as pool:
+        # Each takes seconds, and a TPU that another process holds the whole of the time-out.
+        torchax = pool.submit(machine.ask, _TORCHAX) if installed else None
+        devices = pool.submit(machine.ask, _DEVICES) if machine.versions.get("jax") else None
+        found = [check_python(machine.python)]
+        found += check_versions(machine.versions, on_tpu=machine.has_tpu)
+        found += [] if torchax is None else [_torchax(torchax.result(), machine)]
+        found += [] if devices is None else [_devices(devices.result(), machine)]
+    return [*found, *_environment(machine), *_cache(machine), *_room(machine)]
+
+
+def _torchax(answer: Answer, machine: Machine) -> Finding:
+    topic = "torchax runs"
+    if answer.timed_out:
+        text = f"importing it and adding two tensors took more than {machine.timeout:.0f} s"
+        return problem(topic, text, "tpuport doctor --timeout 300")
+    if answer.error or answer.output != "6.0":
+        text = f"it does not work with this torch and jax: {answer.error or answer.output}"
+        pinned = " ".join(f"{name}=={TESTED[name]}" for name in NEEDED)
+        return problem(topic, text, f"pip install {pinned}")
+    return ok(topic, "imported, and two tensors added")
+
+
+def _devices(answer: Answer, machine: Machine) -> Finding:
+    topic = "devices"
+    if answer.timed_out:
+        return problem(
+            topic,
+            f"jax did not answer within {machine.timeout:.0f} s: another process may hold the TPU",
+            "sudo lsof -w /dev/accel* /dev/vfio/*",
+        )
+    if answer.error:
+        kind, _, message = answer.error.partition(": ")
+        said = TpuUnavailable().explain(Raised((f"builtins.{kind}",), message))
+        if said is None:
+            return problem(topic, answer.error, "JAX_PLATFORMS=cpu tpuport doctor")
+        command = said.remedies[0].rpartition(": ")[2]
+        return problem(topic, said.problem, command)
+    seen = json.loads(answer.output)
+    text = f"{seen['count']} x {seen['kind']} ({seen['platform']})"
+    if machine.has_tpu and seen["platform"] != "tpu":
+        chosen = machine.environment.get("JAX_PLATFORMS")
+        fix = "unset JAX_PLATFORMS" if chosen else 'pip install "tpuport[tpu]"'
+        return problem(topic, f"{text}, and this machine has a TPU that jax does not use", fix)
+    return ok(topic, text)
+
+
+def _environment(machine: Machine) -> Iterator[Finding]:
+    chosen = machine.environment.get("JAX_PLATFORMS")
+    if chosen:
+        yield note("JAX_PLATFORMS", f"{chosen}: jax uses nothing else")
+    for name, (values, text) in _VARIABLES.items():
+        value = machine.environment.get(name, "")
+        if value and (not values or value in values):
+            yield note(name, f"{value}: {text}", None if not values else f"unset {name}")
+    if "--xla_dump_to" in machine.environment.get("XLA_FLAGS", ""):
+        yield note("XLA_FLAGS", "--xla_dump_to writes files for each program that is compiled")
+
+
+def _cache(machine: Machine) -> Iterator[Finding]:
+    topic, folder = "compile cache", machine.cache
+    if not folder.is_dir():
+        yield note(topic, f"{folder} is not there yet: tpuport.compile_cache() makes it")
+        return
+    kept = cache_folder.entries(folder)
+    size = sum(entry.size for entry in kept) / 2**20
+    used = sum(map(cache_folder.was_used, kept))
+    yield ok(
+        topic,
+        f"{folder}: {len(kept)} programs, {size:.1f} MiB; {used} of them were loaded again since"
+        " they were kept",
+    )
+    yield from _cache_problems(folder)
+
+
+def _cache_problems(folder: Path) -> Iterator[Finding]:
+    topic, name = "compile cache", quote(str(folder))
+    if not cache_folder.is_writable(folder):
+        yield problem(topic, f"{folder} cannot be written to", f"sudo chown -R $USER {name}")
+    if cache_folder.open_to_others(folder):
+        text = f"others can write to {folder}, and what is in it is run as it is"
+        yield problem(topic, text, f"chmod go-w {name}")
+    broken = list(cache_folder.damaged(folder))
+    if broken:
+        count = f"{len(broken)} damaged {'entry is' if len(broken) == 1 else 'entries are'}"
+        files = " ".join(quote(str(path)) for path in broken)
+        yield problem(topic, f"{count} compiled anew in every process", f"rm {files}")
+
+
+def _room(machine: Machine) -> Iterator[Finding]:
+    disk = f"{machine.disk / _GIB:.1f} GiB free beside the compile cache"
+    little = machine.disk < _LITTLE_DISK
+    yield note("disk", f"{disk}, which is little") if little else ok("disk", disk)
+    if machine.memory is not None:
+        memory = f"{machine.memory / _GIB:.1f} GiB free"
+        little = machine.memory < _LITTLE_MEMORY
+        yield note("memory", f"{memory}, which is little") if little else ok("memory", memory)

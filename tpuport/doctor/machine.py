@@ -1,0 +1,109 @@
+"""The machine and the Python environment as the checks see them."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpuport.doctor.versions import LOOKED_FOR
+from tpuport.running.cache_folder import default_directory
+
+# Of the devices a process sees: libtpu opens one of these.
+_TPU_FILES = ("accel*", "vfio/[0-9]*")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process of its own said.
+
+    Attributes:
+        output: The last line that it wrote.
+        error: The last line of what went wrong, empty if nothing did.
+        timed_out: Whether it was ended because it took too long.
+    """
+
+    output: str = ""
+    error: str = ""
+    timed_out: bool = False
+
+
+Ask = Callable[[str], Answer]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything that the checks look at.
+
+    Attributes:
+        python: Python's version.
+        versions: Installed version by package, None for what is not there.
+        environment: The environment variables.
+        has_tpu: Whether there is the device file of a TPU.
+        ask: Runs Python code in a process of its own.
+        timeout: For how many seconds at most.
+        cache: The folder of the compile cache.
+        disk: Free bytes where the cache is or would be.
+        memory: Bytes of memory that are free for use; None where the system does not say.
+    """
+
+    python: tuple[int, ...]
+    versions: Mapping[str, str | None]
+    environment: Mapping[str, str]
+    has_tpu: bool
+    ask: Ask
+    timeout: float
+    cache: Path
+    disk: int
+    memory: int | None
+
+
+def this_machine(timeout: float = 60.0) -> Machine:
+    """The machine that this runs on."""
+    cache = default_directory().expanduser().absolute()
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    return Machine(
+        python=sys.version_info[:3],
+        versions={name: _version(name) for name in LOOKED_FOR},
+        environment=os.environ,
+        has_tpu=any(list(Path("/dev").glob(pattern)) for pattern in _TPU_FILES),
+        ask=lambda code: ask(code, timeout),
+        timeout=timeout,
+        cache=cache,
+        disk=shutil.disk_usage(there).free,
+        memory=_free_memory(),
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def ask(code: str, timeout: float) -> Answer:
+    """Run Python code in a process of its own, which may fail or hang without harm."""
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Answer(timed_out=True)
+    lines = done.stdout.strip().splitlines()
+    error = ""
+    if done.returncode:
+        errors = done.stderr.strip().splitlines()
+        error = errors[-1] if errors else f"it ended with status {done.returncode}"
+    return Answer(lines[-1] if lines else "", error)
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(facts["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in facts else None

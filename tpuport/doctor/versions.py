@@ -1,0 +1,124 @@
+"""The versions that tpuport is tested with, and how those that are installed differ."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from tpuport.doctor.finding import Finding, note, ok, problem
+
+# As in constraints.txt, which a test compares.
+TESTED = {
+    "torch": "2.13.0",
+    "torchax": "0.0.14.dev20261026",
+    "jax": "0.10.2",
+    "jaxlib": "0.10.2",
+    "libtpu": "0.0.42.1",
+    "numpy": "2.4.6",
+    "transformers": "5.23.0",
+    "diffusers": "0.42.1",
+}
+PYTHON = (3, 11)
+# What `pip install tpuport` leaves out and porting needs.
+NEEDED = ("torch", "torchax", "jax", "jaxlib", "numpy")
+# Packages that get in the way: what they do, and whether that is a problem.
+_IN_THE_WAY = {
+    "torch_xla": ("takes the TPU for itself, which torchax's jax then cannot have", True),
+    "libtpu-nightly": ("brings a second libtpu, and which one is loaded is chance", True),
+    "jax-cuda12-plugin": ("makes jax look for an NVIDIA GPU", False),
+    "jax-cuda13-plugin": ("makes jax look for an NVIDIA GPU", False),
+}
+LOOKED_FOR = (*TESTED, *_IN_THE_WAY, "torchvision", "filelock")
+_CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
+# torchvision 0.15 was made for torch 2.0, and so on, one for one.
+_VISION_AHEAD = 15
+
+Versions = Mapping[str, str | None]
+
+
+def check_python(version: tuple[int, ...]) -> Finding:
+    """Python itself."""
+    shown = ".".join(map(str, version[:3]))
+    if version[:2] < PYTHON:
+        wanted = ".".join(map(str, PYTHON))
+        return problem(
+            "Python", f"{shown}; tpuport needs {wanted} or newer", f"python{wanted} -m venv .venv"
+        )
+    if version[:2] > PYTHON:
+        return note("Python", f"{shown}; tpuport is tested with {PYTHON[0]}.{PYTHON[1]}")
+    return ok("Python", shown)
+
+
+def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Finding]:
+    """Each package against the version that tpuport is tested with.
+
+    Args:
+        installed: Version by name; None or no entry for what is not installed.
+        on_tpu: Whether this machine has a TPU.
+    """
+    for name, tested in TESTED.items():
+        have = installed.get(name)
+        if have is None:
+            yield _missing(name, on_tpu=on_tpu)
+        elif _numbers(have) == _numbers(tested):
+            yield ok(name, have)
+        elif name in NEEDED and _numbers(have) < _numbers(tested):
+            text = f"{have} is older than {tested}, which tpuport needs"
+            yield problem(name, text, f"pip install {name}=={tested}")
+        else:
+            yield note(
+                name, f"{have}; tpuport is tested with {tested}", f"pip install {name}=={tested}"
+            )
+    yield from _pairs(installed)
+    for name, (harm, serious) in _IN_THE_WAY.items():
+        if installed.get(name) is not None:
+            make = problem if serious else note
+            yield make(name, f"{installed[name]} {harm}", f"pip uninstall -y {name}")
+
+
+def _missing(name: str, *, on_tpu: bool) -> Finding:
+    if name in NEEDED:
+        text = "not installed: there is no porting without it (linting and rewriting work)"
+        return problem(name, text, 'pip install "tpuport[jax]"')
+    if name == "libtpu":
+        make = problem if on_tpu else note
+        text = "not installed: jax needs it to use a TPU, and to compile for one without it"
+        return make(name, text, 'pip install "tpuport[tpu]"')
+    return note(name, "not installed; some models need it", 'pip install "tpuport[recipes]"')
+
+
+def _pairs(installed: Versions) -> Iterator[Finding]:
+    """Packages that have to fit each other."""
+    jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
+    if jax and jaxlib and _numbers(jax) != _numbers(jaxlib):
+        yield problem("jax and jaxlib", f"{jax} and {jaxlib} differ", f"pip install jaxlib=={jax}")
+    torch = installed.get("torch")
+    if torch is None:
+        return
+    if "+cu" in torch or "+rocm" in torch:
+        text = f"{torch} brings gigabytes for GPUs that tpuport does not use; the CPU build will do"
+        yield note("torch's build", text, f"pip install torch=={_plain(torch)} {_CPU_WHEELS}")
+    vision = installed.get("torchvision")
+    if vision is None:
+        return
+    wanted = f"0.{_numbers(torch)[1] + _VISION_AHEAD}"
+    fix = f"pip install torchvision=={wanted}.* {_CPU_WHEELS}"
+    if not f"{vision}.".startswith(f"{wanted}."):
+        yield problem(
+            "torchvision", f"{vision} is not made for torch {torch}: importing fails", fix
+        )
+    elif _build(vision) != _build(torch):
+        yield problem("torchvision", f"{vision} and torch {torch} are of different builds", fix)
+    else:
+        yield ok("torchvision", vision)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", _plain(version))))
+
+
+def _plain(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def _build(version: str) -> str:
+    """`cpu` or `cu128`; wheels of the package index say nothing and are one build."""
+    return version.partition("+")[2]

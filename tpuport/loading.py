@@ -1,0 +1,42 @@
+"""Where each public name lives, so that importing tpuport imports none of them."""
+
+import importlib
+
+from tpuport.errors import MissingExtraError
+
+MODULE_OF = {
+    "Diagnosis": "tpuport.diagnosis.explain",
+    "PortReport": "tpuport.model.report",
+    "PortedModel": "tpuport.model.ported",
+    "compile_cache": "tpuport.running.compile_cache",
+    "convert": "tpuport.model.convert",
+    "explain_error": "tpuport.diagnosis.explain",
+    "explaining": "tpuport.diagnosis.explain",
+    "load_checkpoint": "tpuport.checkpoints",
+    "open_checkpoint": "tpuport.checkpoints",
+    "ops": "tpuport.ops",
+    "porting": "tpuport.running.porting",
+    "save_checkpoint": "tpuport.checkpoints",
+    "to_numpy": "tpuport.model.structure",
+    "to_torch": "tpuport.model.structure",
+    "warmup": "tpuport.running.warmup",
+}
+
+
+def load(name: str) -> object:
+    """A public name's value, from the module that defines it.
+
+    Raises:
+        AttributeError: tpuport has no such name.
+        MissingExtraError: the packages that it needs are not installed.
+    """
+    if name not in MODULE_OF:
+        raise AttributeError(f"module 'tpuport' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(MODULE_OF[name])
+    except ModuleNotFoundError as error:
+        missing = MissingExtraError.from_import(f"tpuport.{name}", error)
+        if missing is None:
+            raise
+        raise missing from None
+    return module if module.__name__ == f"tpuport.{name}" else getattr(module, name)

@@ -1,0 +1,103 @@
+"""Programs compiled ahead of their first call, from arguments or from their shapes alone."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import torch
+from torch.utils._pytree import tree_map
+
+from tpuport.errors import UsageError
+from tpuport.model import arguments, backend
+from tpuport.model.compiled import Signature, compile_times
+from tpuport.model.random_keys import unused_key
+
+if TYPE_CHECKING:
+    from tpuport.model.ported import PortedModel
+
+
+class Lowered:
+    """A program that is traced and lowered; what is left to do is `compile`, in any thread."""
+
+    def __init__(self, ported: "PortedModel", signature: Signature, lowered: Any) -> None:
+        self._ported, self._lowered = ported, lowered
+        shapes = ", ".join(kind for _, kind in signature.parts)
+        self.name = f"{ported.report.model}.{signature.method}({shapes})"
+
+    def compile(self) -> None:
+        """Compile it. The call that needs it finds it in jax's memory."""
+        with compile_times(self._ported.report):
+            self._lowered.compile()
+
+
+def lower(
+    ported: "PortedModel", method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Lowered:
+    """Trace and lower a method for some arguments, and keep the program for calls of that kind.
+
+    Args:
+        ported: The model.
+        method: Which method.
+        args: Tensors, arrays, or only their shapes: meta tensors and `jax.ShapeDtypeStruct`.
+        kwargs: Likewise.
+
+    Raises:
+        PortError: the code cannot be ported exactly.
+        UsageError: the model has no weights, or the program needs the value of an argument of
+            which only the shape is given.
+    """
+    leaves, spec, paths = arguments.take_apart(_as_meta((args, kwargs)))
+    values, metas = _values(leaves, paths)
+    state = ported._values()
+    signature = _signature(ported, method, values, metas, paths, spec)
+    compiled = ported._cache.get(signature)
+    if compiled is None:
+        with compile_times(ported.report):
+            compiled = ported._compile(signature, state, values, metas, spec)
+        signature = _signature(ported, method, values, metas, paths, spec)
+        ported._cache[signature] = compiled
+    picked = {name: state[name] for name in compiled.names}
+    with compile_times(ported.report):
+        return Lowered(ported, signature, compiled.run.lower(picked, unused_key(), values))
+
+
+def _as_meta(value: Any) -> Any:
+    """The same arguments with a meta tensor for each shape."""
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return arguments.meta_argument(leaf, "")
+        return leaf
+
+    # Not jax's own, which sorts dicts: their order is part of the signature.
+    return tree_map(convert, value)
+
+
+def _values(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
+    """Each argument as an array, or as a shape if it is on the meta device; its meta tensor."""
+    values, metas = [], []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
+            values.append(jax.ShapeDtypeStruct(tuple(leaf.shape), backend.jax_dtype(leaf.dtype)))
+            metas.append(leaf)
+        else:
+            (value,), (meta,) = arguments.argument_arrays([leaf], [path])
+            values.append(value)
+            metas.append(meta)
+    return values, metas
+
+
+def _signature(
+    ported: "PortedModel",
+    method: str,
+    values: list[Any],
+    metas: list[Any],
+    paths: list[str],
+    spec: Any,
+) -> Signature:
+    for index in ported._program.plan_for(method, spec).host_args:
+        if isinstance(values[index], jax.ShapeDtypeStruct):
+            raise UsageError(
+                f"the program depends on the value of {paths[index].lstrip('.')}, and only its"
+                " shape is given; pass a tensor with the value"
+            )
+    return ported._signature(method, values, metas, paths, spec)

@@ -1,0 +1,36 @@
+"""`torch.nn.DataParallel` on the one accelerator of a process."""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tpuport.running.accelerator import index_of
+from tpuport.shims._inside import inside
+from tpuport.shims._shim import Replacement, Scope, Shim
+
+
+def _there(value: Any) -> Any:
+    return value.to("cuda") if isinstance(value, torch.Tensor) else value
+
+
+def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    del self
+    for device in device_ids:
+        index_of(device)
+    return (tree_map(_there, tuple(inputs)),), (tree_map(_there, kwargs),)
+
+
+class DataParallel(Shim):
+    """Its inputs go to the accelerator, whole, and its module is called on them: what it does with
+    one GPU. The batch is spread over chips by sharding (`tpuport.sharding`).
+    """
+
+    TARGET = "torch.nn.DataParallel"
+    REASON = "it copies with CUDA's streams, also to one GPU"
+    REFERENCE = "torch.nn.DataParallel with one device: the module itself"
+    SCOPE = Scope.PORTING
+
+    def replacements(self) -> list[Replacement]:
+        target = torch.nn.DataParallel
+        return [Replacement(target, "scatter", inside(target.scatter, _scatter))]

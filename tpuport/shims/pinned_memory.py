@@ -1,0 +1,60 @@
+"""Pinned memory: the host's memory is what it is, and the mark is kept."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from tpuport.model.tensor import TracedTensor
+from tpuport.running.device import is_tagged
+from tpuport.running.settings import active
+from tpuport.shims._inside import inside
+from tpuport.shims._shim import Replacement, Scope, Shim
+
+_PINNED = "_tpuport_pinned"
+
+
+def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    del device
+    return not isinstance(self, TracedTensor) and hasattr(self.untyped_storage(), _PINNED)
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    del device
+    if isinstance(self, TracedTensor) or _is_pinned(self):
+        return self
+    if is_tagged(self):
+        # torch's own words.
+        msg = f"cannot pin '{self.type()}' only dense CPU tensors can be pinned"
+        raise RuntimeError(msg)
+    pinned = self.clone()
+    setattr(pinned.untyped_storage(), _PINNED, True)
+    return pinned
+
+
+class PinnedMemory(Shim):
+    """`pin_memory` is a copy that says it is pinned, as on CUDA. A `DataLoader` with
+    `pin_memory=True` hands out its batches as they are, without a thread that copies them.
+    """
+
+    TARGET = "torch.Tensor.pin_memory"
+    REASON = "there is no CUDA allocator of pinned memory"
+    REFERENCE = "torch.Tensor.clone"
+    SCOPE = Scope.PORTING
+
+    def replacements(self) -> list[Replacement]:
+        tensor, iterator = torch.Tensor, dataloader._BaseDataLoaderIter
+        return [
+            Replacement(tensor, "pin_memory", inside(tensor.pin_memory, _pin_memory)),
+            Replacement(tensor, "is_pinned", inside(tensor.is_pinned, _is_pinned)),
+            Replacement(iterator, "__init__", _unpinned(iterator.__init__)),
+        ]
+
+
+def _unpinned(eager: Any) -> Any:
+    def __init__(self: Any, loader: Any) -> None:
+        eager(self, loader)
+        if active() is not None:
+            self._pin_memory = False
+
+    return __init__

@@ -1,0 +1,33 @@
+"""`torch.profiler` asked for CUDA's activity: it records the host's."""
+
+import functools
+from typing import Any
+
+from torch.autograd import profiler
+
+from tpuport.running.settings import active
+from tpuport.shims._shim import Replacement, Scope, Shim
+
+
+class Profiling(Shim):
+    """Torch's profiler sees no accelerator here, and no kernels of one; programs are seen by jax's
+    (`tpuport run --profile`).
+    """
+
+    TARGET = "torch.profiler.profile"
+    REASON = "it would look for CUDA's events, as torch.cuda says that there is a device"
+    REFERENCE = "torch.profiler.profile(activities=[ProfilerActivity.CPU])"
+    SCOPE = Scope.PORTING
+
+    def replacements(self) -> list[Replacement]:
+        eager = profiler.profile.__init__
+
+        @functools.wraps(eager)
+        def __init__(self: Any, *args: Any, **options: Any) -> None:
+            if active() is not None:
+                options.pop("use_cuda", None)
+                if options.get("use_device") == "cuda":
+                    options["use_device"] = None
+            eager(self, *args, **options)
+
+        return [Replacement(profiler.profile, "__init__", __init__)]
