@@ -154,15 +154,15 @@ def test_ddp_against_gloo(monkeypatch):
 
 @pytest.mark.usefixtures("single")
 def test_wrapped_modules_in_a_program():
-    model = small().eval()
-    inputs = torch.randn(5, 3)
+    model = small().eval().cuda()
+    inputs = torch.randn(5, 3, device="cuda")
     for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel):
         wrapped = wrap(model)
         assert isinstance(wrapped, wrap)
         assert next(iter(wrapped.state_dict())) == "module.0.weight"
         torch.testing.assert_close(wrapped(inputs), model(inputs))
         ported = tpuport.to_torch(tpuport.convert(wrapped)(inputs))
-        torch.testing.assert_close(ported, model(inputs), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ported.cpu(), model(inputs).cpu(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("single")

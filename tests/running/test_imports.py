@@ -366,14 +366,15 @@ def test_a_script_has_the_loader_of_the_hook(pack):
 
 @pytest.mark.usefixtures("pack")
 def test_threads_may_import_at_once():
-    start, seen = threading.Barrier(4), []
+    start, seen = threading.Barrier(3), []
 
     def work(name: str) -> None:
         start.wait()
         seen.append(imported(name))
 
     with hook(["pack", "spaced"]):
-        names = ["pack.model", "pack.model", "spaced.inner", "pack"]
+        # Not "pack" beside "pack.model": Python itself takes that for a deadlock now and then.
+        names = ["pack.model", "pack.model", "spaced.inner"]
         threads = [threading.Thread(target=work, args=(name,)) for name in names]
         for thread in threads:
             thread.start()

@@ -109,6 +109,17 @@ Profile = Annotated[
         help="Write a trace of the run there, for xprof or TensorBoard.",
     ),
 ]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        dir_okay=False,
+        rich_help_panel=_RUN,
+        show_default=False,
+        help="Write what was ported and how well it agrees there: .html, .json or .txt.",
+    ),
+]
 CacheDir = Annotated[
     str | None,
     typer.Option(
@@ -144,6 +155,7 @@ def run(
     no_port: NoPort = False,
     profile: Profile = None,
     cache_dir: CacheDir = None,
+    report: Report = None,
     full_traceback: FullTraceback = False,
 ) -> None:
     """Run a script that was written for CUDA, as it is.
@@ -164,6 +176,7 @@ def run(
             rewrite=not no_rewrite,
             profile=profile,
             cache_dir=cache_dir,
+            report=report,
             full_traceback=full_traceback,
             absent=absent or (),
             eager=eager or (),

@@ -7,7 +7,7 @@ Neither torch nor jax is imported, so a saved report can be read anywhere.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
@@ -172,21 +172,38 @@ class PortReport:
             UsageError: Another suffix.
             OSError: The file cannot be written; what was there before is left alone.
         """
-        path = Path(path)
         writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}
-        if path.suffix.lower() not in writers:
-            raise UsageError(
-                f"Expected a report file ending in .json, .html or .txt, got {str(path)!r}: "
-                f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
-            )
-        text = writers[path.suffix.lower()]()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        return write_report(path, writers)
+
+
+def write_report(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], str]]) -> Path:
+    """Write a report in the format that the suffix of its path names.
+
+    A reader sees the old file or the whole new one, never a part.
+
+    Args:
+        path: Where to.
+        writers: What makes the text of the report, by suffix.
+
+    Raises:
+        UsageError: Another suffix.
+        OSError: The file cannot be written; what was there before is left alone.
+    """
+    path = Path(path)
+    writer = writers.get(path.suffix.lower())
+    if writer is None:
+        raise UsageError(
+            f"Expected a report file ending in .json, .html or .txt, got {str(path)!r}: "
+            f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
+        )
+    text = writer()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
 
 
 _LIST_OF: dict[type, str] = {

@@ -30,7 +30,6 @@ def to_html(report: "PortReport") -> str:
     Names, paths and source lines are shown as text, whatever they contain.
     """
     sections = list(_sections(report))
-    style = files("tpuport.model").joinpath("report.css").read_text(encoding="utf-8")
     links = [
         tag("a", summary, href=f"#{name}")
         for name, _, summary, _ in sections
@@ -39,7 +38,18 @@ def to_html(report: "PortReport") -> str:
     bodies = [tag("section", tag("h2", title), body, id=name) for name, title, _, body in sections]
     main = tag("main", _verdict(report), tag("nav", *links) if links else "", *bodies)
     footer = tag("footer", " · ".join(fmt.versions(report)))
-    return page(fmt.headline(report), main, footer, style=style)
+    return page(fmt.headline(report), main, footer, style=style())
+
+
+def style() -> str:
+    """The style sheet of port reports."""
+    return files("tpuport.model").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def sections_of(report: "PortReport") -> list[Markup]:
+    """The parts of a report, to stand in a page about several."""
+    parts = [tag("section", tag("h3", title), body) for _, title, _, body in _sections(report)]
+    return [_verdict(report), *parts]
 
 
 def _verdict(report: "PortReport") -> Markup:

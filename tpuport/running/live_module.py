@@ -46,6 +46,11 @@ class LiveModel(PortedModel):
             self._verifier = verify.Verifier(self, self._source, rtol)
 
     @property
+    def methods_compiled(self) -> set[str]:
+        """The methods that have become programs."""
+        return {signature.method for signature in self._cache}
+
+    @property
     def _user(self) -> torch.nn.Module:
         module = self._reference()
         assert module is not None, "called by the module itself"
@@ -281,7 +286,12 @@ class LiveModel(PortedModel):
         if not totals[0] or not totals[1]:
             return []
         wanted = [theirs[name] for name in ours]
-        want = torch.autograd.grad(totals[0], wanted, allow_unused=True)
+        try:
+            want = torch.autograd.grad(totals[0], wanted, allow_unused=True)
+        except RuntimeError as error:
+            # Where the script does not ask for a backward pass, eager would not have said so.
+            self.report.notes.append(f"gradients were not compared, eager has none: {error}")
+            return []
         have = torch.autograd.grad(
             totals[1], list(ours.values()), allow_unused=True, retain_graph=True
         )

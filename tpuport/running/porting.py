@@ -1,15 +1,18 @@
 """`tpuport.porting`: the block inside which code written for CUDA imports, builds and runs."""
 
 import contextlib
+import difflib
 import importlib.abc
 import importlib.machinery
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tpuport.errors import UsageError
 from tpuport.running import programs
 from tpuport.running.device import emulated
 from tpuport.running.imports import hook
@@ -17,6 +20,7 @@ from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
 from tpuport.shims._shim import REPLACED, Scope, find_shims
+from tpuport.shims.packages._package import find_packages
 
 
 @contextlib.contextmanager
@@ -43,11 +47,18 @@ def porting(
         rtol: Tolerance of that comparison, relative to the largest element.
         port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
             eager PyTorch on the CPU, and to your own `tpuport.convert`.
-        **options: Settings of single shims, by name.
+        **options: Settings of single shims: `autocast_float16="float16"` (or "bfloat16", which
+            stands for it if left out), `cuda_version="12.4"` (None if left out), and for provided
+            packages such as `flash_attn={"version": "2.6.3"}` and
+            `megatron={"sizes": {"tensor_model_parallel": 2}}`.
 
     Yields:
-        The settings in force.
+        The settings in force, and the report of what happens in the block (`.report`).
+
+    Raises:
+        UsageError: a named package was imported before, or no shim has an option of that name.
     """
+    _check_options(options)
     settings = Settings(
         packages,
         tuple(Path(path).resolve() for path in paths),
@@ -68,8 +79,23 @@ def porting(
         stack.enter_context(ended_afterwards())
         stack.enter_context(_SHIMS.in_force())
         stack.enter_context(emulated())
-        stack.enter_context(hook(settings.packages, settings.paths))
+        modules = stack.enter_context(hook(settings.packages, settings.paths)).modules
+        settings.report.imported = modules
         yield settings
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = {*find_packages()}
+    known.update(name for shim in find_shims(Scope.PORTING) for name in shim.OPTIONS)
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], [*known, *_OWN_NAMES], 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+        msg = f"porting() has no argument {unknown[0]!r}; {hint}"
+        raise UsageError(msg)
+
+
+_OWN_NAMES = tuple(f.name for f in fields(Settings))
 
 
 def _forget(settings: Settings) -> None:

@@ -16,6 +16,7 @@ import torch
 from tpuport.errors import ParityError, PortError
 from tpuport.model.trace import current
 from tpuport.running.live_module import LiveModel
+from tpuport.running.report import Descended
 from tpuport.running.settings import Settings, active
 from tpuport.running.tags import is_tagged
 
@@ -75,6 +76,7 @@ def call(
     if model is None:
         model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
         _PROGRAMS[module] = model
+        settings.report.programs.append(model.report)
     try:
         with _inside():
             return model.call(method, args, kwargs)
@@ -84,7 +86,12 @@ def call(
         if not _has_parts(module):
             raise
         _DESCENDED.setdefault(module, set()).add(method)
-        _say_descended(module, method, error)
+        if not model.methods_compiled:
+            # None of its methods has become a program: the report is of those inside.
+            _PROGRAMS.pop(module, None)
+            reports = settings.report.programs
+            reports[:] = [one for one in reports if one is not model.report]
+        _say_descended(module, method, error, settings)
     return original(module, *args, **kwargs)
 
 
@@ -102,9 +109,12 @@ def _has_parts(module: torch.nn.Module) -> bool:
     return any(_is_on_accelerator(child) for child in module.children())
 
 
-def _say_descended(module: torch.nn.Module, method: str, error: PortError) -> None:
+def _say_descended(
+    module: torch.nn.Module, method: str, error: PortError, settings: Settings
+) -> None:
     name = type(module).__name__
     what = name if method == "forward" else f"{name}.{method}"
+    settings.report.descended.append(Descended(what, str(error)))
     warnings.warn(
         f"{what} is not one program, its submodules are: {error}", PortWarning, stacklevel=4
     )

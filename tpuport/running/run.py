@@ -59,6 +59,7 @@ def run(
     rewrite: bool = True,
     profile: Path | None = None,
     cache_dir: str | None = None,
+    report: Path | None = None,
     full_traceback: bool = False,
     ends_process: bool = True,
     **porting_options: Any,
@@ -77,6 +78,7 @@ def run(
         profile: Where to write a trace of the run for xprof or TensorBoard.
         cache_dir: Where compiled programs are kept, see `tpuport.compile_cache`; jax's own settings
             hold if left out.
+        report: Where to write what was ported, as .html, .json or .txt; also if the program fails.
         full_traceback: Whether tracebacks have the frames of tpuport, too.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.running.exit`.
@@ -93,6 +95,8 @@ def run(
             raise UsageError(f"There is no file {program.name} to run.")
         if os.path.isdir(program.name) and not program.is_container:
             raise UsageError(f"The folder {program.name} has no __main__.py to run.")
+    if report is not None and report.suffix.lower() not in (".html", ".json", ".txt"):
+        raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
     if rewrite:
         paths = (program.folder, *paths)
     elif packages or paths:
@@ -104,9 +108,11 @@ def run(
             from tpuport.running.compile_cache import compile_cache
 
             stack.enter_context(compile_cache(cache_dir))
-        stack.enter_context(porting(*packages, paths=paths, **porting_options))
+        settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
             status = _execute(program, full_traceback)
+        if report is not None:
+            settings.report.save(report)
         if ends_process:
             finish(status)
         return status

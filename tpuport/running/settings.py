@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tpuport.running.report import RunReport
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,6 +22,7 @@ class Settings:
         rtol: Tolerance of that comparison; None for the default of the dtype.
         port_modules: Calls of modules on the accelerator become programs.
         options: What single shims are configured with, by the shim's name.
+        report: What happens in the block.
     """
 
     packages: tuple[str, ...] = ()
@@ -31,6 +34,7 @@ class Settings:
     rtol: float | None = None
     port_modules: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
 
 
 # Contexts of this thread, and all of the process: a thread that user code starts inside a block has

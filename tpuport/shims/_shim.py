@@ -50,6 +50,8 @@ class Shim:
     REFERENCE: ClassVar[str] = ""
     MODULE: ClassVar[str] = "torch"
     SCOPE: ClassVar[Scope] = Scope.TRACE
+    # Options of `porting()` that configure it.
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
 
     def replacements(self) -> list[Replacement]:
         """What to replace; called when the shim is put in force."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
-from tpuport.running.cuda_autocast import KERNELS, low_dtype, switch
+from tpuport.running.cuda_autocast import KERNELS, OPTION, low_dtype, switch
 from tpuport.running.settings import active
 from tpuport.shims._shim import Replacement, Scope, Shim
 
@@ -33,6 +33,7 @@ class Autocast(Shim):
 
     TARGET = "torch.autocast"
     REASON = "torch casts only tensors that are on a GPU"
+    OPTIONS = (OPTION,)
     REFERENCE = "CUDA Op-Specific Behavior in torch's documentation of torch.amp"
     SCOPE = Scope.PORTING
 

@@ -67,6 +67,7 @@ class CudaDevice(Shim):
     REASON = "torch without CUDA says that there is no device, or raises"
     REFERENCE = "torch.cuda with one GPU of compute capability 8.0; sizes and name are jax's"
     SCOPE = Scope.PORTING
+    OPTIONS = ("cuda_version",)
 
     def replacements(self) -> list[Replacement]:
         cuda = torch.cuda

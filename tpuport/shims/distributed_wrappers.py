@@ -32,9 +32,9 @@ def _alone(original: Any, attributes: dict[str, Any]) -> Any:
     return type(original.__name__, bases, {**names, **attributes})
 
 
-class DataParallelism(Shim):
-    """`DistributedDataParallel` and `DataParallel` hold the module and call it; the keys of the
-    state dict begin with "module." as always.
+class DistributedDataParallelism(Shim):
+    """`DistributedDataParallel` holds the module and calls it; the keys of the state dict begin
+    with "module." as always.
     """
 
     TARGET = "torch.nn.parallel.DistributedDataParallel"
@@ -44,15 +44,10 @@ class DataParallelism(Shim):
     SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
-        found = []
-        for file, name, attributes in (
-            ("distributed", "DistributedDataParallel", _distributed_attributes),
-            ("data_parallel", "DataParallel", _attributes),
-        ):
-            home = importlib.import_module(f"torch.nn.parallel.{file}")
-            ours = _alone(vars(home)[name], attributes(vars(home)[name]))
-            found += _everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
-        return found
+        name = "DistributedDataParallel"
+        home = importlib.import_module("torch.nn.parallel.distributed")
+        ours = _alone(vars(home)[name], _distributed_attributes(vars(home)[name]))
+        return _everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
 
 
 def _attributes(original: Any) -> dict[str, Any]:
