@@ -165,4 +165,4 @@ class Through(torch.autograd.Function):
 def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """Fixed random weights for one output: comparing one gradient of them all is enough."""
     draw = np.random.default_rng(index).standard_normal(tuple(tensor.shape))
-    return torch.from_numpy(draw / max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
+    return torch.as_tensor(draw / max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
