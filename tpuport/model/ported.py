@@ -84,7 +84,8 @@ class PortedModel(PortedState):
 
     @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._verifier is not None and method not in self._verifier.done:
+        verifier = self._verifier
+        if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
             return self._verified_call(method, args, kwargs)
         return self._run(method, args, kwargs, None)[0]
 
@@ -146,7 +147,7 @@ class PortedModel(PortedState):
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
         self._refuse_meta(self._values())
-        verifier = self._verifier
+        verifier, path = self._verifier, self._path_of(method, args, kwargs)
         key = fresh_key()
         given = arguments.copies((args, kwargs))
         expected, module, after = verifier.reference(method, args, kwargs, key)
@@ -158,7 +159,7 @@ class PortedModel(PortedState):
                 records += verify.state_parity(verifier, module, before)
         self.report.add(*records)
         self.report.verified = all(r.ok for r in records)
-        verifier.done.add(method)
+        verifier.done.add(path)
         if not self.report.verified:
             verify.fail(verifier, method, given[0], given[1], key, before)
         return out

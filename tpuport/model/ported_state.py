@@ -1,5 +1,6 @@
 """What a ported model holds between calls: params, buffers and the Python state of its module."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -38,6 +39,7 @@ class PortedState:
             self._load_state(master)
         self._program = Program(None if is_module else target, master)
         self._state_version = 0
+        self._versions = itertools.count(1)
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
         self._outside_changes = 0
@@ -85,12 +87,21 @@ class PortedState:
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as `nn.Module.train` (the next call may trace again)."""
         self.module.train(mode)
-        self._state_version += 1
+        self._new_version()
         return self
 
     def eval(self) -> Self:
         """Set evaluation mode, as `nn.Module.eval`."""
         return self.train(False)
+
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call takes through the code: its first call is compared with eager PyTorch."""
+        del args, kwargs
+        return method
+
+    def _new_version(self) -> None:
+        """The state is another one than any before: no program compiled so far fits it."""
+        self._state_version = next(self._versions)
 
     def _values(self) -> dict[str, Any]:
         return {**self.buffers, **self.params}
@@ -201,14 +212,14 @@ class PortedState:
         for name, value in new_state.items():
             target = self.params if name in self.params else self.buffers
             if name not in target:
-                self._state_version += 1
+                self._new_version()
             target[name] = value
         changes = compiled.outcome.python_changes
         if changes:
             self._apply_python_state(compiled, changes)
 
     def _apply_python_state(self, compiled: Compiled, changes: Any) -> None:
-        self._state_version += 1
+        self._new_version()
         master = self.module
         for name in changes.names:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
 from tpuport.model.dispatch import dispatch
+from tpuport.model.precision_seen import RTOL, Precision, tolerance
 from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
@@ -24,13 +25,8 @@ from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
 from tpuport.model.values import map_tensors
 from tpuport.running.tags import tag
-
-_RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-
-
-def tolerance(dtype: torch.dtype, rtol: float | None = None) -> float:
-    """The accepted relative error for values of a dtype."""
-    return rtol if rtol is not None else _RTOL.get(dtype, 1e-4)
+from tpuport.shims._reference import Uncheckpointed
+from tpuport.shims._shim import installed
 
 
 class SameNumbers(TorchDispatchMode):
@@ -90,29 +86,6 @@ class SameNumbers(TorchDispatchMode):
         )
 
 
-class Precision(TorchDispatchMode):
-    """Notes the floating types that eager torch computes in: `dtypes`.
-
-    Float32 results that were computed in bfloat16 on the way have the precision of that.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype in _RTOL:
-            self.dtypes.add(result.dtype)
-        return result
-
-
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
     """A copy of a module to run eagerly.
 
@@ -138,7 +111,7 @@ class Verifier:
         self, ported: Any, target: torch.nn.Module | Callable[..., Any], rtol: float | None
     ) -> None:
         self.ported, self.target, self.rtol = ported, target, rtol
-        self.done: set[str] = set()
+        self.done: set[Any] = set()
         self._coarsest = 0.0
 
     def reference(
@@ -164,17 +137,18 @@ class Verifier:
                     module = eager_copy(self.ported.to_torch(), trainable=trainable)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
-                _put_on_accelerator(module, (own_args, own_kwargs))
+                _put_on_accelerator(module, self.target, (own_args, own_kwargs))
                 state = torch.get_rng_state()
                 seen = Precision()
                 with (
                     eager_compiled(),
+                    installed((Uncheckpointed,)),
                     mode,
                     seen,
                     torch.set_grad_enabled(trainable),
                 ):
                     out = function(*own_args, **own_kwargs)
-                self._coarsest = max((_RTOL[dtype] for dtype in seen.dtypes), default=0.0)
+                self._coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)
                 drew = not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
                 if not drew:
@@ -188,7 +162,7 @@ class Verifier:
             return accepted
         accepted = max(accepted, self._coarsest)
         # A backward pass rounds at each step what was rounded at each step before it.
-        lower = accepted > _RTOL[torch.float32] and kind == "gradient"
+        lower = accepted > RTOL[torch.float32] and kind == "gradient"
         return 3 * accepted if lower else accepted
 
     def compare(
@@ -227,12 +201,15 @@ class Verifier:
         return records
 
 
-def _put_on_accelerator(module: torch.nn.Module | None, given: Any) -> None:
+def _put_on_accelerator(module: torch.nn.Module | None, target: Any, given: Any) -> None:
     """Where code sees traced tensors on an accelerator, eager's are there too."""
     if seen_device() is None:
         return
     leaves = structure.flatten(given)[0]
-    leaves += [] if module is None else state_tree(module).leaves.values()
+    if module is not None:
+        # What the copy shares with the user's module (torch's distributions) stays where it is.
+        own = {id(leaf) for leaf in state_tree(target).leaves.values()}
+        leaves += [leaf for leaf in state_tree(module).leaves.values() if id(leaf) not in own]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tag(leaf)

@@ -41,6 +41,8 @@ class LiveModel(PortedModel):
         self._python_changes: list[Any] = []
         self._tree = state_tree(module)
         self._frame = _frame_of(self._tree, module)
+        # States that only switches lead to and from, which come back, and their versions.
+        self._known_frames: list[tuple[Any, int]] = []
         self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = verify.Verifier(self, self._source, rtol)
@@ -99,14 +101,33 @@ class LiveModel(PortedModel):
         if again:
             tree = state_tree(self._user, self._program.numbers)
         if not again or _frame_of(tree, self._user) != self._frame:
-            self._state_changes.update(dict.fromkeys(_differences(self._tree, tree), 1))
+            self._state_changes.update(dict.fromkeys(_named(_differences(self._tree, tree)), 1))
         self._program.master = clone_module(self._user, lambda t: t)[0]
-        self._state_version += 1
+        frame = _frame_of(tree, self._user)
+        if _are_switches(self._tree, tree) and frame[1:3] == self._frame[1:3]:
+            self._switch(frame)
+        else:
+            self._new_version()
         trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
         values = {n: v for n, v in self._values().items() if n in tree.leaves}
         self.params = {n: v for n, v in values.items() if n in trainable}
         self.buffers = {n: v for n, v in values.items() if n not in trainable}
         return tree
+
+    def _new_version(self) -> None:
+        super()._new_version()
+        self._known_frames.clear()
+
+    def _switch(self, frame: Any) -> None:
+        """Training mode, say, after evaluation: the programs of a state that has been fit again."""
+        if not self._known_frames:
+            self._known_frames.append((self._frame, self._state_version))
+        for known, version in self._known_frames:
+            if known == frame:
+                self._state_version = version
+                return
+        self._state_version = next(self._versions)
+        self._known_frames.append((frame, self._state_version))
 
     def _take_leaf(self, name: str, leaf: Any, registered: bool) -> None:
         if not isinstance(leaf, torch.Tensor):
@@ -125,7 +146,7 @@ class LiveModel(PortedModel):
             return  # a plain attribute is a host constant until something changes it
         trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
         if not known:
-            self._state_version += 1
+            self._new_version()
         (self.params if trainable else self.buffers)[name] = backend.to_jax(leaf)
 
     # -- what a call changed -----------------------------------------------------------------------
@@ -200,6 +221,11 @@ class LiveModel(PortedModel):
                 else:
                     old.pop(attribute, None)
 
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Other sizes take the same path; evaluation and training, or another option, do not.
+        spec = arguments.take_apart((args, kwargs))[1]
+        return method, spec.key, self._state_version, torch.is_grad_enabled()
+
     # -- running -----------------------------------------------------------------------------------
 
     def _result(self, value: Any, meta: Any) -> Any:
@@ -260,6 +286,7 @@ class LiveModel(PortedModel):
         if not tensors:
             return super()._verified_call(method, args, kwargs)
         verifier, key = self._verifier, fresh_key()
+        path = self._path_of(method, args, kwargs)
         given = arguments.copies((args, kwargs))
         expected, module, after = verifier.reference(method, args, kwargs, key, trainable=True)
         out, before = self._run(method, args, kwargs, key)
@@ -270,7 +297,7 @@ class LiveModel(PortedModel):
             records += self._gradient_parity(expected, out, module)
         self.report.add(*records)
         self.report.verified = all(r.ok for r in records)
-        verifier.done.add(method)
+        verifier.done.add(path)
         if not self.report.verified:
             verify.fail(verifier, method, given[0], given[1], key, before)
         return out
@@ -333,6 +360,22 @@ def _differences(before: StateTree, after: StateTree) -> Iterator[str]:
     for name in dict.fromkeys([*before.statics, *after.statics]):
         if before.statics.get(name, ...) != after.statics.get(name, ...):
             yield name
+
+
+def _named(changed: Iterator[str]) -> list[str]:
+    """Names as a report says them: a mode that all modules share is one."""
+    names = list(changed)
+    rest = [name for name in names if name.rpartition(".")[2] != "training"]
+    return rest if len(rest) == len(names) else ["training mode", *rest]
+
+
+def _are_switches(before: StateTree, after: StateTree) -> bool:
+    """Whether all that changed are attributes that are true or false, and what is trained."""
+    return all(
+        isinstance(tree.values.get(name), bool)
+        for name in _differences(before, after)
+        for tree in (before, after)
+    )
 
 
 def _changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
