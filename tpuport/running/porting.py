@@ -16,6 +16,7 @@ from tpuport.errors import UsageError
 from tpuport.running import programs
 from tpuport.running.device import emulated
 from tpuport.running.imports import hook
+from tpuport.running.in_force import InForce
 from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
@@ -108,29 +109,13 @@ def _forget(settings: Settings) -> None:
         programs.forget()
 
 
-class _Shims:
+class _Shims(InForce):
     """The shims of `PORTING` scope: in force once a process, for as long as any context is."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._contexts = 0
+        super().__init__()
         self._token = object()
         self._finder = _LateModules(self._shim_late)
-
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Install the shims with the first context, take them back with the last."""
-        with self._lock:
-            self._contexts += 1
-            if self._contexts == 1:
-                self._install()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contexts -= 1
-                if self._contexts == 0:
-                    self._uninstall()
 
     def _install(self) -> None:
         shims = find_shims(Scope.PORTING)
@@ -142,7 +127,6 @@ class _Shims:
                     self._finder.wanted.add(shim.MODULE)
         except BaseException:
             self._uninstall()
-            self._contexts -= 1
             raise
         sys.meta_path.insert(0, self._finder)
 
