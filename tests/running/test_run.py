@@ -308,7 +308,8 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
 
     monkeypatch.setattr("tpuport.running.run.run", run)
     options = "--package a --package b --path c --absent d --eager E --program F.g --no-verify"
-    more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d --report r.html -m name --package x -m -- y"
+    more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d -m name --package x -m -- y"
+    options += " --report r.html"
     result = CliRunner().invoke(cli.app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
