@@ -38,6 +38,9 @@ def porting(
 ) -> Iterator[Settings]:
     """Make code written for CUDA import, build and run unedited inside the block.
 
+    Blocks may be nested and may run in several threads. An inner block has what its outer one says
+    of absent packages, classes, methods and options, too.
+
     Args:
         *packages: Import names (`"navsim"`) whose modules are rewritten as they are imported.
         paths: Folders below which every module is.
@@ -60,16 +63,17 @@ def porting(
         UsageError: a named package was imported before, or no shim has an option of that name.
     """
     _check_options(options)
+    outer = _ACTIVE.get() or Settings()
     settings = Settings(
         packages,
         tuple(Path(path).resolve() for path in paths),
-        tuple(absent),
-        tuple(eager),
-        tuple(methods),
+        (*outer.absent, *absent),
+        (*outer.eager, *eager),
+        (*outer.methods, *methods),
         verify,
         rtol,
         port_modules,
-        options,
+        {**outer.options, **options},
     )
     with contextlib.ExitStack() as stack:
         token = _ACTIVE.set(settings)
