@@ -263,3 +263,12 @@ def test_samplers_and_elastic_launchers():
 
     assert list(DistributedSampler(range(4), shuffle=False)) == [0, 1, 2, 3]
     assert record(lambda: 3)() == 3
+
+
+@pytest.mark.usefixtures("single")
+def test_a_collective_of_a_group_object_is_refused():
+    group = dist.group.WORLD
+    with pytest.raises(PortError, match=r"allreduce\(\) is called on the process group itself"):
+        group.allreduce([torch.ones(2)]).wait()
+    with pytest.raises(PortError, match="_allgather_base"):
+        group._allgather_base(torch.zeros(2), torch.ones(2))

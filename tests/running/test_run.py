@@ -309,6 +309,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
     monkeypatch.setattr("tpuport.running.run.run", run)
     options = "--package a --package b --path c --absent d --eager E --program F.g --no-verify"
     more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d -m name --package x -m -- y"
+    options += " --report r.html"
     result = CliRunner().invoke(cli.app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
@@ -318,6 +319,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         "rewrite": True,
         "profile": tmp_path,
         "cache_dir": "d",
+        "report": Path("r.html"),
         "full_traceback": False,
         "absent": ["d"],
         "eager": ["E"],
@@ -364,3 +366,16 @@ def test_a_stuck_thread_does_not_keep_the_command_alive(tmp_path):
     assert (done.returncode, done.stdout) == (3, "['--help', '--', 'x']\nat exit\n")
     assert "left thread 'writer' at" in done.stderr
     assert "script.py:6 in wait" in done.stderr
+
+
+def test_the_report_is_written_also_if_the_script_fails(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import torch\nnet = torch.nn.Linear(2, 2).cuda()\n"
+        "net(torch.ones(1, 2, device='cuda'))\nraise SystemExit(4)\n"
+    )
+    report = tmp_path / "run.txt"
+    assert run_program(Program(str(script)), report=report, ends_process=False) == 4
+    assert report.read_text().startswith("1 program\n  Linear: agrees")
+    with pytest.raises(UsageError, match=r"\.json, \.html or \.txt"):
+        run_program(Program(str(script)), report=tmp_path / "run.pdf", ends_process=False)

@@ -79,24 +79,29 @@ def test_a_thread_works_in_the_context_that_it_was_started_in():
         thread.start()
         thread.join()
         assert seen == [active()]
-        with tpuport.porting(absent=("b",)):
-            assert active().absent == ("b",)
+        with tpuport.porting(absent=("b",), cuda_version="12.4"):
+            assert active().absent == ("a", "b")
+            assert active().options == {"cuda_version": "12.4"}
         assert active().absent == ("a",)
+        assert active().options == {}
 
 
 def test_parallel_contexts_leave_in_any_order():
     held = everything_replaced()
     entered, leave, seen = threading.Barrier(2), threading.Event(), []
+    begin = threading.Event()
 
     def other() -> None:
+        begin.wait()
         with tpuport.porting(absent=("b",)):
             entered.wait()
             leave.wait()
             seen.append(active().absent)
 
     thread = threading.Thread(target=other)
+    thread.start()
     with tpuport.porting(absent=("a",)):
-        thread.start()
+        begin.set()
         entered.wait()
         assert active().absent == ("a",)
     leave.set()

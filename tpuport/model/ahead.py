@@ -7,9 +7,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tpuport.errors import UsageError
-from tpuport.model import arguments, backend
+from tpuport.model import arguments, backend, structure
 from tpuport.model.compiled import Signature, compile_times
 from tpuport.model.random_keys import unused_key
+from tpuport.model.request import Outcome, Request
 
 if TYPE_CHECKING:
     from tpuport.model.ported import PortedModel
@@ -58,6 +59,37 @@ def lower(
     picked = {name: state[name] for name in compiled.names}
     with compile_times(ported.report):
         return Lowered(ported, signature, compiled.run.lower(picked, unused_key(), values))
+
+
+def shapes_of(
+    ported: "PortedModel", method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The output's structure with a `jax.ShapeDtypeStruct` at each leaf, from a trace alone.
+
+    Args:
+        ported: The model; its weights may be shapes.
+        method: Which method.
+        args: Tensors, arrays, or only their shapes.
+        kwargs: Likewise.
+
+    Raises:
+        PortError: the code cannot be ported exactly.
+    """
+    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    metas = [arguments.meta_argument(*pair) for pair in zip(leaves, paths, strict=True)]
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(meta.shape), backend.jax_dtype(meta.dtype)) for meta in metas
+    ]
+    held: dict[str, Outcome] = {}
+
+    def pure(state: Any, key: Any, values: Any) -> Any:
+        request = Request(method, state, key, values, metas, spec, checks=False)
+        held["outcome"] = ported._program.trace(request)
+        return held["outcome"].out_leaves
+
+    out = jax.eval_shape(pure, ported._values(), unused_key(), shapes)
+    leaves = arguments.static_leaves(out, held["outcome"].out_metas)
+    return structure.rebuild(held["outcome"].out_spec, leaves)
 
 
 def _as_meta(value: Any) -> Any:

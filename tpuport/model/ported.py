@@ -150,19 +150,31 @@ class PortedModel(PortedState):
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
         key = fresh_key()
         given = arguments.copies((args, kwargs))
-        expected, module, after = verifier.reference(method, args, kwargs, key)
+        trainable = self._differentiates(args, kwargs)
+        expected, module, after = verifier.reference(method, args, kwargs, key, trainable=trainable)
         out, before = self._run(method, args, kwargs, key)
         with self.report.timed("verify"):
             records = verifier.compare("output", "output", expected, out)
             records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
             if module is not None:
                 records += verify.state_parity(verifier, module, before)
+            if trainable:
+                records += self._gradient_parity(expected, out, module)
         self.report.add(*records)
         self.report.verified = all(r.ok for r in records)
         verifier.done.add(path)
         if not self.report.verified:
             verify.fail(verifier, method, given[0], given[1], key, before)
         return out
+
+    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether torch's autograd goes through a call."""
+        del args, kwargs
+        return False
+
+    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
+        """Compare what autograd gives through eager's results and through the port's."""
+        raise NotImplementedError
 
     def verify(
         self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
@@ -360,22 +372,7 @@ class PortedModel(PortedState):
 
         The output's structure with a `jax.ShapeDtypeStruct` at each leaf (meta models too).
         """
-        leaves, spec, paths = arguments.take_apart((args, kwargs))
-        shapes, metas = [], []
-        for leaf, path in zip(leaves, paths, strict=True):
-            meta = arguments.meta_argument(leaf, path)
-            metas.append(meta)
-            shapes.append(jax.ShapeDtypeStruct(tuple(meta.shape), backend.jax_dtype(meta.dtype)))
-        held: dict[str, Outcome] = {}
-
-        def pure(state: Any, key: Any, values: Any) -> Any:
-            request = Request(method, state, key, values, metas, spec, checks=False)
-            held["outcome"] = self._program.trace(request)
-            return held["outcome"].out_leaves
-
-        out = jax.eval_shape(pure, self._values(), unused_key(), shapes)
-        leaves = arguments.static_leaves(out, held["outcome"].out_metas)
-        return structure.rebuild(held["outcome"].out_spec, leaves)
+        return ahead.shapes_of(self, method, args, kwargs)
 
     def _note_retrace(self, signature: Signature, outside: str | None = None) -> None:
         earlier = [s for s in self._cache if s.method == signature.method]

@@ -12,7 +12,6 @@ from tpuport.model import arguments, backend, numbers, structure, verify
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
 from tpuport.model.ported import PortedModel
-from tpuport.model.random_keys import fresh_key
 from tpuport.model.state import Cloner, StateTree, clone_module, state_tree
 from tpuport.running import gradients
 from tpuport.running.tags import is_tagged, mark_of, tag
@@ -280,27 +279,8 @@ class LiveModel(PortedModel):
         tensors = [*named.values(), *(leaves[i] for i in indices)]
         return (tuple(named), tuple(indices)), tensors
 
-    def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call: values, changed state, and gradients where they are wanted."""
-        _, tensors = self._differentiated(args, kwargs)
-        if not tensors:
-            return super()._verified_call(method, args, kwargs)
-        verifier, key = self._verifier, fresh_key()
-        path = self._path_of(method, args, kwargs)
-        given = arguments.copies((args, kwargs))
-        expected, module, after = verifier.reference(method, args, kwargs, key, trainable=True)
-        out, before = self._run(method, args, kwargs, key)
-        with self.report.timed("verify"):
-            records = verifier.compare("output", "output", expected, out)
-            records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
-            records += verify.state_parity(verifier, module, before)
-            records += self._gradient_parity(expected, out, module)
-        self.report.add(*records)
-        self.report.verified = all(r.ok for r in records)
-        verifier.done.add(path)
-        if not self.report.verified:
-            verify.fail(verifier, method, given[0], given[1], key, before)
-        return out
+    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(self._differentiated(args, kwargs)[1])
 
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
         """Compare the gradients of a random projection of the outputs, parameter by parameter."""

@@ -16,6 +16,7 @@ from tpuport.errors import UsageError
 from tpuport.running import programs
 from tpuport.running.device import emulated
 from tpuport.running.imports import hook
+from tpuport.running.in_force import InForce
 from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
@@ -36,6 +37,9 @@ def porting(
     **options: Any,
 ) -> Iterator[Settings]:
     """Make code written for CUDA import, build and run unedited inside the block.
+
+    Blocks may be nested and may run in several threads. An inner block has what its outer one says
+    of absent packages, classes, methods and options, too.
 
     Args:
         *packages: Import names (`"navsim"`) whose modules are rewritten as they are imported.
@@ -59,16 +63,17 @@ def porting(
         UsageError: a named package was imported before, or no shim has an option of that name.
     """
     _check_options(options)
+    outer = _ACTIVE.get() or Settings()
     settings = Settings(
         packages,
         tuple(Path(path).resolve() for path in paths),
-        tuple(absent),
-        tuple(eager),
-        tuple(methods),
+        (*outer.absent, *absent),
+        (*outer.eager, *eager),
+        (*outer.methods, *methods),
         verify,
         rtol,
         port_modules,
-        options,
+        {**outer.options, **options},
     )
     with contextlib.ExitStack() as stack:
         token = _ACTIVE.set(settings)
@@ -108,29 +113,13 @@ def _forget(settings: Settings) -> None:
         programs.forget()
 
 
-class _Shims:
+class _Shims(InForce):
     """The shims of `PORTING` scope: in force once a process, for as long as any context is."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._contexts = 0
+        super().__init__()
         self._token = object()
         self._finder = _LateModules(self._shim_late)
-
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Install the shims with the first context, take them back with the last."""
-        with self._lock:
-            self._contexts += 1
-            if self._contexts == 1:
-                self._install()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contexts -= 1
-                if self._contexts == 0:
-                    self._uninstall()
 
     def _install(self) -> None:
         shims = find_shims(Scope.PORTING)
@@ -142,7 +131,6 @@ class _Shims:
                     self._finder.wanted.add(shim.MODULE)
         except BaseException:
             self._uninstall()
-            self._contexts -= 1
             raise
         sys.meta_path.insert(0, self._finder)
 

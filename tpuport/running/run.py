@@ -90,13 +90,7 @@ def run(
     Raises:
         UsageError: there is no such program, or an option is wrong.
     """
-    if not program.is_module:
-        if not os.path.exists(program.name):
-            raise UsageError(f"There is no file {program.name} to run.")
-        if os.path.isdir(program.name) and not program.is_container:
-            raise UsageError(f"The folder {program.name} has no __main__.py to run.")
-    if report is not None and report.suffix.lower() not in (".html", ".json", ".txt"):
-        raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
+    _check(program, report)
     if rewrite:
         paths = (program.folder, *paths)
     elif packages or paths:
@@ -116,6 +110,16 @@ def run(
         if ends_process:
             finish(status)
         return status
+
+
+def _check(program: Program, report: Path | None) -> None:
+    if not program.is_module:
+        if not os.path.exists(program.name):
+            raise UsageError(f"There is no file {program.name} to run.")
+        if os.path.isdir(program.name) and not program.is_container:
+            raise UsageError(f"The folder {program.name} has no __main__.py to run.")
+    if report is not None and report.suffix.lower() not in (".html", ".json", ".txt"):
+        raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
 
 
 def _execute(program: Program, full_traceback: bool) -> int:

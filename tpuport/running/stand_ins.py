@@ -8,14 +8,12 @@ A package that is installed is never replaced by a stand-in.
 """
 
 import builtins
-import contextlib
 import importlib.abc
 import importlib.metadata
 import importlib.util
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +21,7 @@ from typing import Any
 
 from tpuport.diagnosis.frames import is_inside
 from tpuport.running.absent import StandInModule, is_cuda_only
+from tpuport.running.in_force import InForce
 from tpuport.running.probing import copes, importing_frame
 from tpuport.running.settings import active
 from tpuport.shims._shim import REPLACED, Replacement
@@ -163,32 +162,16 @@ def _not_found(name: str) -> ModuleNotFoundError:
     return error
 
 
-class StandIns:
-    """In force once a process, for as long as any context is."""
+class StandIns(InForce):
+    """In force, nothing of what it serves is in `sys.modules` afterwards."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._contexts = 0
+        super().__init__()
         self._guarding = False
         self._token = object()
         self._made: dict[str, ModuleType] = {}
         self._hidden: dict[str, ModuleType] = {}
         self._finders = (_Provided(self._made), _Absent(self._made, self._guard_imports))
-
-    @contextlib.contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Serve absent packages in the block; afterwards nothing of them is in `sys.modules`."""
-        with self._lock:
-            self._contexts += 1
-            if self._contexts == 1:
-                self._install()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contexts -= 1
-                if self._contexts == 0:
-                    self._uninstall()
 
     def _install(self) -> None:
         for name in list(sys.modules):
