@@ -15,6 +15,7 @@ from tpuport.model.ported import PortedModel
 from tpuport.model.random_keys import fresh_key
 from tpuport.model.state import Cloner, StateTree, clone_module, state_tree
 from tpuport.running import gradients
+from tpuport.running.outside import Outside
 from tpuport.running.tags import is_tagged, mark_of, tag
 
 
@@ -39,7 +40,9 @@ class LiveModel(PortedModel):
         self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
-        self._tree = state_tree(module)
+        self._outside = Outside(module)
+        self._outside_values = self._outside.values(module)
+        self._tree = self._taken_apart(module)
         self._frame = _frame_of(self._tree, module)
         self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
@@ -67,11 +70,32 @@ class LiveModel(PortedModel):
 
     # -- what the user's module holds --------------------------------------------------------------
 
+    def _taken_apart(self, module: torch.nn.Module) -> StateTree:
+        """The state of the user's module, without attributes that its code does not read."""
+        tree = state_tree(module, self._program.numbers)
+        unread = [
+            name
+            for name, (_, attribute) in tree.owners.items()
+            if name not in tree.registered and name in tree.statics
+            if not self._outside.reads(attribute) and attribute != "training"
+        ]
+        for name in unread:
+            del tree.statics[name]
+        starts = tuple(name + end for name in unread for end in ("[", "."))
+        for name in [n for n in tree.leaves if n in unread or (starts and n.startswith(starts))]:
+            del tree.leaves[name]
+        return tree
+
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
-        tree = state_tree(self._user, self._program.numbers)
+        tree = self._taken_apart(self._user)
         frame = _frame_of(tree, self._user)
-        if frame != self._frame:
+        outside = self._outside.values(self._user)
+        if frame != self._frame or outside != self._outside_values:
+            self._state_changes.update(dict.fromkeys(_changes(self._outside_values, outside), 1))
+            self._outside = Outside(self._user)
+            self._outside_values = self._outside.values(self._user)
+            tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
             frame = _frame_of(tree, self._user)
         for name, leaf in tree.leaves.items():
@@ -92,7 +116,7 @@ class LiveModel(PortedModel):
             self._promote_number(name, tree.values[name])
             self._state_changes[name] = self._state_changes.get(name, 0) + 1
         if again:
-            tree = state_tree(self._user, self._program.numbers)
+            tree = self._taken_apart(self._user)
         if not again or _frame_of(tree, self._user) != self._frame:
             self._state_changes.update(dict.fromkeys(_differences(self._tree, tree), 1))
         self._program.master = clone_module(self._user, lambda t: t)[0]
@@ -111,17 +135,22 @@ class LiveModel(PortedModel):
         if registered and not is_tagged(leaf):
             tag(leaf)
         key = _key_of(leaf)
+        # A plain attribute can have a gradient, too: what another module gave, set by a script.
+        holder, other = self.buffers, self.params
+        if leaf.requires_grad:
+            holder, other = other, holder
         known = name in self.params or name in self.buffers
-        if self._keys.get(name) == key and (known or not registered):
+        settled = known or not (registered or leaf.requires_grad)
+        if self._keys.get(name) == key and settled and name not in other:
             return
         first = name not in self._keys
         self._keys[name] = key
-        if not registered and not known and first:
+        if first and settled and not known:
             return  # a plain attribute is a host constant until something changes it
-        trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
         if not known:
             self._state_version += 1
-        (self.params if trainable else self.buffers)[name] = backend.to_jax(leaf)
+        other.pop(name, None)
+        holder[name] = backend.to_jax(leaf)
 
     # -- what a call changed -----------------------------------------------------------------------
 
@@ -134,7 +163,8 @@ class LiveModel(PortedModel):
         for changes in self._python_changes:
             self._give_python_state(changes)
         if self._python_changes:
-            self._tree = state_tree(self._user, self._program.numbers)
+            self._tree = self._taken_apart(self._user)
+            self._outside_values = self._outside.values(self._user)
         for name, value in self._values().items():
             leaf = self._tree.leaves.get(name)
             if before.get(name) is value or leaf is None:
@@ -280,6 +310,7 @@ class LiveModel(PortedModel):
             totals.append([(t * gradients.projection(t, i)).sum() for i, t in enumerate(leaves)])
         if not totals[0] or not totals[1]:
             return []
+        ours = {name: tensor for name, tensor in ours.items() if name in theirs}
         wanted = [theirs[name] for name in ours]
         want = torch.autograd.grad(totals[0], wanted, allow_unused=True)
         have = torch.autograd.grad(
@@ -320,8 +351,12 @@ def _frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
 
 def _differences(before: StateTree, after: StateTree) -> Iterator[str]:
     """Names of the Python state that is not what it was."""
-    for name in dict.fromkeys([*before.statics, *after.statics]):
-        if before.statics.get(name, ...) != after.statics.get(name, ...):
+    yield from _changes(before.statics, after.statics)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name, ...) != after.get(name, ...):
             yield name
 
 

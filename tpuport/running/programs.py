@@ -27,6 +27,8 @@ class PortWarning(UserWarning):
 # On whose behalf the methods of classes are replaced.
 METHODS = object()
 _LOCAL = threading.local()
+# A trace swaps functions for the whole process, and a program has one state.
+_ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
 # Modules and methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -48,6 +50,8 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
     settings = active()
     if settings is None or not settings.port_modules or getattr(_LOCAL, "inside", False):
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # torch.func's transformations take apart what is called inside them
     if current() is not None or method in _DESCENDED.get(module, ()):
         return False
     names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
@@ -71,12 +75,12 @@ def call(
     """
     settings = active()
     assert settings is not None
-    model = _PROGRAMS.get(module)
-    if model is None:
-        model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
-        _PROGRAMS[module] = model
     try:
-        with _inside():
+        with _ONE_AT_A_TIME, _inside():
+            model = _PROGRAMS.get(module)
+            if model is None:
+                model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
+                _PROGRAMS[module] = model
             return model.call(method, args, kwargs)
     except ParityError:
         raise
