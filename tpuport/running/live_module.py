@@ -46,7 +46,7 @@ class LiveModel(PortedModel):
         self._frame = _frame_of(self._tree, module)
         self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
-            self._verifier = verify.Verifier(self, self._source, rtol)
+            self._verifier = _Verifier(self, self._source, rtol)
 
     @property
     def _user(self) -> torch.nn.Module:
@@ -61,6 +61,7 @@ class LiveModel(PortedModel):
             PortError: the code cannot be ported exactly, or its result differs from eager's.
         """
         check_signature(self._user, method, args, kwargs)
+        _refuse_backward_hooks(self._user)
         self._take_in()
         before = self._values()
         self._python_changes.clear()
@@ -249,6 +250,14 @@ class LiveModel(PortedModel):
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
+    def _compile(self, *args: Any) -> Any:
+        with self.alone():
+            return super()._compile(*args)
+
+    def alone(self) -> Any:
+        """For running the user's code, which may not change anything but its module."""
+        return self._outside.left_alone(self._user)
+
     def _variant(self) -> Any:
         return self._wanted
 
@@ -324,6 +333,12 @@ class LiveModel(PortedModel):
         return verify.gradient_records(self._verifier, filled)
 
 
+class _Verifier(verify.Verifier):
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ported.alone():  # pyright: ignore[reportAttributeAccessIssue]
+            return super().reference(*args, **kwargs)
+
+
 def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -336,6 +351,17 @@ def _key_of(leaf: Any) -> Any:
     version = None if leaf.is_inference() else leaf._version
     where = (id(leaf),) if mark is None else (mark.serial, mark.writes)
     return (*where, version, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+
+
+def _refuse_backward_hooks(module: torch.nn.Module) -> None:
+    for name, one in module.named_modules():
+        if one._backward_hooks or one._backward_pre_hooks:
+            raise PortError(
+                f"{name or type(module).__name__} has a backward hook, and the gradients inside a"
+                " program are not seen one by one",
+                code="TPU406",
+                remedy="leave its class to eager PyTorch: porting(eager=(...)), or --eager",
+            )
 
 
 def _frame_of(tree: StateTree, module: torch.nn.Module) -> Any:

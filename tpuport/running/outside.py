@@ -3,6 +3,8 @@ attributes, configuration objects. A program has them as they were; here is what
 """
 
 import builtins
+import contextlib
+import copy
 import types
 import weakref
 from collections import deque
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.errors import PortError
 from tpuport.model import structure
 
 # Code that is not followed: what it reads belongs to the library, and scripts do not change it.
@@ -22,6 +25,7 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _SETUP = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "extra_repr"})
 # Code that uses these may read any attribute.
 _ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"})
+_CONTAINERS = (list, dict, set, deque)
 _LARGEST, _MOST_FUNCTIONS, _MOST_BYTES = 4096, 5000, 4096
 _MISSING = object()
 
@@ -52,9 +56,14 @@ class Outside:
         """Whether the code may read an attribute of this name."""
         return self._reads_any or attribute in self._names
 
-    def values(self, module: torch.nn.Module) -> dict[str, Any]:
-        """What the code would read now, by a name for the reader; equal if nothing changed."""
-        freezer = _Freezer(self)
+    def values(
+        self, module: torch.nn.Module, kept: list[tuple[Any, Any]] | None = None
+    ) -> dict[str, Any]:
+        """What the code would read now, by a name for the reader; equal if nothing changed.
+
+        `kept` receives the containers among it, and a shallow copy of each.
+        """
+        freezer = _Freezer(self, kept)
         found: dict[str, Any] = {}
         for namespace, name in self._places.values():
             value = namespace.get(name, _MISSING)
@@ -71,6 +80,33 @@ class Outside:
                 if type(value) not in _ATOMS and name not in _INTERNAL and self.reads(name):
                     found[f"{fqn}.{name}"] = freezer.freeze(value)
         return found
+
+    @contextlib.contextmanager
+    def left_alone(self, module: torch.nn.Module) -> Iterator[None]:
+        """User code runs inside the block, for its result only.
+
+        Raises:
+            PortError: it wrote to what is outside of its module. All is as it was before.
+        """
+        kept: list[tuple[Any, Any]] = []
+        before = self.values(module, kept)
+        places = [(space, name, space.get(name, _MISSING)) for space, name in self._places.values()]
+        cells = [(cell, _content(cell)) for cell in self._cells.values()]
+        try:
+            yield
+        finally:
+            after = self.values(module)
+            changed = [name for name in before if before[name] != after.get(name, _MISSING)]
+            if changed:
+                _put_back(kept, places, cells)
+        if changed:
+            what = ", ".join(name.lstrip(".") for name in changed[:3])
+            raise PortError(
+                f"a call of {type(module).__name__} writes to what is outside of it ({what}), which"
+                " a program would do once",
+                code="TPU406",
+                remedy="return what is written, or leave the class to eager PyTorch: --eager",
+            )
 
     # -- what the code reads -----------------------------------------------------------------------
 
@@ -139,8 +175,8 @@ class Outside:
 class _Freezer:
     """Turns Python values into ones that compare by content."""
 
-    def __init__(self, outside: Outside) -> None:
-        self._outside = outside
+    def __init__(self, outside: Outside, kept: list[tuple[Any, Any]] | None) -> None:
+        self._outside, self._kept = outside, kept
         self._known: dict[int, Any] = {}
         self._left = _LARGEST
 
@@ -163,6 +199,8 @@ class _Freezer:
 
     def _contents(self, value: Any) -> Any:
         kind = type(value)
+        if self._kept is not None and kind in _CONTAINERS:
+            self._kept.append((value, copy.copy(value)))
         if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > self._left:
             return (_Same(value), len(value))
         if isinstance(value, (list, tuple, deque)):
@@ -183,10 +221,29 @@ class _Freezer:
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in structure._OPAQUE:
             return None if isinstance(value, dict) else _Same(value)
         held = structure.attributes_of(value)
+        if self._kept is not None and isinstance(getattr(value, "__dict__", None), dict):
+            self._kept.append((value.__dict__, dict(value.__dict__)))
         return (
             None if isinstance(value, dict) else _Same(value),
             tuple((k, self._frozen(v)) for k, v in held.items() if self._outside.reads(k)),
         )
+
+
+def _put_back(kept: list[Any], places: list[Any], cells: list[Any]) -> None:
+    for container, before in kept:
+        if isinstance(container, list):
+            container[:] = before
+            continue
+        container.clear()
+        container.extend(before) if isinstance(container, deque) else container.update(before)
+    for space, name, value in places:
+        if value is _MISSING:
+            space.pop(name, None)
+        elif space.get(name, _MISSING) is not value:
+            space[name] = value
+    for cell, value in cells:
+        if _content(cell) is not value:
+            cell.cell_contents = value
 
 
 class _Same:

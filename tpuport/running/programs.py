@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from tpuport.errors import ParityError, PortError
 from tpuport.model.trace import current
@@ -50,6 +51,8 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
     settings = active()
     if settings is None or not settings.port_modules or getattr(_LOCAL, "inside", False):
         return False
+    if _has_any_global_hook():
+        return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False  # torch.func's transformations take apart what is called inside them
     if current() is not None or method in _DESCENDED.get(module, ()):
@@ -85,7 +88,7 @@ def call(
     except ParityError:
         raise
     except PortError as error:
-        if not _has_parts(module):
+        if not _has_parts(module) and not _has_hooks(module):
             raise
         _DESCENDED.setdefault(module, set()).add(method)
         _say_descended(module, method, error)
@@ -104,6 +107,12 @@ def _inside() -> Iterator[None]:
 
 def _has_parts(module: torch.nn.Module) -> bool:
     return any(_is_on_accelerator(child) for child in module.children())
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether code that the module's class does not know of runs in a call (caught features)."""
+    held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any((*held, module._backward_pre_hooks))
 
 
 def _say_descended(module: torch.nn.Module, method: str, error: PortError) -> None:
