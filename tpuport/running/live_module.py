@@ -1,5 +1,6 @@
 """A ported model over the user's own module: either has what the other changed."""
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -38,12 +39,15 @@ class LiveModel(PortedModel):
         # A program must not keep the module alive that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._wanted: gradients.Wanted | None = None
+        self._drew = False
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._outside = Outside(module)
         self._outside_values = self._outside.values(module)
         self._tree = self._taken_apart(module)
         self._frame = _frame_of(self._tree, module)
+        # Structures by number, to which programs belong.
+        self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
         self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = _Verifier(self, self._source, rtol)
@@ -65,9 +69,23 @@ class LiveModel(PortedModel):
         self._take_in()
         before = self._values()
         self._python_changes.clear()
-        out = self._call(method, args, kwargs)
+        with self._torchs_generator_kept(method):
+            out = self._call(method, args, kwargs)
         self._give_back(before)
         return out
+
+    @contextlib.contextmanager
+    def _torchs_generator_kept(self, method: str) -> Iterator[None]:
+        """A comparison takes a key, which a script without random numbers must not notice."""
+        if self._verifier is None or method in self._verifier.done:
+            yield
+            return
+        state, self._drew = torch.get_rng_state(), False
+        try:
+            yield
+        finally:
+            if not self._drew:
+                torch.set_rng_state(state)
 
     # -- what the user's module holds --------------------------------------------------------------
 
@@ -101,7 +119,21 @@ class LiveModel(PortedModel):
             frame = _frame_of(tree, self._user)
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
-        self._tree, self._frame = tree, frame
+        self._tree = tree
+        self._set_frame(frame)
+
+    def _set_frame(self, frame: Any) -> None:
+        """Programs of a structure serve again when it comes back: after `eval()` and `train()`."""
+        if frame == self._frame and self._frames[self._number][1] is self._outside_values:
+            return
+        self._frame = frame
+        for number, (known, outside) in self._frames.items():
+            if known == frame and outside == self._outside_values:
+                self._number = number
+                self._frames[number] = known, self._outside_values
+                return
+        self._number += 1 + max(self._frames) - self._number
+        self._frames[self._number] = frame, self._outside_values
 
     def _take_structure(self, tree: StateTree) -> StateTree:
         """Another attribute, layer or hook is another program.
@@ -121,7 +153,6 @@ class LiveModel(PortedModel):
         if not again or _frame_of(tree, self._user) != self._frame:
             self._state_changes.update(dict.fromkeys(_differences(self._tree, tree), 1))
         self._program.master = clone_module(self._user, lambda t: t)[0]
-        self._state_version += 1
         trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
         values = {n: v for n, v in self._values().items() if n in tree.leaves}
         self.params = {n: v for n, v in values.items() if n in trainable}
@@ -176,7 +207,7 @@ class LiveModel(PortedModel):
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         if self._python_changes:
-            self._frame = _frame_of(self._tree, self._user)
+            self._set_frame(_frame_of(self._tree, self._user))
             self._keys |= {n: _key_of(t) for n, t in self._tree.leaves.items()}
 
     def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
@@ -242,6 +273,7 @@ class LiveModel(PortedModel):
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs, key)
+        self._drew = prepared.compiled.outcome.uses_key
         if not tensors:
             with prepared.timing:
                 results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
@@ -259,7 +291,7 @@ class LiveModel(PortedModel):
         return self._outside.left_alone(self._user)
 
     def _variant(self) -> Any:
-        return self._wanted
+        return self._wanted, self._number
 
     def _transformed(self, pure: Any, paths: list[str]) -> Any:
         if self._wanted is None:

@@ -5,7 +5,7 @@ import torch.nn as nn
 from torch.nn.utils import spectral_norm
 torch.manual_seed(0)
 dev = torch.device("cuda:0")
-G = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(True), nn.Linear(16, 6), nn.Tanh())
+G = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(True), nn.Linear(16, 6), nn.Tanh())
 D = nn.Sequential(spectral_norm(nn.Linear(6, 16)), nn.LeakyReLU(0.2, inplace=True), nn.utils.parametrizations.spectral_norm(nn.Linear(16, 1)))
 C = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
 G.to(dev); D.to(dev); C.to(dev)
