@@ -331,7 +331,7 @@ class PortedModel(PortedState):
             return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
         start = time.perf_counter()
-        with self._precision_scope():
+        with self._precision_scope(), self._tracing():
             program = self._transformed(pure, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
@@ -342,6 +342,10 @@ class PortedModel(PortedState):
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
+
+    def _tracing(self) -> Any:
+        """A context in which the user's code is traced."""
+        return contextlib.nullcontext()
 
     def _variant(self) -> Any:
         """Which of several functions is compiled for equal arguments."""

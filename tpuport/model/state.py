@@ -8,6 +8,7 @@ import enum
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,12 @@ class Cloner:
             return types.MethodType(value.__func__, self.clone(value.__self__))
         if isinstance(value, _SHARED):
             return value
+        if isinstance(value, weakref.ref):
+            # Recurrent layers know their weights by such references, and look whether they changed.
+            referent = value()
+            return (
+                weakref.ref(self.clone(referent)) if isinstance(referent, torch.Tensor) else value
+            )
         known = self.memo.get(id(value))
         if known is not None:
             return known
