@@ -10,6 +10,7 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import arguments, backend, numbers, structure, verify
+from tpuport.model.compiled import Prepared
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
 from tpuport.model.ported import PortedModel
@@ -266,6 +267,20 @@ class LiveModel(PortedModel):
         if not isinstance(made, torch.Tensor):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        """An output that is an argument, a weight or a view of one is that in eager, too."""
+        for index, alias in call.compiled.outcome.out_aliases.items():
+            at = alias.of
+            owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
+            if not isinstance(owner, torch.Tensor):
+                continue
+            if alias.is_same:
+                given[index] = owner
+            elif not owner.requires_grad:
+                offset = owner.storage_offset() + alias.offset
+                given[index] = owner.as_strided(alias.size, alias.stride, offset)
+        return given
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
