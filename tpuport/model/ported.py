@@ -141,8 +141,7 @@ class PortedModel(PortedState):
         return structure.rebuild(outcome.out_spec, self._sharing(call, given))
 
     def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
-        """The outputs, those that share memory with arguments or state as the caller wants them."""
-        del call
+        """The outputs; those that share memory with arguments or state may be others."""
         return given
 
     def _result(self, value: Any, meta: Any) -> Any:

@@ -21,8 +21,9 @@ from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
 from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
 from tpuport.model.locate import port_error
+from tpuport.model.output_aliases import output_aliases
 from tpuport.model.plan import Plan, Restart
-from tpuport.model.request import Alias, Outcome, Request
+from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
@@ -154,7 +155,7 @@ class Program:
         trace.guards.refuse_writes()
         _refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
-        outcome.out_aliases = _aliases(outcome, structure.flatten(result)[0], made, module)
+        outcome.out_aliases = output_aliases(outcome, structure.flatten(result)[0], made, module)
         outcome.argument_changes = watch.changes()
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves
@@ -286,30 +287,6 @@ def _program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             values.append(value_of(leaf))
             metas.append(meta_of(leaf))
     return values, metas
-
-
-def _aliases(
-    outcome: Outcome, outputs: list[Any], made: list[Any], module: torch.nn.Module | None
-) -> dict[int, Alias]:
-    """Outputs that are arguments, or state that the call leaves as it is, or views of them."""
-    if len(outputs) != len(outcome.out_leaves):
-        return {}  # numbers among them
-    state = state_tree(module).leaves if module is not None else {}
-    kept = {name: leaf for name, leaf in state.items() if name not in outcome.state}
-    owners: dict[int, tuple[int | str, TracedTensor]] = {}
-    for of, leaf in (*enumerate(made), *kept.items()):
-        if isinstance(leaf, TracedTensor) and not leaf._chain:
-            owners.setdefault(id(leaf._storage), (of, leaf))
-    found: dict[int, Alias] = {}
-    for index, leaf in enumerate(outputs):
-        if not isinstance(leaf, TracedTensor) or id(leaf._storage) not in owners:
-            continue
-        of, owner = owners[id(leaf._storage)]
-        meta, base = meta_of(leaf), meta_of(owner)
-        if meta.dtype == base.dtype and not extents_of(leaf):
-            offset = meta.storage_offset() - base.storage_offset()
-            found[index] = Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset)
-    return found
 
 
 def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:

@@ -9,7 +9,7 @@ import jax
 import torch
 
 from tpuport.errors import PortError
-from tpuport.model import arguments, backend, numbers, structure, verify
+from tpuport.model import arguments, backend, structure, verify
 from tpuport.model.compiled import Prepared
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
@@ -17,8 +17,16 @@ from tpuport.model.ported import PortedModel
 from tpuport.model.random_keys import fresh_key
 from tpuport.model.state import Cloner, StateTree, clone_module, state_tree
 from tpuport.running import gradients
+from tpuport.running.frames import (
+    changed_numbers,
+    changes,
+    differences,
+    frame_of,
+    key_of,
+    refuse_backward_hooks,
+)
 from tpuport.running.outside import Outside
-from tpuport.running.tags import is_tagged, mark_of, tag
+from tpuport.running.tags import is_tagged, tag
 
 
 class LiveModel(PortedModel):
@@ -46,10 +54,10 @@ class LiveModel(PortedModel):
         self._outside = Outside(module)
         self._outside_values = self._outside.values(module)
         self._tree = self._taken_apart(module)
-        self._frame = _frame_of(self._tree, module)
+        self._frame = frame_of(self._tree, module)
         # Structures by number, to which programs belong.
         self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
-        self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
+        self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = _Verifier(self, self._source, rtol)
 
@@ -66,8 +74,10 @@ class LiveModel(PortedModel):
             PortError: the code cannot be ported exactly, or its result differs from eager's.
         """
         check_signature(self._user, method, args, kwargs)
-        _refuse_backward_hooks(self._user)
-        self._take_in()
+        refuse_backward_hooks(self._user)
+        # Looking at tensors as they really are takes half the time without torch's modes.
+        with torch._C.DisableTorchFunction():
+            self._take_in()
         before = self._values()
         self._python_changes.clear()
         with self._torchs_generator_kept(method):
@@ -109,15 +119,15 @@ class LiveModel(PortedModel):
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
         tree = self._taken_apart(self._user)
-        frame = _frame_of(tree, self._user)
+        frame = frame_of(tree, self._user)
         outside = self._outside.values(self._user)
         if frame != self._frame or outside != self._outside_values:
-            self._state_changes.update(dict.fromkeys(_changes(self._outside_values, outside), 1))
+            self._state_changes.update(dict.fromkeys(changes(self._outside_values, outside), 1))
             self._outside = Outside(self._user)
             self._outside_values = self._outside.values(self._user)
             tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
-            frame = _frame_of(tree, self._user)
+            frame = frame_of(tree, self._user)
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
         self._tree = tree
@@ -143,7 +153,7 @@ class LiveModel(PortedModel):
         """
         again = [
             name
-            for name in _changed_numbers(self._tree, tree)
+            for name in changed_numbers(self._tree, tree)
             if name in self._changed_numbers or self._changed_numbers.add(name)
         ]
         for name in again:
@@ -151,8 +161,8 @@ class LiveModel(PortedModel):
             self._state_changes[name] = self._state_changes.get(name, 0) + 1
         if again:
             tree = self._taken_apart(self._user)
-        if not again or _frame_of(tree, self._user) != self._frame:
-            self._state_changes.update(dict.fromkeys(_differences(self._tree, tree), 1))
+        if not again or frame_of(tree, self._user) != self._frame:
+            self._state_changes.update(dict.fromkeys(differences(self._tree, tree), 1))
         self._program.master = clone_module(self._user, lambda t: t)[0]
         trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
         values = {n: v for n, v in self._values().items() if n in tree.leaves}
@@ -167,7 +177,7 @@ class LiveModel(PortedModel):
             return
         if registered and not is_tagged(leaf):
             tag(leaf)
-        key = _key_of(leaf)
+        key = key_of(leaf)
         # A plain attribute can have a gradient, too: what another module gave, set by a script.
         holder, other = self.buffers, self.params
         if leaf.requires_grad:
@@ -193,8 +203,8 @@ class LiveModel(PortedModel):
 
     def _give_back(self, before: dict[str, Any]) -> None:
         """Give the user's module what the call changed."""
-        for changes in self._python_changes:
-            self._give_python_state(changes)
+        for change in self._python_changes:
+            self._give_python_state(change)
         if self._python_changes:
             self._tree = self._taken_apart(self._user)
             self._outside_values = self._outside.values(self._user)
@@ -208,8 +218,8 @@ class LiveModel(PortedModel):
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         if self._python_changes:
-            self._set_frame(_frame_of(self._tree, self._user))
-            self._keys |= {n: _key_of(t) for n, t in self._tree.leaves.items()}
+            self._set_frame(frame_of(self._tree, self._user))
+            self._keys |= {n: key_of(t) for n, t in self._tree.leaves.items()}
 
     def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
         new = backend.to_torch(value, leaf.dtype)
@@ -221,7 +231,7 @@ class LiveModel(PortedModel):
             # A plain attribute was bound to another tensor: who holds the old one keeps it.
             fqn, attribute = owner
             leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
-        self._keys[name] = _key_of(leaf)
+        self._keys[name] = key_of(leaf)
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
@@ -297,9 +307,9 @@ class LiveModel(PortedModel):
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
-    def _compile(self, *args: Any) -> Any:
+    def _compile(self, signature: Any, state: Any, values: Any, metas: Any, spec: Any) -> Any:
         with self.alone():
-            return super()._compile(*args)
+            return super()._compile(signature, state, values, metas, spec)
 
     def alone(self) -> Any:
         """For running the user's code, which may not change anything but its module."""
@@ -388,54 +398,3 @@ class _Verifier(verify.Verifier):
 
 def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _key_of(leaf: Any) -> Any:
-    """What is different once a tensor has another value, or None for a number."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    mark = mark_of(leaf)
-    version = None if leaf.is_inference() else leaf._version
-    where = (id(leaf),) if mark is None else (mark.serial, mark.writes)
-    return (*where, version, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
-
-
-def _refuse_backward_hooks(module: torch.nn.Module) -> None:
-    for name, one in module.named_modules():
-        if one._backward_hooks or one._backward_pre_hooks:
-            raise PortError(
-                f"{name or type(module).__name__} has a backward hook, and the gradients inside a"
-                " program are not seen one by one",
-                code="TPU406",
-                remedy="leave its class to eager PyTorch: porting(eager=(...)), or --eager",
-            )
-
-
-def _frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
-    """Everything about a module that makes another program when it changes."""
-    hooks = [
-        (name, tuple(owner._forward_hooks), tuple(owner._forward_pre_hooks))
-        for name, owner in module.named_modules()
-        if owner._forward_hooks or owner._forward_pre_hooks
-    ]
-    trained = [p.requires_grad for p in module.parameters()]
-    return (tree.statics, tree.modules, hooks, trained)
-
-
-def _differences(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Names of the Python state that is not what it was."""
-    yield from _changes(before.statics, after.statics)
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    for name in dict.fromkeys([*before, *after]):
-        if before.get(name, ...) != after.get(name, ...):
-            yield name
-
-
-def _changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Those that are Python numbers before and after, and not a switch."""
-    for name in _differences(before, after):
-        kinds = {type(before.values.get(name)), type(after.values.get(name))}
-        if kinds in ({int}, {float}) and not isinstance(after.values[name], numbers.SYMBOLIC):
-            yield name

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from tpuport.errors import ParityError, PortError
@@ -54,7 +55,7 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
         return False
     if _has_any_global_hook():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return False  # torch.func's transformations take apart what is called inside them
     if current() is not None or method in _DESCENDED.get(module, ()):
         return False
