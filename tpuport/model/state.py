@@ -53,9 +53,8 @@ class Cloner:
         if isinstance(value, weakref.ref):
             # Recurrent layers know their weights by such references, and look whether they changed.
             referent = value()
-            return (
-                weakref.ref(self.clone(referent)) if isinstance(referent, torch.Tensor) else value
-            )
+            is_tensor = isinstance(referent, torch.Tensor)
+            return weakref.ref(self.clone(referent)) if is_tensor else value
         known = self.memo.get(id(value))
         if known is not None:
             return known

@@ -165,9 +165,8 @@ class Call:
         ]
         twice = executable.derived.get(self.wanted)
         if twice is None:
-            twice = executable.derived[self.wanted] = jax.jit(
-                _second_order(executable, self.wanted)
-            )
+            twice = jax.jit(_second_order(executable, self.wanted))
+            executable.derived[self.wanted] = twice
         return twice(prepared.picked, prepared.key, prepared.values, primals, cotangents, given)
 
     def results(self, flows: list[Any]) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import arguments, backend, structure, verify
+from tpuport.model.compiled import Prepared
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
 from tpuport.model.ported import PortedModel
@@ -79,7 +80,9 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
-        self._take_in()
+        # Looking at tensors as they really are takes half the time without torch's modes.
+        with torch._C.DisableTorchFunction():
+            self._take_in()
         before = self._values()
         self._python_changes.clear()
         with self._torchs_generator_kept(method, args, kwargs):
@@ -209,8 +212,8 @@ class LiveModel(PortedModel):
 
     def _give_back(self, before: dict[str, Any]) -> None:
         """Give the user's module what the call changed."""
-        for changes in self._python_changes:
-            self._give_python_state(changes)
+        for change in self._python_changes:
+            self._give_python_state(change)
         if self._python_changes:
             self._tree = self._taken_apart(self._user)
             self._outside_values = self._outside.values(self._user)
@@ -283,6 +286,20 @@ class LiveModel(PortedModel):
         if not isinstance(made, torch.Tensor):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        """An output that is an argument, a weight or a view of one is that in eager, too."""
+        for index, alias in call.compiled.outcome.out_aliases.items():
+            at = alias.of
+            owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
+            if not isinstance(owner, torch.Tensor):
+                continue
+            if alias.is_same:
+                given[index] = owner
+            elif not owner.requires_grad:
+                offset = owner.storage_offset() + alias.offset
+                given[index] = owner.as_strided(alias.size, alias.stride, offset)
+        return given
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None

@@ -5,6 +5,7 @@ attributes, configuration objects. A program has them as they were; here is what
 import builtins
 import contextlib
 import copy
+import sys
 import types
 import weakref
 from collections import deque
@@ -18,8 +19,8 @@ from tpuport.errors import PortError
 from tpuport.model import structure
 
 # Code that is not followed: what it reads belongs to the library, and scripts do not change it.
-_FOLLOWED_NOT = frozenset(
-    "torch torchax jax jaxlib numpy tpuport einops functools contextlib typing math logging".split()
+_FOLLOWED_NOT = sys.stdlib_module_names - {"__main__"} | set(
+    "torch torchax jax jaxlib numpy tpuport einops".split()
 )
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _SETUP = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "extra_repr"})
@@ -42,7 +43,8 @@ class Outside:
         self._reads_any = False
         self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._cells: dict[int, types.CellType] = {}
-        self._classes: dict[type, None] = {}
+        # With the kinds of attributes to look at. What libraries keep is theirs, but for switches.
+        self._classes: dict[type, tuple[type, ...]] = {}
         self._codes: set[types.CodeType] = set()
         self._todo: deque[types.FunctionType] = deque()
         for one in module.modules():
@@ -70,10 +72,16 @@ class Outside:
             if not isinstance(value, torch.Tensor):
                 found[f"{namespace.get('__name__', '')}.{name}"] = freezer.freeze(value)
         for index, cell in enumerate(self._cells.values()):
-            found[f"closure {index}"] = freezer.freeze(_content(cell))
-        for cls in self._classes:
+            if not isinstance(_content(cell), torch.Tensor):
+                found[f"closure {index}"] = freezer.freeze(_content(cell))
+        return found | self._held(module, freezer)
+
+    def _held(self, module: torch.nn.Module, freezer: "_Freezer") -> dict[str, Any]:
+        """What hangs on classes and modules."""
+        found: dict[str, Any] = {}
+        for cls, kinds in self._classes.items():
             for name, value in vars(cls).items():
-                if isinstance(value, (*_ATOMS, list, dict, tuple, set)) and name[:2] != "__":
+                if isinstance(value, kinds) and name[:2] != "__":
                     found[f"{cls.__name__}.{name}"] = freezer.freeze(value)
         for fqn, one in module.named_modules():
             for name, value in vars(one).items():
@@ -118,7 +126,8 @@ class Outside:
                 continue
             if not hasattr(base, "__dict__") or base.__module__ == "builtins":
                 continue
-            self._classes[base] = None
+            library = _is_library(vars(sys.modules.get(base.__module__, builtins)))
+            self._classes[base] = _ATOMS if library else (*_ATOMS, list, dict, tuple, set)
             for name, value in vars(base).items():
                 if name not in _SETUP:
                     self._note_value(value)
@@ -154,8 +163,10 @@ class Outside:
             return
         self._reads_any = self._reads_any or bool(names & _ANY)
         self._note_names(function.__globals__, names)
+        library = _is_library(function.__globals__)
         for cell in function.__closure__ or ():
-            self._cells[id(cell)] = cell
+            if not library or isinstance(_content(cell), _ATOMS):
+                self._cells[id(cell)] = cell
             self._note_value(_content(cell))
 
     def _note_names(self, namespace: dict[str, Any], names: set[str]) -> None:
@@ -168,7 +179,8 @@ class Outside:
                     self._places[id(namespace), name] = (namespace, name)
                     self._note_names(vars(value), names)
                 continue
-            self._places[id(namespace), name] = (namespace, name)
+            if not _is_library(namespace) or isinstance(value, _ATOMS):
+                self._places[id(namespace), name] = (namespace, name)
             self._note_value(value)
 
 
@@ -261,6 +273,10 @@ class _Same:
 
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__)
+
+
+def _is_library(namespace: dict[str, Any]) -> bool:
+    return "site-packages" in (namespace.get("__file__") or "")
 
 
 def _top(name: str) -> str:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tpuport.errors import ParityError, PortError
 from tpuport.model.parts import is_part_of_program, part_of_program
 from tpuport.model.trace import current
+from tpuport.running import captured_outputs
 from tpuport.running.live_module import LiveModel
 from tpuport.running.report import Descended
 from tpuport.running.settings import Settings, active
@@ -82,6 +83,7 @@ def call(
         with _ONE_AT_A_TIME, part_of_program():
             model = _PROGRAMS.get(module)
             if model is None:
+                captured_outputs.prepare(module)
                 model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)

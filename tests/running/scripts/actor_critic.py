@@ -1,11 +1,14 @@
 """Policy gradients with torch.distributions; the environment is numpy."""
-import json, random
+import json
+import random
 from collections import deque, namedtuple
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
+
 torch.manual_seed(0); random.seed(0); np.random.seed(0)
 device = torch.device("cuda")
 Saved = namedtuple("Saved", ["log_prob", "value"])

@@ -1,9 +1,12 @@
 """In the style of timm: EMA, mixup, SyncBatchNorm, channels_last."""
-import copy, json, sys
+import copy
+import json
+
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 torch.manual_seed(0)
 torch.backends.cudnn.benchmark = True
 device = torch.device("cuda")

@@ -1,7 +1,9 @@
 """diffusers: an UNet, a VAE by its methods, a scheduler loop, classifier-free guidance."""
 import json
+
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+
 torch.manual_seed(0)
 device = "cuda"
 unet = UNet2DConditionModel(sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,

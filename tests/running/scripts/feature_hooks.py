@@ -1,7 +1,9 @@
 """Activations and gradients caught by hooks, outside the modules."""
 import json
+
 import torch
 import torch.nn as nn
+
 torch.manual_seed(0)
 device = "cuda"
 net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)

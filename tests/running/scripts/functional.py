@@ -1,9 +1,12 @@
 """torch.func on modules: functional_call, grad, vmap, jacrev, ensembles; parametrizations."""
-import json, copy
+import copy
+import json
+
 import torch
 import torch.nn as nn
-from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vmap
 import torch.nn.utils.parametrize as P
+from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vmap
+
 torch.manual_seed(0)
 device = "cuda"
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)

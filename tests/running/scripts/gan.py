@@ -1,8 +1,10 @@
 """GAN with two optimizers, spectral norm, detach, WGAN clamp and EMA by hand."""
 import json
+
 import torch
 import torch.nn as nn
 from torch.nn.utils import spectral_norm
+
 torch.manual_seed(0)
 dev = torch.device("cuda:0")
 G = nn.Sequential(nn.Linear(4, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(True), nn.Linear(16, 6), nn.Tanh())

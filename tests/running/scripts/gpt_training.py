@@ -1,7 +1,12 @@
 """In the style of nanoGPT: everything of a single-file training script, resumed once."""
-import inspect, json, math, os, tempfile, time
+import inspect
+import json
+import math
+import os
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn as nn

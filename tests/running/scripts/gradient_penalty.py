@@ -1,7 +1,9 @@
 """Double backward: refused, or right."""
 import json
+
 import torch
 import torch.nn as nn
+
 torch.manual_seed(0)
 D = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
 opt = torch.optim.Adam(D.parameters(), lr=1e-2)

@@ -1,8 +1,17 @@
 """transformers: training loops without a Trainer, generate, checkpointing, LoRA by hand."""
-import json, math, sys
+import json
+import sys
+
 import torch
 import torch.nn as nn
-from transformers import LlamaConfig, LlamaForCausalLM, GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_cosine_schedule_with_warmup,
+)
+
 torch.manual_seed(0)
 device = "cuda"
 out = {}

@@ -1,8 +1,10 @@
 """Momentum contrast: a queue written at a pointer."""
 import json
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
 torch.manual_seed(0)
 class MoCo(nn.Module):
     def __init__(self, dim=6, K=16, m=0.9, T=0.2):

@@ -1,10 +1,15 @@
 """Data loading, DataParallel, events, prints in forward, aliases, exceptions, exit codes."""
-import argparse, json, logging, os, sys, tempfile, threading
+import argparse
+import json
+import logging
+import threading
+
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
 logger = logging.getLogger(__name__)
 class Data(Dataset):
     def __len__(self): return 12

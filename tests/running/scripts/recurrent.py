@@ -1,8 +1,10 @@
 """Hidden state carried between calls, packed sequences, weight norm, truncated or not."""
 import json
+
 import torch
 import torch.nn as nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
 torch.manual_seed(0)
 class Char(nn.Module):
     def __init__(self):

@@ -1,8 +1,10 @@
 """Gradients and values that cross the boundary of a call by attributes, closures and arguments."""
 import json
 from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
+
 torch.manual_seed(0)
 device = "cuda"
 x = torch.linspace(-1, 1, 12).reshape(2, 6).to(device)

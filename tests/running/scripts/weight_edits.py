@@ -1,8 +1,11 @@
 """All the ways in which a script changes weights between calls."""
-import json, copy
+import copy
+import json
+
 import torch
 import torch.nn as nn
 import torch.nn.utils.prune as prune
+
 torch.manual_seed(0)
 device = "cuda"
 net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).to(device)
