@@ -206,6 +206,13 @@ def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mark.writes += 1
 
 
+@_handles(torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
+def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Lengths stay on the host, as on CUDA.
+    data, lengths = func(*args, **kwargs)
+    return _settled(data, args, kwargs), lengths
+
+
 @_handles(torch.Tensor.untyped_storage)
 def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storage = func(*args, **kwargs)
