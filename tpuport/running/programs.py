@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.rnn import PackedSequence
 
 from tpuport.errors import ParityError, PortError
 from tpuport.model.trace import current
@@ -81,6 +82,8 @@ def call(
     settings = active()
     assert settings is not None
     try:
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            return original(module, *args, **kwargs)
         with _ONE_AT_A_TIME, _inside():
             model = _PROGRAMS.get(module)
             if model is None:
