@@ -1,5 +1,6 @@
 """Ops that only compute: metadata from torch, the value from a lowering or a decomposition."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from tpuport.model import meta
 from tpuport.model.locate import port_error
 from tpuport.model.op_info import OpInfo
 from tpuport.model.random_keys import op_key
+from tpuport.model.seen_device import where_they_are
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import Trace, current
 from tpuport.model.values import flat, grad_frozen, map_tensors, value_of, wrap_as
@@ -167,7 +169,5 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if mode is None:
-        return rule(*args, **kwargs)
-    with mode:
+    with where_they_are(), mode or contextlib.nullcontext():
         return rule(*args, **kwargs)

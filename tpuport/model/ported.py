@@ -138,15 +138,13 @@ class PortedModel(PortedState):
             left = list(map(self._result, put, outcome.put_metas))
             outcome.argument_changes.write_back(call.spec, call.leaves, left)
         self._advance(compiled, new_state)
-        given = list(map(self._result, outs, outcome.out_metas))
-        return structure.rebuild(outcome.out_spec, self._sharing(call, given))
+        given = self._sharing(call, list(map(self._result, outs, outcome.out_metas)))
+        return structure.rebuild(outcome.out_spec, given)
 
     def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
-        """The outputs; those that share memory with arguments or state may be others."""
         return given
 
     def _result(self, value: Any, meta: Any) -> Any:
-        """What the caller gets for one result of a program."""
         return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

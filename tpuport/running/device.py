@@ -21,6 +21,7 @@ from torch.overrides import (
 from torch.utils._device import _device_constructors
 
 from tpuport.errors import UsageError
+from tpuport.model.locate import port_error
 from tpuport.model.seen_device import set_seen_device
 from tpuport.model.tensor import TracedTensor
 from tpuport.running.tags import CUDA, MARK, is_accelerator, is_tagged, mark_of, storage_of, tag
@@ -204,6 +205,19 @@ def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mark = None if isinstance(tensor, TracedTensor) else mark_of(tensor)
         if mark is not None:
             mark.writes += 1
+
+
+@_handles(torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
+def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(arg, TracedTensor) for arg in args):
+        raise port_error(
+            "a packed sequence has sizes that depend on data",
+            code="TPU203",
+            remedy="give the recurrent layer the padded batch, and mask what it returns",
+        )
+    # Lengths stay on the host, as on CUDA.
+    data, lengths = func(*args, **kwargs)
+    return _settled(data, args, kwargs), lengths
 
 
 @_handles(torch.Tensor.untyped_storage)

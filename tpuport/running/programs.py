@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.rnn import PackedSequence
 
 from tpuport.errors import ParityError, PortError
 from tpuport.model.parts import is_part_of_program, part_of_program
@@ -80,6 +81,8 @@ def call(
     settings = active()
     assert settings is not None
     try:
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            return original(module, *args, **kwargs)
         with _ONE_AT_A_TIME, part_of_program():
             model = _PROGRAMS.get(module)
             if model is None:

@@ -35,7 +35,7 @@ class Config:
     vocab: int = 17
     n_embd: int = 16
     n_head: int = 2
-    n_layer: int = 2
+    n_layer: int = 1
     dropout: float = 0.0
 
 class Attention(nn.Module):

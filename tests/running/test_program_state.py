@@ -1,0 +1,116 @@
+"""What programs keep, let go, and notice; the numbers are in test_scripts."""
+
+import warnings
+
+import jax
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.errors import PortError
+from tpuport.running.programs import PortWarning, programs
+
+SINK: list = []
+
+
+def built():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).cuda()
+
+
+def test_a_collected_loss_holds_nothing_of_its_program_after_backward():
+    with tpuport.porting():
+        net, x, total, alive = built(), torch.ones(2, 4, device="cuda"), 0.0, []
+        for _ in range(5):
+            loss = net(x).sum()
+            loss.backward()
+            total = total + loss
+            alive.append(len(jax.live_arrays()))
+        assert len(set(alive[1:])) == 1
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def test_a_third_derivative_is_refused():
+    with tpuport.porting():
+        net, x = built(), torch.ones(2, 4, device="cuda", requires_grad=True)
+        first = torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
+        with pytest.raises(PortError, match="a third derivative through a program"):
+            torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
+
+
+def test_modes_that_come_back_take_the_programs_they_had():
+    with tpuport.porting():
+        net, x = built(), torch.ones(2, 4, device="cuda")
+        for _ in range(5):
+            net.eval()(x)
+            net.train()(x)
+            net.requires_grad_(False)(x)
+            net.requires_grad_(True)
+        (model,) = programs()
+        assert len(model.report.retraces) == 2
+
+
+def test_comparing_does_not_move_torchs_generator():
+    with tpuport.porting():
+        net = built()
+        torch.manual_seed(5)
+        net(torch.ones(2, 4, device="cuda"))
+        after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(3))
+
+
+class Keeps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.lin(x)
+        SINK.append(y)
+        return y
+
+
+def test_what_is_kept_outside_is_kept_once_and_is_a_tensor():
+    SINK.clear()
+    with tpuport.porting():
+        net = Keeps().cuda()
+        with pytest.warns(PortWarning, match=r"Keeps writes to what is outside of it \(.*SINK\)"):
+            net(torch.ones(2, 4, device="cuda"))
+        assert [type(one) for one in SINK] == [torch.Tensor]
+        assert [model.report.model for model in programs()] == ["Keeps", "Linear"]
+    SINK.clear()
+
+
+def test_a_backward_hook_is_not_inside_a_program():
+    seen = []
+    with tpuport.porting():
+        net = built()
+        net[0].register_full_backward_hook(lambda m, i, o: seen.append(o[0].shape))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            net(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert any("0 has a backward hook" in str(one.message) for one in said)
+    assert seen == [(2, 8)]
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x, x[0], self.lin.weight, self.lin(x)
+
+
+def test_outputs_that_are_arguments_or_weights_are_those():
+    with tpuport.porting():
+        net, x = Shares().cuda(), torch.ones(2, 4, device="cuda")
+        for _ in range(2):
+            same, row, weight, _ = net(x)
+            assert same is x
+            assert weight is net.lin.weight
+            row.add_(1)
+        assert x.tolist() == [[3] * 4, [1] * 4]
