@@ -58,4 +58,6 @@ $(VENV)/.installed-demo: $(FROM) | $(BIN)/python
 $(VENV)/.installed-dev: $(FROM) | $(BIN)/python
 	@echo "Installing into $(VENV) (once; a few minutes)"
 	@$(INSTALL) -e ".[jax,recipes,dev,docs]"
+# Of someone else's model only its own files: what it depends on is for CUDA.
+	@$(INSTALL) --no-deps hyvideo-fork
 	@touch $@ $(VENV)/.installed-demo

@@ -265,6 +265,38 @@ def test_large_constant_under_apply_is_embedded_once():
     assert sum(c.size >= TABLE.numel() for c in closed.consts) == 1
 
 
+def copied_in_each_layer(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = x + TABLE.clone() * 0.5
+    return x
+
+
+def written_between_reads(x: torch.Tensor) -> torch.Tensor:
+    table = TABLE.clone()
+    y = x + table
+    table += 1
+    return y * (x + table)
+
+
+def filled_by_rows(x: torch.Tensor) -> torch.Tensor:
+    rows, same = x.new_zeros(256, 256), torch.full((256, 256), -0.0)
+    rows[1:3] = x
+    return rows + torch.full((256, 256), float("nan")).nan_to_num(2.0) + 1 / same
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [(copied_in_each_layer, 1), (written_between_reads, 2), (filled_by_rows, 0)],
+)
+def test_large_constants_are_kept_once_each_and_uniform_ones_not_at_all(function: Any, count: int):
+    ported = by_tpuport(function)
+    x = normal(2, 256) if function is filled_by_rows else normal(256, 256)
+    assert_same(ported(x), function(x), "output", 1e-6)
+    (compiled,) = ported._cache.values()
+    assert len(compiled.run.hoisted) == count
+    assert [one.shape for one in ported.report.constants] == [(256, 256)] * count
+
+
 @expect_torchax_wrong("a host tensor has to be moved by hand, and then is embedded")
 def test_large_constants_under_plain_torchax():
     port = PlainTorchax(UsesTable())

@@ -132,3 +132,33 @@ def test_the_range_of_an_index_decides_nothing_wrongly(target: Any):
     x = torch.arange(12.0).reshape(4, 3)
     for one in (x, -x, x.flip(1)):
         torch.testing.assert_close(tpuport.to_torch(ported(one)), target(one))
+
+
+RESHAPED: dict[str, Rows] = {
+    "inner transpose": lambda r: torch.stack([r, -r], 1).mT.reshape(r.shape[0], 6),
+    "outer transpose": lambda r: r.T.contiguous().T.reshape([r.shape[0], 3, 1]),
+    "function": lambda r: torch.reshape(torch.stack([r, -r], 1).mT, (r.shape[0], 2, 3)),
+    "still a view": lambda r: r.t().contiguous().t()[:, :2].reshape(r.shape[0], 1, 2).add_(1),
+    "new zeros": lambda r: r.new_zeros(7, *r.shape[1:]) + r.sum(0),
+}
+
+
+@pytest.mark.parametrize("body", RESHAPED.values(), ids=RESHAPED)
+def test_what_is_not_contiguous_is_reshaped_by_one_program(body: Rows):
+    ported, eager = tpuport.convert(with_rows(body)), with_rows(body)
+    for x in batches():
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))
+    assert ported.report.retraces == []
+    assert ported.report.branches == []
+
+
+def test_a_reshape_that_eager_makes_a_view_is_written_through():
+    def write(rows: torch.Tensor) -> torch.Tensor:
+        columns = rows.t().contiguous().t()
+        columns.reshape(rows.shape[0], 3, 1).mul_(2)
+        rows.mT.reshape(3, rows.shape[0]).mul_(3)
+        return torch.cat([columns, rows])
+
+    ported, eager = tpuport.convert(with_rows(write)), with_rows(write)
+    for x in batches():
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))

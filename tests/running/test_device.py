@@ -97,6 +97,15 @@ def test_moving_copies_and_staying_does_not():
     assert host.cpu() is host
 
 
+def test_a_module_moves_however_it_is_told_to():
+    ways = [((), {"device": "cuda"}), ((), {"device": CUDA, "dtype": torch.float64}), ((0,), {})]
+    for args, kwargs in ways:
+        moved = nn.Linear(2, 2).to(*args, **kwargs)
+        assert moved.weight.device == CUDA
+        assert moved.weight.dtype == kwargs.get("dtype", torch.float32)
+        assert moved.to(device="cpu").weight.device.type == "cpu"
+
+
 def test_an_array_is_copied_to_the_accelerator_not_aliased():
     array = np.zeros(2)
     there = torch.as_tensor(array, device="cuda")

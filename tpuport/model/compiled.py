@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
+from tpuport.model.host_values import HOIST_BYTES, uniform
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
-
-HOIST_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -159,13 +159,21 @@ class Executable:
     """
 
     def __init__(self, closed: Any, shape: Any, name: str) -> None:
-        big = [c for c in closed.consts if getattr(c, "nbytes", 0) >= HOIST_BYTES]
-        small = {i: c for i, c in enumerate(closed.consts) if getattr(c, "nbytes", 0) < HOIST_BYTES}
+        big, small = [], {}
+        for i, const in enumerate(closed.consts):
+            if getattr(const, "nbytes", 0) < HOIST_BYTES:
+                small[i] = const
+            elif (element := uniform(const)) is None:
+                big.append(const)
+            else:
+                small[i] = (element, const.shape)
         treedef = jax.tree.structure(shape)
 
         def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
             rest = iter(consts)
-            all_consts = [small[i] if i in small else next(rest) for i in range(len(closed.consts))]
+            all_consts = [
+                _literal(small[i]) if i in small else next(rest) for i in range(len(closed.consts))
+            ]
             flat = jax.tree.leaves((state, key, values))
             program = jaxpr_as_fun(closed.replace(consts=all_consts))
             return jax.tree.unflatten(treedef, program(*flat))
@@ -183,6 +191,10 @@ class Executable:
     def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
         """The program lowered for such arguments; shapes will do for `values`."""
         return self._jitted.lower(self.hoisted, state, key, values)
+
+
+def _literal(const: Any) -> Any:
+    return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
 
 
 def release(outcome: Outcome) -> None:

@@ -8,7 +8,9 @@ import torch
 
 from tpuport.model.bounded.extents import extents_of, refuse
 from tpuport.model.bounded.handlers import involved
+from tpuport.model.bounded.rowwise import physical_sizes
 from tpuport.model.function_table import function
+from tpuport.model.tensor import meta_of
 from tpuport.model.trace import Trace
 
 
@@ -28,6 +30,26 @@ def _shaped_as(
     if kwargs or not any(map(extents_of, args)):
         return NotImplemented
     return args[0].reshape(args[1].shape)
+
+
+@function(torch.Tensor.reshape, torch.reshape)
+def _reshape(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A view where eager gives one, else a copy: C++ would compare the sizes with padded ones."""
+    if not extents_of(args[0] if args else kwargs.get("input")):
+        return NotImplemented
+    source, *rest = args or (kwargs["input"],)
+    sizes = kwargs.get("shape", rest)
+    if sizes and isinstance(sizes[0], (tuple, list)):
+        (sizes,) = sizes
+    if not any(isinstance(size, torch.SymInt) for size in sizes):
+        return NotImplemented
+    try:
+        meta_of(source).view([int(physical_sizes(size, (source,))) for size in sizes])
+    except RuntimeError:
+        source = source.clone(memory_format=torch.contiguous_format)
+    return source.view(sizes)
 
 
 @function(torch.Tensor.unflatten, torch.unflatten)

@@ -14,7 +14,6 @@ import torch
 from tpuport.diagnosis.explain import explaining
 from tpuport.model import ahead, arguments, backend, notes, structure, verify
 from tpuport.model.compiled import (
-    HOIST_BYTES,
     Compiled,
     Executable,
     Prepared,
@@ -24,6 +23,7 @@ from tpuport.model.compiled import (
     retrace_causes,
     signature_of,
 )
+from tpuport.model.host_values import Hoisted
 from tpuport.model.ported_state import PortedState
 from tpuport.model.random_keys import as_key, fresh_key, unused_key
 from tpuport.model.report import PortReport, Retrace
@@ -295,20 +295,11 @@ class PortedModel(PortedState):
         spec: structure.Spec,
     ) -> Compiled:
         self._refuse_meta(state)
-        hoisted: dict[int, tuple[torch.Tensor, jax.Array]] = {}
+        hoisted = Hoisted()
         held: dict[str, Outcome] = {}
         # Compiled ahead, an argument may be a shape.
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
-
-        def hoist(tensor: torch.Tensor) -> jax.Array | None:
-            if tensor.numel() * tensor.element_size() < HOIST_BYTES:
-                return None
-            known = hoisted.get(id(tensor))
-            if known is None:
-                with jax.ensure_compile_time_eval():
-                    known = hoisted[id(tensor)] = (tensor, backend.to_jax(tensor))
-            return known[1]
 
         def pure(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
             request = Request(
@@ -318,7 +309,7 @@ class PortedModel(PortedState):
                 values,
                 metas,
                 spec,
-                hoist,
+                hoisted.array,
                 self._checks,
                 concrete,
                 given,
@@ -342,7 +333,7 @@ class PortedModel(PortedState):
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, outcome, signature, list(state), baked)
-        self._note(outcome, hoisted, traced - start)
+        self._note(outcome, hoisted.tensors(run.hoisted), traced - start)
         release(outcome)
         return compiled
 
@@ -389,8 +380,8 @@ class PortedModel(PortedState):
         causes = causes if outside is None else (outside,)
         self.report.retraces.append(Retrace(signature.method, len(earlier), causes))
 
-    def _note(self, outcome: Outcome, hoisted: dict[int, Any], seconds: float) -> None:
-        notes.record(self.report, outcome, [t for t, _ in hoisted.values()])
+    def _note(self, outcome: Outcome, hoisted: list[torch.Tensor], seconds: float) -> None:
+        notes.record(self.report, outcome, hoisted)
         timing = self.report.timing
         self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
 

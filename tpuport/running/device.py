@@ -241,8 +241,10 @@ def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-# They hand out values, or say nothing of where they come from.
+# They hand out values, or say nothing of where they come from; `_parse_to` reads the arguments of
+# `Module.to`, which then asks each tensor to move.
 _LEAVE = {
+    torch._C._nn._parse_to,  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
     torch.Tensor.item,
     torch.Tensor.tolist,
     torch.Tensor.size,

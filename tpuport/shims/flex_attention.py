@@ -3,13 +3,16 @@
 Here its score and mask functions run on broadcast indices.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as flex
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tpuport.model.trace import current
-from tpuport.shims._shim import Replacement, Shim, copies
+from tpuport.running.settings import active
+from tpuport.shims._shim import Replacement, Scope, Shim, copies
 
 
 class FlexAttention(Shim):
@@ -56,6 +59,44 @@ class FlexAttention(Shim):
             Replacement(flex, "flex_attention", flex_attention),
             *copies(eager, flex_attention, flex),
         ]
+
+
+class EagerFlexAttention(Shim):
+    """`flex_attention` in eager PyTorch, where that of the CPU raises: with gradients, and under
+    the modes that a port is verified with.
+    """
+
+    TARGET = "torch.nn.attention.flex_attention.flex_attention (eager)"
+    REASON = "PyTorch has no backward of it for the CPU, and its operator refuses dispatch modes"
+    REFERENCE = "the forward pass of PyTorch's own flex_attention, and its derivative"
+    MODULE = "torch.nn.attention.flex_attention"
+    SCOPE = Scope.PORTING
+
+    def replacements(self) -> list[Replacement]:
+        eager = flex.flex_attention
+
+        @functools.wraps(eager)
+        def flex_attention(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(_NAMES, args, strict=False)) | kwargs
+            trained = torch.is_grad_enabled() and any(
+                given[name].requires_grad for name in _NAMES[:3]
+            )
+            watched = trained or _get_current_dispatch_mode() is not None
+            # In a trace: who kept this function, in an attribute, is not found by the other shim.
+            if current() is None and not (watched and active() is not None):
+                return eager(*args, **kwargs)
+            self.count(self.TARGET)
+            optional = {"score_mod": None, "block_mask": None, "scale": None}
+            optional |= {"enable_gqa": False, "return_lse": False}
+            return _attend(**{name: given.get(name, optional.get(name)) for name in _NAMES})
+
+        return [
+            Replacement(flex, "flex_attention", flex_attention),
+            *copies(eager, flex_attention, flex),
+        ]
+
+
+_NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
 
 
 def _attend(

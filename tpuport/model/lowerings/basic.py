@@ -12,7 +12,7 @@ import torch
 from tpuport.model import backend, numbers
 from tpuport.model.decisions import concrete_number, decide
 from tpuport.model.lowerings import SAME, lowering, special
-from tpuport.model.tensor import TracedTensor, wrap
+from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import current
 from tpuport.model.values import value_of, wrap_as
 
@@ -108,7 +108,7 @@ def _creation(op: Any) -> Any:
             meta = torch.empty(args[0], dtype=dtype, device="meta")
             value = jnp.broadcast_to(value_of(args[1]), tuple(args[0]))
             return wrap_as(op, value, meta, current(), True)
-        stand_in = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+        stand_in = meta_of(x)
         options = {"layout": torch.strided} | kwargs | {"device": torch.device("cpu")}
         options.pop("pin_memory", None)
         made = op(stand_in, *args, **options)
