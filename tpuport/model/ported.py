@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.diagnosis.explain import explaining
-from tpuport.model import ahead, arguments, backend, notes, structure, verify
+from tpuport.model import ahead, arguments, notes, structure, verify
 from tpuport.model.compiled import (
     Compiled,
     Executable,
