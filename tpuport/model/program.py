@@ -138,7 +138,7 @@ class Program:
         if request.checks:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
-        tree = state_tree(module) if module is not None else None
+        tree = state_tree(module, objects=True) if module is not None else None
         trace.own_modules = set() if module is None else {id(m) for m in module.modules()}
         if self.on_module is not None:
             self.on_module(module)
@@ -219,7 +219,7 @@ class Program:
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None:
-            after = state_tree(module)
+            after = state_tree(module, objects=True)
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):
                     raise unsized(f"the state {name!r} that the call leaves")

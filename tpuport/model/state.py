@@ -163,12 +163,18 @@ def named_owners(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
     yield from module.named_modules()
 
 
-def state_tree(module: torch.nn.Module, number_names: set[str] = frozenset()) -> StateTree:  # type: ignore[assignment]
+def state_tree(
+    module: torch.nn.Module,
+    number_names: set[str] | frozenset[str] = frozenset(),
+    *,
+    objects: bool = False,
+) -> StateTree:
     """Take a module's state apart, by name.
 
     Args:
         module: any module.
         number_names: Python numbers (by name) that count as leaves.
+        objects: take objects apart that hold no tensor, too, so that a change in one is seen.
     """
     tree = StateTree({}, {}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
@@ -195,7 +201,7 @@ def state_tree(module: torch.nn.Module, number_names: set[str] = frozenset()) ->
         for name, value in owner.__dict__.items():
             if name in _INTERNAL:
                 continue
-            _attribute(tree, leaf, fqn, prefix, name, value, number_names)
+            _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
     return tree
 
 
@@ -203,7 +209,14 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.Fu
 
 
 def _attribute(
-    tree: StateTree, leaf: Any, fqn: str, prefix: str, name: str, value: Any, number_names: set[str]
+    tree: StateTree,
+    leaf: Any,
+    fqn: str,
+    prefix: str,
+    name: str,
+    value: Any,
+    number_names: set[str] | frozenset[str],
+    objects: bool,
 ) -> None:
     full = prefix + name
     tree.owners[full] = (fqn, name)
@@ -216,7 +229,9 @@ def _attribute(
     if isinstance(value, _PLAIN):
         tree.statics[full] = (type(value), structure._hashable(value, []))
         return
-    leaves, spec, paths = structure.flatten_with_paths(value, leaf=_state_leaf, path=full)
+    leaves, spec, paths = structure.flatten_with_paths(
+        value, leaf=_state_leaf, path=full, objects=objects
+    )
     for one, path in zip(leaves, paths, strict=True):
         leaf(tree, path, one)
     tree.specs[full] = spec

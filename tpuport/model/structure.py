@@ -107,7 +107,7 @@ class Flattener:
         if kind in (list, tuple, dict, OrderedDict) and not value and not self.objects:
             return ("static_new", kind), (kind, ())
         container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
-        container = container or (self.objects and _is_plain(value))
+        container = container or (self.objects and is_plain(value))
         if not container and not self._bears(value, 0):
             return ("static", value), (kind, _hashable(value, self.keep))
         index = len(self.containers)
@@ -188,7 +188,7 @@ _OPAQUE = frozenset(
 )
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether all that an object is can be read from its attributes (or it is a numpy array)."""
     kind = type(value)
     if kind is np.ndarray:

@@ -20,6 +20,7 @@ from tpuport.running.noticed import (
     changed_names,
     changed_numbers,
     differences,
+    filled,
     frame_of,
     key_of,
     named,
@@ -273,7 +274,8 @@ class LiveModel(PortedModel):
                 new = getattr(ours, holder)
                 old = getattr(theirs, holder)
                 if attribute in new:
-                    old[attribute] = cloner.clone(new[attribute])
+                    value = cloner.clone(new[attribute])
+                    old[attribute] = filled(old.get(attribute), value, {})
                 else:
                     old.pop(attribute, None)
 

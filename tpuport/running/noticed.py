@@ -1,12 +1,13 @@
 """What is noticed of a user's module between two calls of it."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tpuport.errors import PortError
-from tpuport.model import numbers
+from tpuport.model import numbers, structure
 from tpuport.model.state import StateTree
 from tpuport.running.tags import mark_of
 
@@ -73,3 +74,39 @@ def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
         kinds = {type(before.values.get(name)), type(after.values.get(name))}
         if kinds in ({int}, {float}) and not isinstance(after.values[name], numbers.SYMBOLIC):
             yield name
+
+
+def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
+    """The object that a script holds, with the content that a call gave its copy.
+
+    Attributes and values by key stay the objects that they were; what is in a list is new.
+
+    Args:
+        old: what the attribute was.
+        new: the copy, changed.
+        known: objects filled already, by the id of their copies.
+    """
+    if old is new or type(old) is not type(new) or isinstance(new, (torch.Tensor, torch.nn.Module)):
+        return new
+    if id(new) in known:
+        return known[id(new)]
+    if isinstance(new, list):
+        old[:] = new
+    elif isinstance(new, (set, deque)):
+        content = list(new)
+        old.clear()
+        old.update(content) if isinstance(new, set) else old.extend(content)
+    elif not isinstance(new, dict) and not structure.is_plain(new):
+        return new
+    known[id(new)] = old
+    if isinstance(new, dict):
+        content = {key: filled(old.get(key), value, known) for key, value in dict.items(new)}
+        dict.clear(old)
+        dict.update(old, content)
+    held = structure.attributes_of(old)
+    made = structure.attributes_of(new)
+    for name in held.keys() - made.keys():
+        object.__delattr__(old, name)
+    for name, value in made.items():
+        object.__setattr__(old, name, filled(held.get(name), value, known))
+    return old
