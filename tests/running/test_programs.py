@@ -422,3 +422,13 @@ def test_the_report_says_what_was_ported(tmp_path):
 def test_an_option_that_no_shim_has_is_refused():
     with pytest.raises(UsageError, match="no argument 'flash_atn'; did you mean flash_attn"):
         tpuport.porting(flash_atn={}).__enter__()
+
+
+def test_a_model_that_a_script_converts_itself_is_compared_with_eager_not_with_programs():
+    with tpuport.porting() as run:
+        net = built(device="cuda")
+        ported = tpuport.convert(net)
+        with torch.no_grad():
+            close(built()(batch())["y"], tpuport.to_torch(ported(batch("cuda"))["y"]))
+    assert ported.report.verified
+    assert run.report.programs == []

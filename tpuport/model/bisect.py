@@ -8,6 +8,7 @@ import torch
 
 from tpuport.errors import TpuportError
 from tpuport.model import arguments, structure
+from tpuport.model.parts import part_of_program
 from tpuport.model.report import Divergence, Parity
 from tpuport.model.request import Request
 from tpuport.model.verify import SameNumbers, eager_copy, host_arguments
@@ -36,7 +37,7 @@ def first_difference(
     _record(module, expected)
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, part_of_program():
         (module if method == "forward" else getattr(module, method))(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.take_apart((args, kwargs))

@@ -173,6 +173,8 @@ class Executable:
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
         self.hoisted = big
         self._jitted = jax.jit(run)
+        # Programs made of this one, its second derivative for example.
+        self.derived: dict[Any, Any] = {}
 
     def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
         """One run of the program, compiled if it has not been yet."""

@@ -36,6 +36,14 @@ RENAMED = {
 }
 
 
+# Ops of other ops, which come as they are under inference_mode, without their default arguments.
+_IN_PARTS = {
+    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
+    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
+}
+
+
 def functional_of(func: Any) -> Any:
     """The op without side effects behind `add_.Tensor` or `add.out`, or None."""
     if func in RENAMED:
@@ -72,6 +80,8 @@ def op_info(func: Any) -> OpInfo:
         if a.alias_info is not None and a.alias_info.is_write
     )
     special, lower = find(func)
+    if func in _IN_PARTS:
+        lower = None
     functional = functional_of(func) if writes and special is None else None
     return OpInfo(
         writes=writes,

@@ -138,7 +138,12 @@ class PortedModel(PortedState):
             left = list(map(self._result, put, outcome.put_metas))
             outcome.argument_changes.write_back(call.spec, call.leaves, left)
         self._advance(compiled, new_state)
-        return structure.rebuild(outcome.out_spec, list(map(self._result, outs, outcome.out_metas)))
+        given = list(map(self._result, outs, outcome.out_metas))
+        return structure.rebuild(outcome.out_spec, self._sharing(call, given))
+
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        """The outputs; those that share memory with arguments or state may be others."""
+        return given
 
     def _result(self, value: Any, meta: Any) -> Any:
         """What the caller gets for one result of a program."""
@@ -166,11 +171,6 @@ class PortedModel(PortedState):
         if not self.report.verified:
             verify.fail(verifier, method, given[0], given[1], key, before)
         return out
-
-    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether torch's autograd goes through a call."""
-        del args, kwargs
-        return False
 
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
         """Compare what autograd gives through eager's results and through the port's."""
@@ -331,7 +331,7 @@ class PortedModel(PortedState):
             return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
         start = time.perf_counter()
-        with self._precision_scope():
+        with self._precision_scope(), self._tracing():
             program = self._transformed(pure, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
@@ -342,6 +342,10 @@ class PortedModel(PortedState):
         self._note(outcome, hoisted, traced - start)
         release(outcome)
         return compiled
+
+    def _tracing(self) -> Any:
+        """A context in which the user's code is traced."""
+        return contextlib.nullcontext()
 
     def _variant(self) -> Any:
         """Which of several functions is compiled for equal arguments."""

@@ -21,6 +21,7 @@ from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
 from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
 from tpuport.model.locate import port_error
+from tpuport.model.output_aliases import output_aliases
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
@@ -154,6 +155,7 @@ class Program:
         trace.guards.refuse_writes()
         _refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
+        outcome.out_aliases = output_aliases(outcome, structure.flatten(result)[0], made, module)
         outcome.argument_changes = watch.changes()
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves

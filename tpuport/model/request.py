@@ -33,6 +33,19 @@ class Outcome:
     put_leaves: list[Any] = field(default_factory=list)
     put_metas: list[Any] = field(default_factory=list)
     host_paths: list[str] = field(default_factory=list)
+    # Outputs by number that are an argument (by number) or state (by name), or a view of it.
+    out_aliases: "dict[int, Alias]" = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Whose memory an output shares, and which part of it."""
+
+    of: int | str
+    is_same: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass

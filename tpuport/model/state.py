@@ -8,6 +8,7 @@ import enum
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,11 @@ class Cloner:
             return types.MethodType(value.__func__, self.clone(value.__self__))
         if isinstance(value, _SHARED):
             return value
+        if isinstance(value, weakref.ref):
+            # Recurrent layers know their weights by such references, and look whether they changed.
+            referent = value()
+            is_tensor = isinstance(referent, torch.Tensor)
+            return weakref.ref(self.clone(referent)) if is_tensor else value
         known = self.memo.get(id(value))
         if known is not None:
             return known

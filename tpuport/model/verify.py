@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
 from tpuport.model.dispatch import dispatch
+from tpuport.model.parts import part_of_program
 from tpuport.model.precision_seen import RTOL, Precision, tolerance
 from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
@@ -146,6 +147,7 @@ class Verifier:
                     mode,
                     seen,
                     torch.set_grad_enabled(trainable),
+                    part_of_program(),
                 ):
                     out = function(*own_args, **own_kwargs)
                 self._coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)

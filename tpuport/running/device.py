@@ -24,7 +24,7 @@ from torch.utils._device import _device_constructors
 from tpuport.errors import UsageError
 from tpuport.model.seen_device import set_seen_device
 from tpuport.model.tensor import TracedTensor
-from tpuport.running.tags import CUDA, is_accelerator, is_tagged, mark_of, storage_of, tag
+from tpuport.running.tags import CUDA, MARK, is_accelerator, is_tagged, mark_of, storage_of, tag
 
 CPU = torch.device("cpu")
 
@@ -64,6 +64,10 @@ def _asked_by_us() -> bool:
         frame = frame.f_back  # a running trace hands on what user code asked
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.startswith(("tpuport.model", "tpuport.ops", "tpuport.checkpoints"))
+
+
+def _caller(depth: int) -> str:
+    return sys._getframe(depth).f_globals.get("__name__", "")
 
 
 @_handles(_getter("device"))
@@ -207,6 +211,15 @@ def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mark.writes += 1
 
 
+@_handles(torch.Tensor.untyped_storage)
+def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    storage = func(*args, **kwargs)
+    if hasattr(storage, MARK) and not _caller(3).startswith("tpuport."):
+        # A script may write to the storage itself, which is seen by nobody.
+        getattr(storage, MARK).writes += 1
+    return storage
+
+
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__)
 def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], TracedTensor) and is_tagged(args[0]) and not _asked_by_us():
@@ -226,7 +239,6 @@ _LEAVE = {
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.stride,
-    torch.Tensor.untyped_storage,
     *(_getter(name) for name in ("shape", "dtype", "ndim", "requires_grad", "is_leaf", "grad_fn")),
 }
 

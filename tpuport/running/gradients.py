@@ -1,6 +1,6 @@
 """A ported call under torch's autograd: one jitted program forward, one backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,28 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
 _pull = jax.jit(lambda pull, cotangents: pull(cotangents))
 
 
+def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Array]]:
+    """The derivative of the backward pass of a program, which runs the program once more."""
+    names, indices = wanted
+
+    def twice(
+        state: Any, key: Any, values: Any, primals: Any, cotangents: Any, seconds: Any
+    ) -> list[jax.Array]:
+        def back(primals: list[Any], cotangents: list[Any]) -> list[Any]:
+            part = dict(zip(names, primals, strict=False))
+            merged = list(values)
+            for index, value in zip(indices, primals[len(names) :], strict=True):
+                merged[index] = value
+            _, pull, _ = executable({**state, **part}, key, merged)
+            found, leaves = pull(cotangents)
+            return [*(found[name] for name in names), *leaves]
+
+        given = jax.vjp(back, primals, cotangents)[1](seconds)
+        return [*given[0], *given[1]]
+
+    return twice
+
+
 @dataclass
 class Call:
     """One call that is to be differentiated, and what it gave."""
@@ -126,6 +148,27 @@ class Call:
         ]
         return _pull(self.pull, cotangents)
 
+    def pulled_back_twice(
+        self, gradients: list[torch.Tensor], seconds: list[torch.Tensor | None]
+    ) -> list[jax.Array]:
+        """Cotangents of what `pulled_back` gave to those of the state, arguments and cotangents."""
+        prepared, (names, indices) = self.prepared, self.wanted
+        executable = prepared.compiled.run
+        primals = [prepared.picked[name] for name in names]
+        primals += [prepared.values[index] for index in indices]
+        cotangents = [
+            backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
+        ]
+        given = [
+            jnp.zeros_like(primal) if second is None else backend.to_jax(second)
+            for primal, second in zip(primals, seconds, strict=True)
+        ]
+        twice = executable.derived.get(self.wanted)
+        if twice is None:
+            twice = jax.jit(_second_order(executable, self.wanted))
+            executable.derived[self.wanted] = twice
+        return twice(prepared.picked, prepared.key, prepared.values, primals, cotangents, given)
+
     def results(self, flows: list[Any]) -> Any:
         """What `PortedModel._finish` takes, with these tensors for the floating outputs."""
         stays, rest = self.rest
@@ -139,30 +182,78 @@ class Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the program; `tensors` are what gradients are wanted for, in the order of `call`."""
-        ctx.call, ctx.like = call, [(t.dtype, t.shape) for t in tensors]
-        return tuple(call.run())
+        ctx.like = [(t.dtype, t.shape) for t in tensors]
+        flows = call.run()
+        # Torch drops saved tensors when the graph has been used, and says so at a second use. What
+        # a program kept goes the same way: a loss that a script collects holds nothing of it.
+        kept: Any = torch.empty(0)
+        kept._tpuport_kept = (call, tensors)
+        ctx.save_for_backward(kept)
+        return tuple(flows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (once_differentiable's stub)
-        ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Run its other half."""
-        state, leaves = ctx.call.pulled_back(list(gradients))
-        names, _ = ctx.call.wanted
-        found = [*(state[name] for name in names), *leaves]
-        return (
-            None,
-            *(
-                host_tensor(value, dtype) if wanted else None
-                for value, (dtype, _), wanted in zip(
-                    found, ctx.like, ctx.needs_input_grad[1:], strict=True
-                )
-            ),
-        )
+        (kept,) = ctx.saved_tensors
+        call, tensors = kept._tpuport_kept
+        needed = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, *_Back.apply(call, needed, *tensors, *gradients))
+        return (None, *_back(call, list(gradients), ctx.like, needed))
+
+
+def _back(
+    call: Call, gradients: list[torch.Tensor], like: list[Any], needed: tuple[bool, ...]
+) -> list[torch.Tensor | None]:
+    state, leaves = call.pulled_back(gradients)
+    found = [*(state[name] for name in call.wanted[0]), *leaves]
+    return _given(found, like, needed)
+
+
+def _given(found: list[Any], like: list[Any], needed: Any) -> list[torch.Tensor | None]:
+    return [
+        host_tensor(value, dtype) if wanted else None
+        for value, (dtype, _), wanted in zip(found, like, needed, strict=True)
+    ]
+
+
+class _Back(torch.autograd.Function):
+    """A backward pass that is differentiated in turn, as for a gradient penalty."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, needed: Any, *given: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients; `given` are the tensors of the call, then the outputs' gradients."""
+        count = len(needed)
+        ctx.like = [(t.dtype, t.shape) for t in given]
+        made = _back(call, list(given[count:]), ctx.like[:count], needed)
+        kept: Any = torch.empty(0)
+        kept._tpuport_kept = (call, given[count:])
+        ctx.save_for_backward(kept)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients of those gradients."""
+        if torch.is_grad_enabled():
+            raise PortError(
+                "a third derivative through a program was asked for",
+                code="TPU406",
+                remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
+            )
+        (kept,) = ctx.saved_tensors
+        call, gradients = kept._tpuport_kept
+        found = call.pulled_back_twice(list(gradients), list(seconds))
+        return (None, None, *_given(found, ctx.like, ctx.needs_input_grad[2:]))
 
 
 def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """Fixed random weights for one output: comparing one gradient of them all is enough."""
-    draw = np.random.default_rng(index).standard_normal(tuple(tensor.shape))
-    return torch.as_tensor(draw / max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
+    draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(tensor.shape)))
+    return torch.from_numpy(draw).div(max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
+
+
+def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:
+    """Gradients of sums, None for each tensor that has none; without a sum no tensor has."""
+    if not totals:
+        return [None] * len(of)
+    return torch.autograd.grad(totals, of, allow_unused=True, **options)

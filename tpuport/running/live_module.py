@@ -1,20 +1,32 @@
 """A ported model over the user's own module: either has what the other changed."""
 
+import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import torch
 
 from tpuport.errors import PortError
-from tpuport.model import arguments, backend, numbers, structure, verify
+from tpuport.model import arguments, backend, structure, verify
+from tpuport.model.compiled import Prepared
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
 from tpuport.model.ported import PortedModel
 from tpuport.model.state import Cloner, StateTree, clone_module, state_tree
 from tpuport.running import gradients
-from tpuport.running.tags import is_tagged, mark_of, tag
+from tpuport.running.noticed import (
+    changed_names,
+    changed_numbers,
+    differences,
+    frame_of,
+    key_of,
+    named,
+    refuse_backward_hooks,
+)
+from tpuport.running.outside import Outside
+from tpuport.running.tags import is_tagged, tag
 
 
 class LiveModel(PortedModel):
@@ -36,15 +48,18 @@ class LiveModel(PortedModel):
         # A program must not keep the module alive that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._wanted: gradients.Wanted | None = None
+        self._drew = False
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
-        self._tree = state_tree(module)
-        self._frame = _frame_of(self._tree, module)
-        # States that only switches lead to and from, which come back, and their versions.
-        self._known_frames: list[tuple[Any, int]] = []
-        self._keys = {name: _key_of(t) for name, t in self._tree.leaves.items()}
+        self._outside = Outside(module)
+        self._outside_values = self._outside.values(module)
+        self._tree = self._taken_apart(module)
+        self._frame = frame_of(self._tree, module)
+        # Structures by number, to which programs belong.
+        self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
+        self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
-            self._verifier = verify.Verifier(self, self._source, rtol)
+            self._verifier = _Verifier(self, self._source, rtol)
 
     @property
     def methods_compiled(self) -> set[str]:
@@ -64,25 +79,81 @@ class LiveModel(PortedModel):
             PortError: the code cannot be ported exactly, or its result differs from eager's.
         """
         check_signature(self._user, method, args, kwargs)
-        self._take_in()
+        refuse_backward_hooks(self._user)
+        # Looking at tensors as they really are takes half the time without torch's modes.
+        with torch._C.DisableTorchFunction():
+            self._take_in()
         before = self._values()
         self._python_changes.clear()
-        out = self._call(method, args, kwargs)
+        with self._torchs_generator_kept(method, args, kwargs):
+            out = self._call(method, args, kwargs)
         self._give_back(before)
         return out
 
+    @contextlib.contextmanager
+    def _torchs_generator_kept(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """A comparison takes a key, which a script without random numbers must not notice."""
+        done = None if self._verifier is None else self._verifier.done
+        if done is None or self._path_of(method, args, kwargs) in done:
+            yield
+            return
+        state, self._drew = torch.get_rng_state(), False
+        try:
+            yield
+        finally:
+            if not self._drew:
+                torch.set_rng_state(state)
+
     # -- what the user's module holds --------------------------------------------------------------
+
+    def _taken_apart(self, module: torch.nn.Module) -> StateTree:
+        """The state of the user's module, without attributes that its code does not read."""
+        tree = state_tree(module, self._program.numbers)
+        unread = [
+            name
+            for name, (_, attribute) in tree.owners.items()
+            if name not in tree.registered and name in tree.statics
+            if not self._outside.reads(attribute) and attribute != "training"
+        ]
+        for name in unread:
+            del tree.statics[name]
+        starts = tuple(name + end for name in unread for end in ("[", "."))
+        for name in [n for n in tree.leaves if n in unread or (starts and n.startswith(starts))]:
+            del tree.leaves[name]
+        return tree
 
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
-        tree = state_tree(self._user, self._program.numbers)
-        frame = _frame_of(tree, self._user)
-        if frame != self._frame:
+        tree = self._taken_apart(self._user)
+        frame = frame_of(tree, self._user)
+        outside = self._outside.values(self._user)
+        if frame != self._frame or outside != self._outside_values:
+            changed = changed_names(self._outside_values, outside)
+            self._state_changes.update(dict.fromkeys(changed, 1))
+            self._outside = Outside(self._user)
+            self._outside_values = self._outside.values(self._user)
+            tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
-            frame = _frame_of(tree, self._user)
+            frame = frame_of(tree, self._user)
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
-        self._tree, self._frame = tree, frame
+        self._tree = tree
+        self._set_frame(frame)
+
+    def _set_frame(self, frame: Any) -> None:
+        """Programs of a structure serve again when it comes back: after `eval()` and `train()`."""
+        if frame == self._frame and self._frames[self._number][1] is self._outside_values:
+            return
+        self._frame = frame
+        for number, (known, outside) in self._frames.items():
+            if known == frame and outside == self._outside_values:
+                self._number = number
+                self._frames[number] = known, self._outside_values
+                return
+        self._number += 1 + max(self._frames) - self._number
+        self._frames[self._number] = frame, self._outside_values
 
     def _take_structure(self, tree: StateTree) -> StateTree:
         """Another attribute, layer or hook is another program.
@@ -91,42 +162,22 @@ class LiveModel(PortedModel):
         """
         again = [
             name
-            for name in _changed_numbers(self._tree, tree)
+            for name in changed_numbers(self._tree, tree)
             if name in self._changed_numbers or self._changed_numbers.add(name)
         ]
         for name in again:
             self._promote_number(name, tree.values[name])
             self._state_changes[name] = self._state_changes.get(name, 0) + 1
         if again:
-            tree = state_tree(self._user, self._program.numbers)
-        if not again or _frame_of(tree, self._user) != self._frame:
-            self._state_changes.update(dict.fromkeys(_named(_differences(self._tree, tree)), 1))
+            tree = self._taken_apart(self._user)
+        if not again or frame_of(tree, self._user) != self._frame:
+            self._state_changes.update(dict.fromkeys(named(differences(self._tree, tree)), 1))
         self._program.master = clone_module(self._user, lambda t: t)[0]
-        frame = _frame_of(tree, self._user)
-        if _are_switches(self._tree, tree) and frame[1:3] == self._frame[1:3]:
-            self._switch(frame)
-        else:
-            self._new_version()
         trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
         values = {n: v for n, v in self._values().items() if n in tree.leaves}
         self.params = {n: v for n, v in values.items() if n in trainable}
         self.buffers = {n: v for n, v in values.items() if n not in trainable}
         return tree
-
-    def _new_version(self) -> None:
-        super()._new_version()
-        self._known_frames.clear()
-
-    def _switch(self, frame: Any) -> None:
-        """Training mode, say, after evaluation: the programs of a state that has been fit again."""
-        if not self._known_frames:
-            self._known_frames.append((self._frame, self._state_version))
-        for known, version in self._known_frames:
-            if known == frame:
-                self._state_version = version
-                return
-        self._state_version = next(self._versions)
-        self._known_frames.append((frame, self._state_version))
 
     def _take_leaf(self, name: str, leaf: Any, registered: bool) -> None:
         if not isinstance(leaf, torch.Tensor):
@@ -135,18 +186,23 @@ class LiveModel(PortedModel):
             return
         if registered and not is_tagged(leaf):
             tag(leaf)
-        key = _key_of(leaf)
+        key = key_of(leaf)
+        # A plain attribute can have a gradient, too: what another module gave, set by a script.
+        holder, other = self.buffers, self.params
+        if leaf.requires_grad:
+            holder, other = other, holder
         known = name in self.params or name in self.buffers
-        if self._keys.get(name) == key and (known or not registered):
+        settled = known or not (registered or leaf.requires_grad)
+        if self._keys.get(name) == key and settled and name not in other:
             return
         first = name not in self._keys
         self._keys[name] = key
-        if not registered and not known and first:
+        if first and settled and not known:
             return  # a plain attribute is a host constant until something changes it
-        trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
         if not known:
             self._new_version()
-        (self.params if trainable else self.buffers)[name] = backend.to_jax(leaf)
+        other.pop(name, None)
+        holder[name] = backend.to_jax(leaf)
 
     # -- what a call changed -----------------------------------------------------------------------
 
@@ -156,10 +212,11 @@ class LiveModel(PortedModel):
 
     def _give_back(self, before: dict[str, Any]) -> None:
         """Give the user's module what the call changed."""
-        for changes in self._python_changes:
-            self._give_python_state(changes)
+        for change in self._python_changes:
+            self._give_python_state(change)
         if self._python_changes:
-            self._tree = state_tree(self._user, self._program.numbers)
+            self._tree = self._taken_apart(self._user)
+            self._outside_values = self._outside.values(self._user)
         for name, value in self._values().items():
             leaf = self._tree.leaves.get(name)
             if before.get(name) is value or leaf is None:
@@ -170,8 +227,8 @@ class LiveModel(PortedModel):
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         if self._python_changes:
-            self._frame = _frame_of(self._tree, self._user)
-            self._keys |= {n: _key_of(t) for n, t in self._tree.leaves.items()}
+            self._set_frame(frame_of(self._tree, self._user))
+            self._keys |= {n: key_of(t) for n, t in self._tree.leaves.items()}
 
     def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
         new = backend.to_torch(value, leaf.dtype)
@@ -183,7 +240,7 @@ class LiveModel(PortedModel):
             # A plain attribute was bound to another tensor: who holds the old one keeps it.
             fqn, attribute = owner
             leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
-        self._keys[name] = _key_of(leaf)
+        self._keys[name] = key_of(leaf)
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
@@ -220,11 +277,6 @@ class LiveModel(PortedModel):
                 else:
                     old.pop(attribute, None)
 
-    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Other sizes take the same path; evaluation and training, or another option, do not.
-        spec = arguments.take_apart((args, kwargs))[1]
-        return method, spec.key, self._state_version, torch.is_grad_enabled()
-
     # -- running -----------------------------------------------------------------------------------
 
     def _result(self, value: Any, meta: Any) -> Any:
@@ -235,12 +287,27 @@ class LiveModel(PortedModel):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
 
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        """An output that is an argument, a weight or a view of one is that in eager, too."""
+        for index, alias in call.compiled.outcome.out_aliases.items():
+            at = alias.of
+            owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
+            if not isinstance(owner, torch.Tensor):
+                continue
+            if alias.is_same:
+                given[index] = owner
+            elif not owner.requires_grad:
+                offset = owner.storage_offset() + alias.offset
+                given[index] = owner.as_strided(alias.size, alias.stride, offset)
+        return given
+
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs, key)
+        self._drew = prepared.compiled.outcome.uses_key
         if not tensors:
             with prepared.timing:
                 results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
@@ -249,8 +316,15 @@ class LiveModel(PortedModel):
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
+    def _tracing(self) -> Any:
+        return self.alone()
+
+    def alone(self) -> Any:
+        """For running the user's code, which may not change anything but its module."""
+        return self._outside.left_alone(self._user)
+
     def _variant(self) -> Any:
-        return self._wanted
+        return self._wanted, self._number
 
     def _transformed(self, pure: Any, paths: list[str]) -> Any:
         if self._wanted is None:
@@ -282,6 +356,11 @@ class LiveModel(PortedModel):
     def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return bool(self._differentiated(args, kwargs)[1])
 
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Other sizes take the same path; evaluation and training, or another option, do not.
+        spec = arguments.take_apart((args, kwargs))[1]
+        return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
+
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
         """Compare the gradients of a random projection of the outputs, parameter by parameter."""
         theirs = dict(module.named_parameters())
@@ -294,9 +373,15 @@ class LiveModel(PortedModel):
             )
         if not any(totals):
             return []
-        # Without a graph on one side the gradients of the other have to be zero.
-        want = _gradients(totals[0], [theirs[name] for name in ours])
-        have = _gradients(totals[1], list(ours.values()), retain_graph=True)
+        ours = {name: tensor for name, tensor in ours.items() if name in theirs}
+        try:
+            # Without a graph on one side the gradients of the other have to be zero.
+            want = gradients.gradients(totals[0], [theirs[name] for name in ours])
+        except RuntimeError as error:
+            # Where the script does not ask for a backward pass, eager would not have said so.
+            self.report.notes.append(f"gradients were not compared, eager has none: {error}")
+            return []
+        have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
         pairs = zip(ours, want, have, strict=True)
         none = torch.zeros(())
         filled: list[tuple[str, Any, Any]] = [
@@ -305,63 +390,11 @@ class LiveModel(PortedModel):
         return verify.gradient_records(self._verifier, filled)
 
 
-def _gradients(totals: list[Any], of: list[Any], **options: Any) -> Sequence[Any]:
-    if not totals:
-        return [None] * len(of)
-    return torch.autograd.grad(totals, of, allow_unused=True, **options)
+class _Verifier(verify.Verifier):
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ported.alone():  # pyright: ignore[reportAttributeAccessIssue]
+            return super().reference(*args, **kwargs)
 
 
 def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _key_of(leaf: Any) -> Any:
-    """What is different once a tensor has another value, or None for a number."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    mark = mark_of(leaf)
-    version = None if leaf.is_inference() else leaf._version
-    where = (id(leaf),) if mark is None else (mark.serial, mark.writes)
-    return (*where, version, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
-
-
-def _frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
-    """Everything about a module that makes another program when it changes."""
-    hooks = [
-        (name, tuple(owner._forward_hooks), tuple(owner._forward_pre_hooks))
-        for name, owner in module.named_modules()
-        if owner._forward_hooks or owner._forward_pre_hooks
-    ]
-    trained = [p.requires_grad for p in module.parameters()]
-    return (tree.statics, tree.modules, hooks, trained)
-
-
-def _differences(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Names of the Python state that is not what it was."""
-    for name in dict.fromkeys([*before.statics, *after.statics]):
-        if before.statics.get(name, ...) != after.statics.get(name, ...):
-            yield name
-
-
-def _named(changed: Iterator[str]) -> list[str]:
-    """Names as a report says them: a mode that all modules share is one."""
-    names = list(changed)
-    rest = [name for name in names if name.rpartition(".")[2] != "training"]
-    return rest if len(rest) == len(names) else ["training mode", *rest]
-
-
-def _are_switches(before: StateTree, after: StateTree) -> bool:
-    """Whether all that changed are attributes that are true or false, and what is trained."""
-    return all(
-        isinstance(tree.values.get(name), bool)
-        for name in _differences(before, after)
-        for tree in (before, after)
-    )
-
-
-def _changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Those that are Python numbers before and after, and not a switch."""
-    for name in _differences(before, after):
-        kinds = {type(before.values.get(name)), type(after.values.get(name))}
-        if kinds in ({int}, {float}) and not isinstance(after.values[name], numbers.SYMBOLIC):
-            yield name

@@ -7,7 +7,7 @@ import importlib.machinery
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,17 +63,10 @@ def porting(
         UsageError: a named package was imported before, or no shim has an option of that name.
     """
     _check_options(options)
-    outer = _ACTIVE.get() or Settings()
-    settings = Settings(
-        packages,
-        tuple(Path(path).resolve() for path in paths),
-        (*outer.absent, *absent),
-        (*outer.eager, *eager),
-        (*outer.methods, *methods),
-        verify,
-        rtol,
-        port_modules,
-        {**outer.options, **options},
+    folders = tuple(Path(path).resolve() for path in paths)
+    own = Settings(packages, folders, tuple(absent), tuple(eager), tuple(methods), options=options)
+    settings = replace(
+        own.inside(_ACTIVE.get()), verify=verify, rtol=rtol, port_modules=port_modules
     )
     with contextlib.ExitStack() as stack:
         token = _ACTIVE.set(settings)

@@ -4,17 +4,19 @@ The outermost call of a module on the accelerator is one jitted program. Where i
 the modules inside it are asked.
 """
 
-import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.modules.module import _has_any_global_hook
 
 from tpuport.errors import ParityError, PortError
+from tpuport.model.parts import is_part_of_program, part_of_program
 from tpuport.model.trace import current
+from tpuport.running import captured_outputs
 from tpuport.running.live_module import LiveModel
 from tpuport.running.report import Descended
 from tpuport.running.settings import Settings, active
@@ -27,7 +29,8 @@ class PortWarning(UserWarning):
 
 # On whose behalf the methods of classes are replaced.
 METHODS = object()
-_LOCAL = threading.local()
+# A trace swaps functions for the whole process, and a program has one state.
+_ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
 # Modules and methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -47,8 +50,12 @@ def forget() -> None:
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
     """Whether a call made now is to be a program of its own."""
     settings = active()
-    if settings is None or not settings.port_modules or getattr(_LOCAL, "inside", False):
+    if settings is None or not settings.port_modules or is_part_of_program():
         return False
+    if _has_any_global_hook():
+        return False
+    if peek_interpreter_stack() is not None:
+        return False  # torch.func's transformations take apart what is called inside them
     if current() is not None or method in _DESCENDED.get(module, ()):
         return False
     names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
@@ -72,41 +79,43 @@ def call(
     """
     settings = active()
     assert settings is not None
-    model = _PROGRAMS.get(module)
-    if model is None:
-        model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
-        _PROGRAMS[module] = model
-        settings.report.programs.append(model.report)
     try:
-        with _inside():
+        with _ONE_AT_A_TIME, part_of_program():
+            model = _PROGRAMS.get(module)
+            if model is None:
+                captured_outputs.prepare(module)
+                model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
+                _PROGRAMS[module] = model
+                settings.report.programs.append(model.report)
             return model.call(method, args, kwargs)
     except ParityError:
         raise
     except PortError as error:
-        if not _has_parts(module):
+        if not _has_parts(module) and not _has_hooks(module):
             raise
         _DESCENDED.setdefault(module, set()).add(method)
-        if not model.methods_compiled:
-            # None of its methods has become a program: the report is of those inside.
-            _PROGRAMS.pop(module, None)
-            reports = settings.report.programs
-            reports[:] = [one for one in reports if one is not model.report]
+        _forget_if_empty(module, settings)
         _say_descended(module, method, error, settings)
     return original(module, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
-    """Module calls inside a program, and in the eager run beside it, are parts of it."""
-    _LOCAL.inside = True
-    try:
-        yield
-    finally:
-        _LOCAL.inside = False
-
-
 def _has_parts(module: torch.nn.Module) -> bool:
     return any(_is_on_accelerator(child) for child in module.children())
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether code that the module's class does not know of runs in a call (caught features)."""
+    held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any((*held, module._backward_pre_hooks))
+
+
+def _forget_if_empty(module: torch.nn.Module, settings: Settings) -> None:
+    """Where none of a module's methods has become a program, the report is of those inside."""
+    model = _PROGRAMS.get(module)
+    if model is not None and not model.methods_compiled:
+        del _PROGRAMS[module]
+        reports = settings.report.programs
+        reports[:] = [one for one in reports if one is not model.report]
 
 
 def _say_descended(

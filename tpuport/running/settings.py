@@ -1,7 +1,7 @@
 """What the user asked of a porting context, and which context is active."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ class Settings:
     port_modules: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
+
+    def inside(self, outer: "Settings | None") -> "Settings":
+        """These settings in a block inside another: what that says of names and options holds."""
+        if outer is None:
+            return self
+        return replace(
+            self,
+            absent=(*outer.absent, *self.absent),
+            eager=(*outer.eager, *self.eager),
+            methods=(*outer.methods, *self.methods),
+            options={**outer.options, **self.options},
+        )
 
 
 # Contexts of this thread, and all of the process: a thread that user code starts inside a block has

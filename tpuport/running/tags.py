@@ -10,7 +10,7 @@ from tpuport.errors import UsageError
 from tpuport.model.tensor import TracedTensor
 
 CUDA = torch.device("cuda", 0)
-_MARK = "_tpuport_accelerator"
+MARK = "_tpuport_accelerator"
 _SERIALS = itertools.count()
 
 
@@ -34,21 +34,21 @@ def is_tagged(tensor: Any) -> bool:
     """Whether a tensor counts as being on the accelerator."""
     if isinstance(tensor, TracedTensor):
         return True
-    return isinstance(tensor, torch.Tensor) and hasattr(storage_of(tensor), _MARK)
+    return isinstance(tensor, torch.Tensor) and hasattr(storage_of(tensor), MARK)
 
 
 def tag(tensor: torch.Tensor) -> torch.Tensor:
     """Let a tensor, and everything that shares its storage, count as being on the accelerator."""
     if not isinstance(tensor, TracedTensor):
         storage = storage_of(tensor)
-        if storage is not None and not hasattr(storage, _MARK):
-            setattr(storage, _MARK, Mark(next(_SERIALS)))
+        if storage is not None and not hasattr(storage, MARK):
+            setattr(storage, MARK, Mark(next(_SERIALS)))
     return tensor
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
     """The mark of the storage of a tensor on the accelerator."""
-    return getattr(storage_of(tensor), _MARK, None)
+    return getattr(storage_of(tensor), MARK, None)
 
 
 def is_accelerator(device: Any) -> bool:

@@ -1,0 +1,34 @@
+"""Which outputs of a call share memory with its arguments or with the state of its module."""
+
+from typing import Any
+
+import torch
+
+from tpuport.model.bounded.extents import extents_of
+from tpuport.model.request import Alias, Outcome
+from tpuport.model.state import state_tree
+from tpuport.model.tensor import TracedTensor, meta_of
+
+
+def output_aliases(
+    outcome: Outcome, outputs: list[Any], made: list[Any], module: torch.nn.Module | None
+) -> dict[int, Alias]:
+    """Outputs that are arguments, or state that the call leaves as it is, or views of them."""
+    if len(outputs) != len(outcome.out_leaves):
+        return {}  # numbers among them
+    state = state_tree(module).leaves if module is not None else {}
+    kept = {name: leaf for name, leaf in state.items() if name not in outcome.state}
+    owners: dict[int, tuple[int | str, TracedTensor]] = {}
+    for of, leaf in (*enumerate(made), *kept.items()):
+        if isinstance(leaf, TracedTensor) and not leaf._chain:
+            owners.setdefault(id(leaf._storage), (of, leaf))
+    found: dict[int, Alias] = {}
+    for index, leaf in enumerate(outputs):
+        if not isinstance(leaf, TracedTensor) or id(leaf._storage) not in owners:
+            continue
+        of, owner = owners[id(leaf._storage)]
+        meta, base = meta_of(leaf), meta_of(owner)
+        if meta.dtype == base.dtype and not extents_of(leaf):
+            offset = int(meta.storage_offset() - base.storage_offset())
+            found[index] = Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset)
+    return found
