@@ -170,11 +170,6 @@ class PortedModel(PortedState):
             verify.fail(verifier, method, given[0], given[1], key, before)
         return out
 
-    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether torch's autograd goes through a call."""
-        del args, kwargs
-        return False
-
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
         """Compare what autograd gives through eager's results and through the port's."""
         raise NotImplementedError

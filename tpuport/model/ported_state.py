@@ -99,6 +99,11 @@ class PortedState:
         del args, kwargs
         return method
 
+    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether torch's autograd goes through a call."""
+        del args, kwargs
+        return False
+
     def _new_version(self) -> None:
         """The state is another one than any before: no program compiled so far fits it."""
         self._state_version = next(self._versions)

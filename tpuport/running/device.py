@@ -8,6 +8,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ def _getter(name: str) -> Any:
 
 def _asked_by_us() -> bool:
     """Whether tpuport's own code reads an attribute: it works on tensors as they really are."""
-    return _caller(4).startswith(("tpuport.model", "tpuport.ops", "tpuport.checkpoints"))
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_globals.get("__name__") == "tpuport.model.modes":
+        frame = frame.f_back  # a running trace hands on what user code asked
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith(("tpuport.model", "tpuport.ops", "tpuport.checkpoints"))
 
 
 def _caller(depth: int) -> str:

@@ -1,6 +1,6 @@
 """A ported call under torch's autograd: one jitted program forward, one backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,3 +250,10 @@ def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
     """Fixed random weights for one output: comparing one gradient of them all is enough."""
     draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(tensor.shape)))
     return torch.from_numpy(draw).div(max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
+
+
+def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:
+    """Gradients of sums, None for each tensor that has none; without a sum no tensor has."""
+    if not totals:
+        return [None] * len(of)
+    return torch.autograd.grad(totals, of, allow_unused=True, **options)

@@ -369,21 +369,21 @@ class LiveModel(PortedModel):
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         totals = []
         for value in (expected, out):
-            leaves = [t for t in structure.flatten(value)[0] if _has_graph(t)]
-            totals.append([(t * gradients.projection(t, i)).sum() for i, t in enumerate(leaves)])
-        if not totals[0] or not totals[1]:
+            leaves = enumerate(structure.flatten(value)[0])
+            totals.append(
+                [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
+            )
+        if not any(totals):
             return []
         ours = {name: tensor for name, tensor in ours.items() if name in theirs}
-        wanted = [theirs[name] for name in ours]
         try:
-            want = torch.autograd.grad(totals[0], wanted, allow_unused=True)
+            # Without a graph on one side the gradients of the other have to be zero.
+            want = gradients.gradients(totals[0], [theirs[name] for name in ours])
         except RuntimeError as error:
             # Where the script does not ask for a backward pass, eager would not have said so.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             return []
-        have = torch.autograd.grad(
-            totals[1], list(ours.values()), allow_unused=True, retain_graph=True
-        )
+        have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
         pairs = zip(ours, want, have, strict=True)
         none = torch.zeros(())
         filled: list[tuple[str, Any, Any]] = [

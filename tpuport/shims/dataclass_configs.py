@@ -1,6 +1,7 @@
 """`@dataclass` on a transformers configuration, which since version 5 is a dataclass already."""
 
 import dataclasses
+import functools
 import sys
 from typing import Any
 
@@ -28,9 +29,10 @@ class DataclassConfigs(Shim):
         def dataclass(cls: Any = None, /, **options: Any) -> Any:
             if cls is None:
                 return lambda found: dataclass(found, **options)
-            if active() is not None and _is_configuration(cls):
-                _put_back_factories(cls)
-            return original(cls, **options)
+            if active() is None or not _is_configuration(cls):
+                return original(cls, **options)
+            _put_back_factories(cls)
+            return _positional(original(cls, **options))
 
         return [Replacement(dataclasses, "dataclass", dataclass)]
 
@@ -38,8 +40,35 @@ class DataclassConfigs(Shim):
 def _is_configuration(cls: type) -> bool:
     library = sys.modules.get("transformers.configuration_utils")
     base = getattr(library, "PretrainedConfig", None)
-    own = cls.__module__.partition(".")[0] == "transformers"
-    return isinstance(base, type) and issubclass(cls, base) and not own
+    return isinstance(base, type) and issubclass(cls, base) and not _is_library(cls)
+
+
+def _is_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "transformers"
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+
+
+def _positional(cls: type) -> type:
+    """A configuration that takes its own fields by position, too, as a dataclass does."""
+    by_name: Any = vars(cls).get("__init__")
+    library = {f.name for one in cls.__mro__[1:] if _is_library(one) for f in _fields(one)}
+    names = [f.name for f in _fields(cls) if f.name not in library and f.init and not f.kw_only]
+    if getattr(by_name, "__globals__", {}).get("__name__") != "transformers.configuration_utils":
+        return cls  # the class has one of its own
+
+    @functools.wraps(by_name)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(names):
+            raise TypeError(f"{cls.__name__} takes {len(names)} arguments, {len(args)} were given")
+        if twice := set(kwargs) & set(names[: len(args)]):
+            raise TypeError(f"{cls.__name__} got multiple values for argument {min(twice)!r}")
+        by_name(self, **dict(zip(names, args, strict=False)), **kwargs)
+
+    cls.__init__ = __init__
+    return cls
 
 
 def _put_back_factories(cls: type) -> None:

@@ -1,0 +1,171 @@
+"""Each way through a module's code is compared with eager once, and compiled once."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tpuport
+from tpuport.errors import ParityError
+from tpuport.running.programs import programs
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x, *, halved=False):
+        y = self.line(x).square().mean()
+        if not self.training:
+            return y * 3
+        return y / 2 if halved else y
+
+
+def built(module):
+    torch.manual_seed(0)
+    return module().cuda()
+
+
+def rows():
+    return torch.linspace(-1, 1, 12).reshape(3, 4).cuda()
+
+
+def test_a_module_that_gives_a_scalar_trains():
+    with tpuport.porting():
+        net = built(Loss)
+        net(rows()).backward()
+        host = Loss()
+        host.load_state_dict({k: v.cpu() for k, v in net.state_dict().items()})
+        host(rows().cpu()).backward()
+        torch.testing.assert_close(net.line.weight.grad.cpu(), host.line.weight.grad)
+
+
+def test_training_after_evaluation_finds_its_program():
+    with tpuport.porting():
+        net = built(Loss)
+        for _ in range(3):
+            net.train()
+            trained = net(rows())
+            trained.backward()
+            net.eval()
+            with torch.no_grad():
+                torch.testing.assert_close(net(rows()), trained.detach() * 3)
+        (model,) = programs()
+        assert [r.causes for r in model.report.retraces] == [
+            ("state of the module changed: training mode",)
+        ]
+
+
+def test_what_changes_beside_the_mode_is_not_forgotten():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line, self.act, self.scale = nn.Linear(4, 4), nn.ReLU(), 2.0
+
+        def forward(self, x):
+            return self.act(self.line(x)) * self.scale
+
+    with tpuport.porting(), torch.no_grad():
+        net = built(Scaled)
+        first = net(rows())
+        net.eval()
+        net(rows())
+        net.scale = 6.0
+        torch.testing.assert_close(net(rows()), first * 3)
+        net.train()
+        torch.testing.assert_close(net(rows()), first * 3)
+        net.act = nn.Identity()
+        net.eval()
+        torch.testing.assert_close(net(rows()), net.line(rows()) * 6)
+
+
+@torch.no_grad()
+def test_each_option_and_mode_is_compared_with_eager():
+    with tpuport.porting():
+        net = built(Loss)
+        counts = []
+        for call in (
+            lambda: net(rows()),
+            lambda: net(rows(), halved=True),
+            lambda: net(rows(), halved=True),
+            lambda: net(rows()[:2], halved=True),
+            lambda: net.eval()(rows()),
+        ):
+            call()
+            counts.append(len(programs()[0].report.parity))
+    one = counts[0]
+    assert counts == [one, 2 * one, 2 * one, 2 * one, 3 * one]
+
+
+class Dropped(nn.Module):
+    """A checkpointed block with dropout, which a backward pass computes again."""
+
+    def __init__(self, reentrant=True, frozen=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.requires_grad_(not frozen)
+        self.reentrant = reentrant
+
+    def block(self, x):
+        return nn.functional.dropout(self.second(x), 0.5)
+
+    def forward(self, x):
+        return checkpoint(self.block, self.first(x), use_reentrant=self.reentrant).square().sum()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_block_is_verified_on_the_same_random_numbers(reentrant):
+    with tpuport.porting():
+        net = built(lambda: Dropped(reentrant))
+        net(rows()).backward()
+        (model,) = programs()
+        assert model.report.verified
+        assert {"gradient"} < {one.kind for one in model.report.parity}
+        assert net.second.weight.grad.any()
+
+
+def test_a_distribution_on_the_host_stays_there():
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line, self.times = nn.Linear(4, 4), torch.distributions.Beta(1.5, 1.0)
+
+        def forward(self, x):
+            return self.line(x) * self.times.sample([len(x)]).to(x.device)[:, None]
+
+    with tpuport.porting():
+        net = built(Timed)
+        first, second = (net(rows()) for _ in range(2))
+        assert not torch.equal(first, second)
+        assert net.times.concentration1.device.type == "cpu"
+        (model,) = programs()
+        assert model.report.retraces == []
+
+
+def test_code_in_a_program_sees_the_accelerator_however_it_asks():
+    class Asking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.line = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.line(x)
+            self.seen = (y.is_cuda, y.is_cpu, y.get_device(), y.device.type)
+            return y
+
+    with tpuport.porting():
+        net = built(Asking)
+        net(rows())
+        assert net.seen == (True, False, 0, "cuda")
+        (model,) = programs()
+        assert model.report.verified
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_reentrant_block_without_inputs_to_differentiate_is_not_quietly_trained():
+    """torch gives its weights no gradients then; the program would."""
+    with tpuport.porting():
+        net = built(lambda: Dropped(frozen=True))
+        with pytest.raises(ParityError):
+            net(rows())
