@@ -432,3 +432,56 @@ def test_a_model_that_a_script_converts_itself_is_compared_with_eager_not_with_p
             close(built()(batch())["y"], tpuport.to_torch(ported(batch("cuda"))["y"]))
     assert ported.report.verified
     assert run.report.programs == []
+
+
+class Settings:
+    def __init__(self):
+        self.calls, self.seen, self.scale = 0, [], {"by": 1.0}
+
+
+class Configured(nn.Module):
+    def __init__(self, settings, log):
+        super().__init__()
+        self.inner, self.settings, self.log = nn.Linear(6, 6), settings, log
+
+    def forward(self, x):
+        if self.settings.calls < 2:
+            self.settings.calls += 1
+            self.settings.seen.append(self.settings.calls)
+            self.log["calls"] = self.settings.calls
+            self.settings.scale["by"] *= 2
+        return self.inner(x) * self.settings.scale["by"]
+
+
+@torch.no_grad()
+def test_a_call_changes_the_objects_that_the_script_holds():
+    def use(device):
+        settings, log = Settings(), {}
+        seen = settings.seen
+        net = built(lambda: Configured(settings, log), device)
+        outs = [net(batch(device)) for _ in range(4)]
+        assert (net.settings is settings, net.log is log, settings.seen is seen) == (True,) * 3
+        return outs, vars(settings), log
+
+    expected = use("cpu")
+    with tpuport.porting():
+        close(expected, use("cuda"))
+    assert expected[1]["calls"] == 2
+
+
+def test_a_counter_in_an_object_that_changes_at_each_call_is_not_lost():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.settings = nn.Linear(6, 6), Settings()
+
+        def forward(self, x):
+            self.settings.calls += 1
+            return self.inner(x) * self.settings.calls
+
+    def use(net, device):
+        return [net(batch(device)).detach() for _ in range(6)], net.settings.calls
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PortWarning)
+        close(*both(use, Counting))

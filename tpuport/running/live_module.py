@@ -20,10 +20,10 @@ from tpuport.running.noticed import (
     changed_names,
     changed_numbers,
     differences,
-    filled,
     frame_of,
     key_of,
     named,
+    put,
     refuse_backward_hooks,
 )
 from tpuport.running.outside import Outside
@@ -270,14 +270,7 @@ class LiveModel(PortedModel):
         for name in changes.names:
             fqn, attribute = changes.owners[name]
             theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
-            for holder in ("_parameters", "_buffers", "__dict__"):
-                new = getattr(ours, holder)
-                old = getattr(theirs, holder)
-                if attribute in new:
-                    value = cloner.clone(new[attribute])
-                    old[attribute] = filled(old.get(attribute), value, {})
-                else:
-                    old.pop(attribute, None)
+            put(theirs, ours, attribute, cloner)
 
     # -- running -----------------------------------------------------------------------------------
 

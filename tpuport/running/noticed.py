@@ -8,7 +8,7 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import numbers, structure
-from tpuport.model.state import StateTree
+from tpuport.model.state import Cloner, StateTree
 from tpuport.running.tags import mark_of
 
 
@@ -74,6 +74,23 @@ def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
         kinds = {type(before.values.get(name)), type(after.values.get(name))}
         if kinds in ({int}, {float}) and not isinstance(after.values[name], numbers.SYMBOLIC):
             yield name
+
+
+def put(theirs: torch.nn.Module, ours: torch.nn.Module, attribute: str, cloner: Cloner) -> None:
+    """Set one attribute of a user's module as it is on the ported copy of it.
+
+    Args:
+        theirs: the user's.
+        ours: the copy.
+        attribute: a parameter, a buffer or any other attribute, or one that is gone.
+        cloner: gives the user's modules and real tensors for those of the copy.
+    """
+    for holder in ("_parameters", "_buffers", "__dict__"):
+        new, old = getattr(ours, holder), getattr(theirs, holder)
+        if attribute in new:
+            old[attribute] = filled(old.get(attribute), cloner.clone(new[attribute]), {})
+        else:
+            old.pop(attribute, None)
 
 
 def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
