@@ -114,3 +114,56 @@ def test_outputs_that_are_arguments_or_weights_are_those():
             assert weight is net.lin.weight
             row.add_(1)
         assert x.tolist() == [[3] * 4, [1] * 4]
+
+
+MADE: dict | None = None
+
+
+class MakesOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        global MADE
+        if MADE is None:
+            MADE = {"scale": 3.0, "shift": torch.ones(4)}
+        return self.inner(x) * MADE["scale"] + MADE["shift"].to(x.device)
+
+
+@torch.no_grad()
+def test_a_global_that_is_made_when_it_is_first_asked_for_stays():
+    global MADE
+    MADE = None
+    with tpuport.porting() as run:
+        net = MakesOnce().cuda()
+        x = torch.ones(2, 4, device="cuda")
+        outs = [net(x) for _ in range(3)]
+        assert [report.model for report in run.report.programs] == ["MakesOnce"]
+        assert run.report.programs[0].retraces == []
+    assert MADE["scale"] == 3.0
+    torch.testing.assert_close(outs[2].cpu(), net.inner(torch.ones(2, 4)) * 3 + 1)
+    MADE = None
+
+
+class LogsToo(MakesOnce):
+    def forward(self, x):
+        y = super().forward(x)
+        LOG.append("called")
+        return y
+
+
+LOG: list[str] = []
+
+
+@torch.no_grad()
+def test_but_not_if_the_call_writes_more_than_that():
+    global MADE
+    MADE = None
+    LOG.clear()
+    with tpuport.porting():
+        net = LogsToo().cuda()
+        with pytest.warns(PortWarning, match="LogsToo writes to what is outside of it"):
+            net(torch.ones(2, 4, device="cuda"))
+    assert LOG == ["called"]
+    MADE = None

@@ -86,8 +86,12 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
+        self._outside.begin()
         with self._torchs_generator_kept(method, args, kwargs):
             out = self._call(method, args, kwargs)
+        if self._outside.has_settled:
+            self._outside_values = self._outside.values(self._user)
+            self._frames[self._number] = self._frame, self._outside_values
         self._give_back(before)
         return out
 

@@ -17,6 +17,7 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import structure
+from tpuport.model.tensor import TracedTensor
 
 # Code that is not followed: what it reads belongs to the library, and scripts do not change it.
 _FOLLOWED_NOT = sys.stdlib_module_names - {"__main__"} | set(
@@ -47,6 +48,9 @@ class Outside:
         self._classes: dict[type, tuple[type, ...]] = {}
         self._codes: set[types.CodeType] = set()
         self._todo: deque[types.FunctionType] = deque()
+        # Whether a global got its first value, and what was there before the call that did it.
+        self.has_settled = False
+        self._first: Any = None
         for one in module.modules():
             self._note_class(type(one), torch_too=True)
             for value in [*vars(one).values(), *_hooks(one)]:
@@ -93,6 +97,9 @@ class Outside:
     def left_alone(self, module: torch.nn.Module) -> Iterator[None]:
         """User code runs inside the block, for its result only.
 
+        A global that was None and is set (made when it is first asked for) stays: code that runs
+        again finds it.
+
         Raises:
             PortError: it wrote to what is outside of its module. All is as it was before.
         """
@@ -100,13 +107,16 @@ class Outside:
         before = self.values(module, kept)
         places = [(space, name, space.get(name, _MISSING)) for space, name in self._places.values()]
         cells = [(cell, _content(cell)) for cell in self._cells.values()]
+        first = self._first = self._first or (kept, places, cells)
         try:
             yield
         finally:
             after = self.values(module)
             changed = [name for name in before if before[name] != after.get(name, _MISSING)]
+            if changed and _are_first_values(changed, places):
+                self.has_settled, changed = True, []
             if changed:
-                _put_back(kept, places, cells)
+                _put_back(*first)
         if changed:
             what = ", ".join(name.lstrip(".") for name in changed[:3])
             raise PortError(
@@ -115,6 +125,10 @@ class Outside:
                 code="TPU406",
                 remedy="return what is written, or leave the class to eager PyTorch: --eager",
             )
+
+    def begin(self) -> None:
+        """Another call of the module."""
+        self.has_settled, self._first = False, None
 
     # -- what the code reads -----------------------------------------------------------------------
 
@@ -256,6 +270,25 @@ def _put_back(kept: list[Any], places: list[Any], cells: list[Any]) -> None:
     for cell, value in cells:
         if _content(cell) is not value:
             cell.cell_contents = value
+
+
+def _are_first_values(changed: list[str], places: list[Any]) -> bool:
+    """Whether all that changed are globals that had no value, and have one that stays valid."""
+    set_now = {
+        f"{space.get('__name__', '')}.{name}": space[name]
+        for space, name, value in places
+        if value is None and space.get(name) is not None
+    }
+    return all(name in set_now and not _is_of_one_call(set_now[name]) for name in changed)
+
+
+def _is_of_one_call(value: Any) -> bool:
+    """Whether something holds a tensor of a trace, or one with a graph."""
+    leaves = structure.flatten(value, objects=True)[0]
+    return any(
+        isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        for leaf in leaves
+    )
 
 
 class _Same:
