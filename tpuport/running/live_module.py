@@ -370,9 +370,10 @@ class LiveModel(PortedModel):
             totals.append(
                 [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
             )
-        if not any(totals):
+        # What `torch.func.functional_call` puts in their place has no graph in eager's copy.
+        ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
+        if not any(totals) or not ours:
             return []
-        ours = {name: tensor for name, tensor in ours.items() if name in theirs}
         try:
             # Without a graph on one side the gradients of the other have to be zero.
             want = gradients.gradients(totals[0], [theirs[name] for name in ours])
