@@ -107,6 +107,7 @@ def test_a_training_script_ends_with_the_weights_of_eager(make):
                 losses.append(average(batch(device))["y"].sum().item())
         return losses, dict(net.state_dict()), dict(average.state_dict())
 
+    # Each of the six steps adds its rounding, and Adam divides by the root of small gradients.
     close(*both(train), rtol=5e-4)
 
 
