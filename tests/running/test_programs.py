@@ -486,3 +486,14 @@ def test_a_counter_in_an_object_that_changes_at_each_call_is_not_lost():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PortWarning)
         close(*both(use, Counting))
+
+
+def test_a_module_of_frozen_weights_passes_gradients_on():
+    def gradients(net, device):
+        net.requires_grad_(False)
+        x = batch(device).requires_grad_()
+        net(x)["y"].pow(2).sum().backward()
+        assert all(p.grad is None for p in net.parameters())
+        return x.grad
+
+    close(*both(gradients))
