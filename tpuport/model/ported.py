@@ -103,6 +103,7 @@ class PortedModel(PortedState):
         """Find or compile the program for a call, and what it takes."""
         leaves, spec, paths = arguments.take_apart((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
+        values = self._program.placement.arguments(values, paths)
         state = self._values()
         signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
@@ -297,6 +298,8 @@ class PortedModel(PortedState):
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
 
+        placement = self._program.placement
+
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < HOIST_BYTES:
                 return None
@@ -320,6 +323,7 @@ class PortedModel(PortedState):
                 given,
             )
             outcome = self._program.trace(request)
+            outcome.state = placement.state(outcome.state)
             host = self._program.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
@@ -335,6 +339,7 @@ class PortedModel(PortedState):
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
         run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
+        run.hoisted = placement.constants(run.hoisted)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, outcome, signature, list(state), baked)
