@@ -298,8 +298,6 @@ class PortedModel(PortedState):
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
 
-        placement = self._program.placement
-
         def hoist(tensor: torch.Tensor) -> jax.Array | None:
             if tensor.numel() * tensor.element_size() < HOIST_BYTES:
                 return None
@@ -323,13 +321,12 @@ class PortedModel(PortedState):
                 given,
             )
             outcome = self._program.trace(request)
-            outcome.state = placement.state(outcome.state)
+            outcome.state = self._program.placement.state(outcome.state)
             host = self._program.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
-            code = (
-                outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
-            )
+            code = outcome.error_code
+            code = jnp.zeros((), jnp.int32) if code is None else code
             put = outcome.put_leaves
             return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
@@ -339,7 +336,7 @@ class PortedModel(PortedState):
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
         run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
-        run.hoisted = placement.constants(run.hoisted)
+        run.hoisted = self._program.placement.constants(run.hoisted)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, outcome, signature, list(state), baked)

@@ -25,11 +25,6 @@ BATCH = (str(MeshAxis.DATA), str(MeshAxis.FSDP))
 # Parameters with fewer elements stay whole: gathering them would cost more than they take.
 MIN_SIZE = 2**14
 
-_FUSED_COST = (
-    "a fused projection is split after it is computed, where the cut lies elsewhere: its output is"
-    " exchanged between chips"
-)
-
 Sizes = Mesh | Mapping[str, int]
 _Choice = tuple[P, str, str]
 
@@ -115,9 +110,9 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
         if use is not None and num > 1:
             if use.role is Role.EXPERTS and leaf.shape[0] % num == 0:
                 spec, reason = P(MeshAxis.EXPERT.value), use.reason
-            elif use.role is Role.EXPERT:
+            elif use.one_expert:
                 spec, reason = _along(MeshAxis.EXPERT, P(), leaf, num, min_size)
-                reason = reason and use.reason
+                reason = reason and "one expert of a list"
         spec, more = _with_fsdp(spec, leaf, sizes, min_size)
         return spec, "; ".join(filter(None, (reason, more))), ""
 
@@ -203,13 +198,12 @@ def _tensor_spec(use: Use | None, leaf: Leaf, sizes: Mapping[str, int]) -> _Choi
         dim = 1
     if leaf.shape[dim] % num:
         return P(), "", ""
-    cost = _FUSED_COST if use.role is Role.FUSED else ""
-    return _cut(P(), dim, MeshAxis.TENSOR, len(leaf.shape)), use.reason, cost
+    return _cut(P(), dim, MeshAxis.TENSOR, len(leaf.shape)), use.reason, use.cost
 
 
 def _tensor_dim(use: Use, leaf: Leaf) -> int | None:
     """The dim of a parameter that is cut along tensor, if any."""
-    if use.role in (Role.COLUMN, Role.FUSED, Role.MODULATION, Role.VOCABULARY):
+    if use.role in (Role.COLUMN, Role.FUSED, Role.MODULATION, Role.VOCABULARY, Role.EXPERTS):
         return use.out_dim if len(leaf.shape) > 1 else 0
     if use.role is Role.ROW and len(leaf.shape) > 1:
         return use.in_dim

@@ -27,6 +27,14 @@ _EXPERTS = re.compile(r"(^|\.)(experts?|\w+_experts)(\.|$)")
 
 # A module with more layers than this is a network, not a unit of a few that belong together.
 _UNIT = 24
+_FUSED_COST = (
+    "a fused projection is split after it is computed, where the cut lies elsewhere: its output is"
+    " exchanged between chips"
+)
+_BESIDE_COST = (
+    "it takes two outputs side by side, which are cut apart from each other: its input is exchanged"
+    " between chips"
+)
 # Tables of fewer rows are positions or kinds of token, not a vocabulary.
 _VOCABULARY = 1024
 
@@ -40,7 +48,6 @@ class Role(enum.StrEnum):
     MODULATION = "modulation"
     VOCABULARY = "vocabulary"
     EXPERTS = "experts"
-    EXPERT = "one expert"
     NORM = "norm"
     OTHER = "other"
 
@@ -64,17 +71,24 @@ class Layer:
     reason: str = ""
     heads: int | None = None
     closed: bool = False
+    cost: str = ""
 
 
 @dataclass(frozen=True)
 class Use:
-    """What one parameter is for, in words too; `out_dim` and `in_dim` are dims of a weight."""
+    """What one parameter is for, in words too.
+
+    `out_dim` and `in_dim` are dims of a weight; `one_expert` says that it belongs to one expert of
+    a list; `cost` is what cutting it along tensor costs beside the pair's all-reduce.
+    """
 
     role: Role
     reason: str
     out_dim: int = 0
     in_dim: int = 1
     heads: int | None = None
+    cost: str = ""
+    one_expert: bool = False
 
 
 def uses_of(module: torch.nn.Module) -> dict[str, Use]:
@@ -176,6 +190,8 @@ def _pair(inside: list[Layer]) -> None:
     """
     free = sum(layer.role is Role.OTHER for layer in inside)
     start = 0
+    if any(layer.kind == "convolution" and layer.closed for layer in inside):
+        return  # what is left connects units
     for index, layer in enumerate(inside):
         if layer.role is Role.ROW:
             start = index + 1
@@ -184,6 +200,21 @@ def _pair(inside: list[Layer]) -> None:
             if sources:
                 _close(sources, layer)
                 start = index + 1
+    _pair_side_by_side(inside)
+
+
+def _pair_side_by_side(inside: list[Layer]) -> None:
+    """Find a row that takes two columns' outputs side by side: attention beside an MLP."""
+    open_ones = [s for s in inside if s.role in (Role.OTHER, Role.COLUMN) and not s.closed]
+    for row in [layer for layer in open_ones if layer.role is Role.OTHER]:
+        same = [s for s in open_ones if s is not row and s.ins == row.outs]
+        attention = [s for s in same if s.role is Role.COLUMN]
+        beside = [s for s in same if s.role is Role.OTHER]
+        fits = [s for s in beside if attention and s.outs + attention[-1].outs == row.ins]
+        if fits:
+            _close([*attention, fits[0]], row)
+            fits[0].role, row.cost = Role.COLUMN, _BESIDE_COST
+            return
 
 
 def _sources(before: list[Layer], layer: Layer, free: int) -> list[Layer]:
@@ -245,14 +276,16 @@ def _use(
 ) -> Use:
     if _EXPERTS.search(fqn) and parameter.ndim == 3:
         return Use(Role.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
-    if re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn):
-        return Use(Role.EXPERT, "one expert of a list")
+    one = re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn) is not None
     if layer is not None:
-        if parameter.ndim == 1:
-            return Use(layer.role, f"follows its layer, {layer.role}", heads=layer.heads)
-        return Use(layer.role, layer.reason, layer.out_dim, layer.in_dim, layer.heads)
+        dims = (layer.out_dim, layer.in_dim) if parameter.ndim > 1 else (0, 0)
+        reason = layer.reason if parameter.ndim > 1 else f"follows its layer, {layer.role}"
+        cost = layer.cost or (_FUSED_COST if layer.role is Role.FUSED else "")
+        cost = cost if parameter.ndim > 1 else ""
+        return Use(layer.role, reason, *dims, layer.heads, cost, one)
     if isinstance(owner, torch.nn.MultiheadAttention) and name.startswith("in_proj"):
-        return Use(Role.FUSED, "several projections in one, by name")
+        cost = _FUSED_COST if parameter.ndim > 1 else ""
+        return Use(Role.FUSED, "several projections in one, by name", cost=cost)
     if isinstance(owner, torch.nn.Embedding) and parameter.shape[0] >= _VOCABULARY:
         return Use(Role.VOCABULARY, "embedding over the vocabulary")
     if "norm" in type(owner).__name__.lower():
