@@ -21,7 +21,9 @@ class Activations:
             tensor that the module returns and that has as many dims as the spec gets it.
         inputs: the same for the tensors that a module is called with.
 
-    The first pattern that matches decides. An axis that does not divide its dim is left out.
+    The first pattern that matches decides. An axis that does not divide its dim is left out. Dims
+    beyond the spec are whole, but after a last `P.UNCONSTRAINED` they are the partitioner's choice,
+    which a tensor of fewer dims may lack.
 
         Activations({"transformer_blocks.*": P("data", "sequence", None)})
     """
@@ -52,6 +54,15 @@ class Activations:
             if patterns.matches(pattern, module):
                 return spec
         return None
+
+    def full_spec(self, module: str, side: str, ndim: int) -> P | None:
+        """The spec for a tensor with so many dims; None if it has no place."""
+        spec = self.spec(module, side)
+        if spec is None:
+            return None
+        if spec and spec[-1] is P.UNCONSTRAINED:
+            spec = P(*spec[:-1], *[P.UNCONSTRAINED] * (ndim - len(spec) + 1))
+        return spec if len(spec) <= ndim else None
 
     def is_quiet(self, module: str, side: str) -> bool:
         """Whether a spec that does not fit is left out without a word (of a table for a family)."""

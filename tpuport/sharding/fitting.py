@@ -47,7 +47,8 @@ def axes_of(part: Any) -> tuple[Any, ...]:
 
 def shown(spec: P) -> str:
     """A spec as it is written: `P('fsdp', None)`."""
-    return f"P({', '.join(repr(part) for part in spec)})"
+    parts = ("UNCONSTRAINED" if part is P.UNCONSTRAINED else repr(part) for part in spec)
+    return f"P({', '.join(parts)})"
 
 
 def fitted(spec: P, shape: Sequence[int], mesh: Any) -> tuple[P, list[tuple[int, tuple[str, ...]]]]:

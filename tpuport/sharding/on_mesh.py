@@ -165,8 +165,8 @@ class OnMesh:
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
         """A module's input or output with its place as a constraint."""
-        spec = self.rules.activations.spec(module, side)
-        if spec is None or value.ndim < len(spec):
+        spec = self.rules.activations.full_spec(module, side, value.ndim)
+        if spec is None:
             return value
         kept, lost = fitted(spec, value.shape, self._sizes)
         if lost and not self.rules.activations.is_quiet(module, side):

@@ -5,9 +5,11 @@ can be printed, edited, and put after rules of one's own. A table holds what was
 it fits this module on this mesh.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +17,7 @@ from tpuport.errors import UsageError
 from tpuport.sharding.activations import Activations
 from tpuport.sharding.fitting import axes_of
 from tpuport.sharding.mesh import MeshAxis, sizes_of
-from tpuport.sharding.patterns import generalised
+from tpuport.sharding.patterns import generalised, matches
 from tpuport.sharding.roles import Role, Use, blocks_of, uses_of
 from tpuport.sharding.rules import Rule, ShardingRules
 from tpuport.sharding.tree import Leaf, module_of, shapes_of
@@ -82,7 +84,13 @@ def fsdp_tensor_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -
     sizes, uses = sizes_of(mesh), uses_of(module_of(model))
 
     def choose(name: str, leaf: Leaf) -> _Choice:
-        spec, reason, cost = _tensor_spec(uses.get(name), leaf, sizes)
+        use = uses.get(name)
+        spec, reason, cost = _tensor_spec(use, leaf, sizes)
+        both = (MeshAxis.TENSOR.value, MeshAxis.FSDP.value)
+        if use is not None and use.role is Role.VOCABULARY and any(spec[:1]):
+            # Cut along both of its dims, the rows that are looked up would be exchanged.
+            num = math.prod(sizes.get(axis, 1) for axis in both)
+            return (P(both, None) if leaf.shape[0] % num == 0 else spec), reason, cost
         spec, more = _with_fsdp(spec, leaf, sizes, min_size)
         return spec, "; ".join(filter(None, (reason, more))), cost
 
@@ -120,10 +128,25 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
 
 
 def sequence_activations(model: Any) -> Activations:
-    """Tokens spread along sequence where they enter and leave each repeated block."""
+    """Tokens (dim 1) spread along sequence where they enter and leave each repeated block.
+
+    Blocks with convolutions in them work on images, whose dim 1 is no sequence: they have none.
+    """
+    module = module_of(model)
     spec = P(BATCH, MeshAxis.SEQUENCE.value, None)
-    table = dict.fromkeys(blocks_of(module_of(model)), spec)
+    table = {
+        block: spec
+        for block in blocks_of(module)
+        if not any(
+            isinstance(part, torch.nn.modules.conv._ConvNd) for part in _first(module, block)
+        )
+    }
     return Activations(table, inputs=table).optional()
+
+
+def _first(module: torch.nn.Module, block: str) -> Iterator[torch.nn.Module]:
+    """The modules in the first of the blocks of a pattern."""
+    return next(m for name, m in module.named_modules() if matches(block, name)).modules()
 
 
 PRESETS: dict[str, Callable[..., ShardingRules]] = {
@@ -156,9 +179,22 @@ def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> Sh
 
 
 def _batch_activations(model: Any) -> Activations:
-    """The batch stays spread from block to block, so that weights are gathered, not activations."""
-    spec = P(BATCH)
-    return Activations(dict.fromkeys(blocks_of(module_of(model)), spec)).optional()
+    """The batch stays spread after each layer, so that weights are gathered, not activations.
+
+    What a block or a modulation gives is whole along all else: the one is where a tensor-parallel
+    pair ends, the other is cut into parts that would not be those of the chips.
+    """
+    module = module_of(model)
+    table = dict.fromkeys(blocks_of(module), P(BATCH))
+    free = P(BATCH, P.UNCONSTRAINED)
+    for name, use in uses_of(module).items():
+        owner = generalised(name.rpartition(".")[0])
+        if use.role is Role.MODULATION:
+            table[owner] = P(BATCH)
+        elif use.role is not Role.NORM:
+            table.setdefault(owner, free)
+    table.pop("", None)
+    return Activations(table).optional()
 
 
 def _tabled(choices: Mapping[str, _Choice]) -> list[Rule]:

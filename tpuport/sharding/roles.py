@@ -18,6 +18,7 @@ _QKV = re.compile(
     r"(^|_)(q|k|v|query|key|value)(_proj|_lin)?$|^to_(q|k|v)$|^w(q|k|v)$|^add_(q|k|v)_proj$"
 )
 _FUSED = re.compile(r"(^|_)(qkv|c_attn|query_key_value|in_proj|to_qkv|to_kv|wqkv)(_proj)?$", re.I)
+_QK_NORM = re.compile(r"^(norm|ln)_(added_)?(q|k)$|^(q|k)_(norm|ln)$")
 _OUT = re.compile(r"(^|_)(o_proj|out_proj|to_out|to_add_out|attn_proj|out_lin)$")
 _MODULATION = re.compile(
     r"(^|[._])(mod|modulation|adaln\w*|ada_ln\w*|time_proj|norm\w*)([._]|$)", re.I
@@ -103,7 +104,36 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
         for name, parameter in owner.named_parameters(recurse=False):
             path = f"{fqn}.{name}" if fqn else name
             uses[path] = _use(fqn, name, owner, parameter, layers.get(fqn))
+    for fqn, parent in module.named_modules():
+        uses |= _norms_of(fqn, parent, layers)
     return uses
+
+
+def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> dict[str, Use]:
+    """The norms of a module that work on the channels of a column, each by itself or all of them:
+    they are cut as it is.
+    """
+    found: dict[str, Use] = {}
+    columns: list[Layer] = []
+    latest: Layer | None = None
+    for name, child in parent.named_children():
+        path = f"{fqn}.{name}" if fqn else name
+        layer = layers.get(path)
+        if layer is not None:
+            latest = layer
+            columns += [layer] if layer.role is Role.COLUMN else []
+        column = None
+        if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+            column = latest
+        elif _QK_NORM.search(name):
+            column = columns[0] if columns else None
+        if column is None or column.role is not Role.COLUMN:
+            continue
+        reason = f"follows {column.fqn.rpartition('.')[2]}"
+        for leaf, value in (*child.named_parameters(), *child.named_buffers()):
+            if tuple(value.shape) == (column.outs,):
+                found[f"{path}.{leaf}"] = Use(Role.COLUMN, reason, heads=column.heads)
+    return found
 
 
 def blocks_of(module: torch.nn.Module) -> list[str]:
