@@ -128,7 +128,7 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
 
 
 def sequence_activations(model: Any) -> Activations:
-    """Tokens (dim 1) spread along sequence where they enter and leave each repeated block.
+    """Tokens (dim 1) spread along sequence where they leave each repeated block.
 
     Blocks with convolutions in them work on images, whose dim 1 is no sequence: they have none.
     """
@@ -141,7 +141,7 @@ def sequence_activations(model: Any) -> Activations:
             isinstance(part, torch.nn.modules.conv._ConvNd) for part in _first(module, block)
         )
     }
-    return Activations(table, inputs=table).optional()
+    return Activations(table).optional()
 
 
 def _first(module: torch.nn.Module, block: str) -> Iterator[torch.nn.Module]:
@@ -172,8 +172,12 @@ def preset(name: str, model: Any, mesh: Sizes, **options: Any) -> ShardingRules:
 
 
 def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> ShardingRules:
-    leaves = shapes_of(model)
-    rules = _tabled({path: choose(path, leaf) for path, leaf in leaves.items()})
+    choices = {path: choose(path, leaf) for path, leaf in shapes_of(model).items()}
+    for path, _ in module_of(model).named_buffers():
+        # Tables of positions and the like: computed with whole, and without optimiser state.
+        if path in choices and MeshAxis.FSDP in str(choices[path][0]):
+            choices[path] = (P(), "buffer", "")
+    rules = _tabled(choices)
     activations = _batch_activations(model)
     return ShardingRules(rules, name=name, inputs={"**": P(BATCH)}, activations=activations)
 
