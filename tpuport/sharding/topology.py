@@ -112,7 +112,8 @@ def is_described(device: Any) -> bool:
 @contextlib.contextmanager
 def _quiet_libtpu() -> Iterator[None]:
     """The environment that libtpu needs while it is loaded on a machine without a TPU."""
-    if "tpu" in str(jax.config.read("jax_platforms") or "").split(","):
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if "tpu" in str(platforms or "").split(","):
         yield
         return
     with _LOCK:
