@@ -13,7 +13,7 @@ from hypothesis import settings
 # jax reads these once, when it is first imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 )
 # A test that needs a download is a test that fails somewhere else.
 os.environ["HF_HUB_OFFLINE"] = "1"

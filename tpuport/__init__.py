@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting
     from tpuport.running.warmup import warmup
+    from tpuport.sharding.on_mesh import shard
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "ops",
     "porting",
     "save_checkpoint",
+    "shard",
     "to_numpy",
     "to_torch",
     "warmup",

@@ -17,6 +17,7 @@ MODULE_OF = {
     "ops": "tpuport.ops",
     "porting": "tpuport.running.porting",
     "save_checkpoint": "tpuport.checkpoints",
+    "shard": "tpuport.sharding.on_mesh",
     "to_numpy": "tpuport.model.structure",
     "to_torch": "tpuport.model.structure",
     "warmup": "tpuport.running.warmup",

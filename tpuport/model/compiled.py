@@ -214,6 +214,7 @@ def release(outcome: Outcome) -> None:
     trace.hoist = None
     trace.keys = None
     trace.error_code = None
+    trace.placement = None
 
 
 _STAGES = {

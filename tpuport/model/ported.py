@@ -104,6 +104,7 @@ class PortedModel(PortedState):
         """Find or compile the program for a call, and what it takes."""
         leaves, spec, paths = arguments.take_apart((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
+        values = self._program.placement.arguments(values, paths)
         state = self._values()
         signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
@@ -313,12 +314,12 @@ class PortedModel(PortedState):
                 given,
             )
             outcome = self._program.trace(request)
+            outcome.state = self._program.placement.state(outcome.state)
             host = self._program.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
-            code = (
-                outcome.error_code if outcome.error_code is not None else jnp.zeros((), jnp.int32)
-            )
+            code = outcome.error_code
+            code = jnp.zeros((), jnp.int32) if code is None else code
             put = outcome.put_leaves
             return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
@@ -328,6 +329,7 @@ class PortedModel(PortedState):
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
         run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
+        run.hoisted = self._program.placement.constants(run.hoisted)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = Compiled(run, outcome, signature, list(state), baked)

@@ -80,6 +80,11 @@ class PortedState:
         return {name: value for name, value in self.buffers.items() if name in owners}
 
     @property
+    def sharding(self) -> Any:
+        """How `tpuport.shard` spread the model over a mesh (a `ShardingPlan`), or None."""
+        return getattr(self._program.placement, "plan", None)
+
+    @property
     def training(self) -> bool:
         """Whether the ported copy is in training mode."""
         return self.module.training
@@ -208,8 +213,9 @@ class PortedState:
         from tpuport.checkpoints.model_state import load_model
 
         where = {"variant": variant, "subfolder": subfolder, "key": key}
-        options = {"prefix": prefix, "rename": rename, "place": place, "progress": progress}
-        return load_model(self, source, strict=strict, **options, **where)
+        options = {"prefix": prefix, "rename": rename, "progress": progress}
+        place = place or self._program.placement.place
+        return load_model(self, source, strict=strict, place=place, **options, **where)
 
     # -- after a call ------------------------------------------------------------------------------
 

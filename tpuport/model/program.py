@@ -22,10 +22,11 @@ from tpuport.model.bounded.extents import extents_of, strip
 from tpuport.model.explorer import Explorer
 from tpuport.model.locate import port_error
 from tpuport.model.output_aliases import output_aliases
+from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
-from tpuport.model.tensor import Storage, TracedTensor, meta_of
+from tpuport.model.tensor import SERIALS, Storage, TracedTensor, meta_of
 from tpuport.model.trace import KeyStream, Trace, active
 from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
@@ -53,6 +54,7 @@ class Program:
     rewrite_seconds: float = 0.0
     dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
+    placement: Placement = NOWHERE
 
     def trace(self, request: Request) -> Outcome:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
@@ -139,13 +141,16 @@ class Program:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
         tree = state_tree(module, objects=True) if module is not None else None
-        trace.own_modules = set() if module is None else {id(m) for m in module.modules()}
+        named = [] if module is None else module.named_modules()
+        trace.own_modules = {id(m): fqn for fqn, m in named}
         if self.on_module is not None:
             self.on_module(module)
         args, kwargs, made, containers = _arguments(trace, request, self.plan.host_args)
         watch = Watch(containers, made)
         trace.note_made([*baked.values(), *made])
         before = [_version(m) for m in made]
+        trace.first_serial = next(SERIALS)
+        trace.placement = self.placement if self.placement.constrains else None
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
         with host_randomness.unchanged(roots):

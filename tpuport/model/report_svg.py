@@ -111,7 +111,7 @@ def axis(scale: ErrorScale) -> Markup:
     return _svg(18, scale.ticks(13), class_="track", label="logarithmic axis of relative error")
 
 
-def stacked_bar(amounts: Sequence[tuple[str, float]], label: str) -> Markup:
+def stacked_bar(amounts: Sequence[tuple[str, float]], label: str, *, height: int = 28) -> Markup:
     """One bar cut into `(class, amount)` pieces, all of them visible."""
     total = sum(amount for _, amount in amounts)
     parts, left = [], 0.0
@@ -123,12 +123,12 @@ def stacked_bar(amounts: Sequence[tuple[str, float]], label: str) -> Markup:
                 x=_pc(left),
                 y="0",
                 width=_pc(max(width, 0.3)),
-                height="28",
+                height=str(height),
                 class_=f"stage {name}",
             )
         )
         left += width
-    return _svg(28, join(parts), class_="stack", label=label)
+    return _svg(height, join(parts), class_="stack", label=label)
 
 
 def bar(share: float, label: str) -> Markup:

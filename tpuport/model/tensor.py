@@ -33,7 +33,7 @@ class ViewStep:
     inverse: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-_SERIALS = itertools.count()
+SERIALS = itertools.count()
 
 
 class Storage:
@@ -49,7 +49,7 @@ class Storage:
         self.version = 0
         self.stride: tuple[int, ...] | None = None
         self.trace = trace
-        self.serial = next(_SERIALS)
+        self.serial = next(SERIALS)
         if trace is not None:
             trace.created(self)
 

@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from tpuport.model.guards import Guards
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.views import strided_step
+
+if TYPE_CHECKING:
+    from tpuport.model.placing import Placement
 
 _LOCAL = threading.local()
 
@@ -105,7 +108,11 @@ class Trace:
         self.has_numbers = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         self.guards = Guards()
-        self.own_modules: set[int] = set()
+        # The ported module and those inside it, by id, with their fqns.
+        self.own_modules: dict[int, str] = {}
+        self.placement: Placement | None = None
+        # Storages numbered from here on are made by the program, not its state or arguments.
+        self.first_serial = 0
 
     # -- effects -----------------------------------------------------------------------------------
 

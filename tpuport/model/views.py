@@ -5,6 +5,7 @@ inverse goes through the flat indices of the view in its base, computed by torch
 integer tensor.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -160,13 +161,28 @@ def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
             return new
         if all(step == 1 for step in strides):
             return lax.dynamic_update_slice(base, new, [np.int32(s) for s in starts])
-        where = tuple(
-            slice(start, stop, step)
-            for start, stop, step in zip(starts, limits, strides, strict=True)
-        )
-        return base.at[where].set(new)
+        return _spaced_write(base, new, starts, strides)
 
     return ViewStep(forward, inverse)
+
+
+def _spaced_write(
+    base: jax.Array, new: jax.Array, starts: Sequence[int], strides: Sequence[int]
+) -> jax.Array:
+    """`base` with `new` at every n-th place.
+
+    Spread out and chosen by position, not scattered: a scatter is slow on TPU, and the partitioner
+    exchanges its whole operand where a dim is spread over a mesh.
+    """
+    config, places = [], jnp.ones((), jnp.bool_)
+    for dim, (start, step) in enumerate(zip(starts, strides, strict=True)):
+        end = start + (new.shape[dim] - 1) * step + 1
+        config.append((start, base.shape[dim] - end, step - 1))
+        if new.shape[dim] != base.shape[dim]:
+            at = lax.broadcasted_iota(jnp.int32, base.shape, dim)
+            places &= (at >= start) & (at < end) & ((at - start) % step == 0)
+    spread = lax.pad(new, jnp.zeros((), new.dtype), config)
+    return lax.select(jnp.broadcast_to(places, base.shape), spread, base)
 
 
 def _at(dim: int, part: Any, base: torch.Tensor) -> ViewStep:
@@ -268,6 +284,40 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
     return ViewStep(forward, inverse)
 
 
+def _box_step(
+    numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> ViewStep | None:
+    """A strided window that is a box in the storage seen with one dim for each stride.
+
+    `x[..., 0::2]` of a contiguous x is one: index 0 of a last dim of size 2. None if it is no box.
+    """
+    order = sorted((d for d in range(len(size)) if size[d] != 1), key=lambda d: -stride[d])
+    strides = [stride[d] for d in order]
+    units = [numel, *strides, 1]
+    if 0 in size or any(s < 1 for s in strides):
+        return None
+    if any(above % below for above, below in itertools.pairwise(units)):
+        return None
+    shape = [above // below for above, below in itertools.pairwise(units)]
+    starts = [offset // below % n for below, n in zip(units[1:], shape, strict=True)]
+    sizes = [size[d] for d in order]
+    if any(a + b > n for a, b, n in zip(starts, sizes, shape, strict=False)):
+        return None
+    ranges = [slice(a, a + b) for a, b in zip(starts, sizes, strict=False)]
+    part = _index_step((*ranges, starts[-1]), shape)
+    back = tuple(np.argsort(order).tolist())
+
+    def forward(v: jax.Array) -> jax.Array:
+        return lax.reshape(lax.transpose(part.forward(lax.reshape(v, shape)), back), size)
+
+    def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
+        kept = lax.reshape(new, [n for n in size if n != 1])
+        ordered = lax.transpose(kept, np.argsort(back).tolist())
+        return lax.reshape(part.inverse(lax.reshape(base, shape), ordered), base.shape)
+
+    return ViewStep(forward, inverse)
+
+
 def strided_step(numel: int, size: Sequence[int], stride: Sequence[int], offset: int) -> ViewStep:
     """A strided window into a flat storage of `numel` elements.
 
@@ -284,6 +334,9 @@ def strided_step(numel: int, size: Sequence[int], stride: Sequence[int], offset:
             dense = False
         expected *= size[dim]
     if not dense:
+        box = _box_step(numel, size, stride, offset)
+        if box is not None:
+            return box
         index = torch.arange(numel).as_strided(size, stride, offset)
         return _gather_step(index.contiguous().numpy())
     ordered = tuple(size[d] for d in order)

@@ -1,11 +1,12 @@
 """Module calls go through the explorer, which needs to know which module a branch on a traced value
-is in.
+is in; and values that a mesh has a place for get it where they enter or leave a module.
 """
 
 from typing import Any
 
 import torch
 
+from tpuport.model.placing import constrain
 from tpuport.model.trace import current
 from tpuport.shims._shim import Replacement, Shim
 
@@ -25,9 +26,17 @@ class ModuleCall(Shim):
                 return original(module, *args, **kwargs)
             if id(module) not in trace.own_modules:
                 trace.guards.note_module(module)
+            fqn = trace.own_modules.get(id(module)) if trace.placement is not None else None
+
+            def run() -> Any:
+                if fqn is None:
+                    return original(module, *args, **kwargs)
+                constrain(trace, fqn, "input", (args, kwargs))
+                result = original(module, *args, **kwargs)
+                constrain(trace, fqn, "output", result)
+                return result
+
             name = f"{type(module).__module__}.{type(module).__qualname__}"
-            return trace.explorer.run_module(
-                name, lambda: original(module, *args, **kwargs), [module, args, kwargs]
-            )
+            return trace.explorer.run_module(name, run, [module, args, kwargs])
 
         return [Replacement(torch.nn.Module, "__call__", call)]

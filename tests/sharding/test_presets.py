@@ -1,0 +1,168 @@
+"""Every preset gives what one device gives, and communicates what it is meant to."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import tpuport
+from tests.sharding import tiny
+from tpuport.errors import UsageError
+from tpuport.sharding import PRESETS, count_collectives, make_mesh
+
+MESHES = {
+    "replicated": {"data": 8},
+    "ddp": {"data": 8},
+    "fsdp": {"fsdp": 8},
+    "tensor_parallel": {"data": 2, "tensor": 4},
+    "fsdp_tensor_parallel": {"fsdp": 2, "tensor": 4},
+    "sequence_parallel": {"fsdp": 4, "sequence": 2},
+}
+GATHER, REDUCE = "all-gather", "all-reduce"
+# On CPU a reduce-scatter is an all-reduce and a slice.
+KINDS = {
+    "replicated": set(),
+    "ddp": {REDUCE},
+    "fsdp": {GATHER, REDUCE},
+    "tensor_parallel": {REDUCE},
+    # A weight that is spread along fsdp alone, and so is on each chip along tensor, is gathered in
+    # two steps: by all chips, after a permute.
+    "fsdp_tensor_parallel": {GATHER, REDUCE, "collective-permute"},
+    "sequence_parallel": {GATHER, REDUCE},
+}
+# What a model adds to it: chunks of a modulation are not the chips', so its output is gathered; and
+# tokens that are cut meet those of rotary tables and of an image put together again.
+MORE = {
+    ("video", "tensor_parallel"): {GATHER},
+    ("video", "sequence_parallel"): {"collective-permute"},
+}
+
+
+def numpy_of(value: Any) -> Any:
+    return jax.numpy.asarray(value.numpy()) if isinstance(value, torch.Tensor) else value
+
+
+@functools.cache
+def model_and_reference(name: str) -> tuple[tiny.Tiny, Any]:
+    torch.manual_seed(0)
+    made = tiny.MODELS.get(name, tiny.mixture)()
+    ported = tpuport.convert(made.model)
+    return made, compiled_step(made, ported)[1]
+
+
+def compiled_step(made: tiny.Tiny, ported: Any) -> tuple[str, Any]:
+    """The text of a compiled step, and the loss, buffers and gradients that it gives."""
+    static = {k: v for k, v in made.kwargs.items() if not isinstance(v, torch.Tensor)}
+    tensors = {k: numpy_of(v) for k, v in made.kwargs.items() if k not in static}
+    args = [numpy_of(a) for a in made.args]
+    shardings = None
+    if ported.sharding is not None:
+        placement = ported._program.placement
+        args = placement.arguments(args, [f"[0][{i}]" for i in range(len(args))])
+        names = [f"[1].{name}" for name in tensors]
+        tensors = dict(
+            zip(tensors, placement.arguments(list(tensors.values()), names), strict=True)
+        )
+        params = {n: placement.shardings[n] for n in ported.params}
+        shardings = ((None, {n: placement.shardings[n] for n in ported.buffers}), params)
+
+    def step(params: Any, buffers: Any, args: Any, tensors: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out, after = ported.apply(params, buffers, None, *args, **tensors, **static)
+            return made.loss(out), after
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    given = (ported.params, ported.buffers, args, tensors)
+    compiled = jax.jit(step, out_shardings=shardings).lower(*given).compile()
+    (loss, buffers), grads = compiled(*given)
+    return compiled.as_text(), jax.device_get((loss, buffers, grads))
+
+
+def check_equal(found: Any, expected: Any) -> None:
+    """Relative 1e-5; gradients that are zero but for rounding are measured by the others."""
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for one, other in ((found[1], expected[1]), (found[2], expected[2])):
+        assert one.keys() == other.keys()
+        scale = max((np.abs(v).max() for v in other.values() if v.dtype.kind == "f"), default=1)
+        for name, value in other.items():
+            atol = 1e-5 * max(float(np.abs(value).max()), 1e-2 * float(scale))
+            np.testing.assert_allclose(one[name], value, rtol=0, atol=atol, err_msg=name)
+
+
+def sharded(made: tiny.Tiny, preset: str, mesh_axes: dict[str, int]) -> Any:
+    ported = tpuport.convert(made.model)
+    mesh = make_mesh(mesh_axes)
+    small = {"min_size": 512} if "fsdp" in preset or preset.startswith(("seq", "exp")) else {}
+    plan = tpuport.shard(ported, mesh, PRESETS[preset](ported, mesh, **small))
+    assert plan.findings == ()
+    return ported
+
+
+@pytest.mark.parametrize("preset", MESHES)
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_preset_gives_what_one_device_gives(name: str, preset: str):
+    made, expected = model_and_reference(name)
+    ported = sharded(made, preset, MESHES[preset])
+    text, found = compiled_step(made, ported)
+    check_equal(found, expected)
+    kinds = set(count_collectives(text))
+    assert kinds <= KINDS[preset] | MORE.get((name, preset), set())
+    assert kinds or preset == "replicated"
+
+
+def test_experts_are_spread():
+    made, expected = model_and_reference("mixture")
+    ported = sharded(made, "expert_parallel", {"data": 2, "expert": 4})
+    weights = {n: v for n, v in ported.params.items() if "experts" in n}
+    assert weights
+    for value in weights.values():
+        assert value.sharding.spec == jax.sharding.PartitionSpec("expert")
+    text, found = compiled_step(made, ported)
+    check_equal(found, expected)
+    assert set(count_collectives(text)) <= {REDUCE, GATHER, "all-to-all", "collective-permute"}
+
+
+def test_what_a_preset_spreads_takes_less_of_each_chip():
+    made, _ = model_and_reference("decoder")
+    whole = sum(p.numel() * 4 for p in made.model.parameters())
+    chip = sharded(made, "fsdp", {"fsdp": 8}).sharding.bytes_a_chip
+    assert whole / 8 < chip < whole / 7.5
+    one = sharded(made, "fsdp", {"fsdp": 8})
+    held = sum(v.addressable_shards[0].data.nbytes for v in one.params.values())
+    buffers = sum(v.addressable_shards[0].data.nbytes for v in one.buffers.values())
+    assert held + buffers == chip
+
+
+def test_calls_run_on_the_mesh_and_compile_once():
+    made, _ = model_and_reference("convolutions")
+    alone = tpuport.convert(made.model)
+    spread = sharded(made, "ddp", {"data": 8})
+    for _ in range(3):
+        want, got = alone(*made.args), spread(*made.args)
+        np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-5, atol=1e-6)
+    for name, value in alone.buffers.items():
+        np.testing.assert_allclose(spread.buffers[name], value, rtol=1e-5, atol=1e-6)
+        assert len(spread.buffers[name].sharding.device_set) == 8
+    (compiled,) = spread._cache.values()
+    assert compiled.run._jitted._cache_size() == 1
+    assert spread.report.retraces == []
+
+
+def test_loading_puts_weights_where_they_belong():
+    made, _ = model_and_reference("vit")
+    ported = sharded(made, "fsdp", {"fsdp": 8})
+    before = {n: v.sharding for n, v in ported.params.items()}
+    ported.load(made.model.state_dict())
+    assert {n: v.sharding for n, v in ported.params.items()} == before
+
+
+def test_there_are_no_other_presets():
+    ported = tpuport.convert(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="There is no preset 'zero'; there are replicated, ddp"):
+        tpuport.shard(ported, {"data": -1}, "zero")
+    with pytest.raises(UsageError, match=r"what tpuport.convert.model. gives, got a Linear"):
+        tpuport.shard(torch.nn.Linear(2, 2), {"data": -1})  # pyright: ignore[reportArgumentType]

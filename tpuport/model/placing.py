@@ -1,0 +1,96 @@
+"""Where a program's values are put on a mesh: what `tpuport.sharding` gives a ported model.
+
+Spreading never changes a value, so nothing here is part of what a program means.
+"""
+
+from typing import Any, Protocol
+
+import jax
+
+from tpuport.model import structure
+from tpuport.model.tensor import TracedTensor
+from tpuport.model.trace import Trace
+
+
+class Placement(Protocol):
+    """Where the state, arguments and activations of a ported model go."""
+
+    @property
+    def constrains(self) -> bool:
+        """Whether any activation has a place."""
+        ...
+
+    def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
+        """The arguments of a call, put on the mesh."""
+        ...
+
+    def constants(self, values: list[jax.Array]) -> list[jax.Array]:
+        """Large constants of a program, put on the mesh."""
+        ...
+
+    def state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The state that a program leaves, kept where the state before it was."""
+        ...
+
+    def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
+        """One input or output of a module (`side`), with its place as a constraint."""
+        ...
+
+    def place(self, name: str, struct: jax.ShapeDtypeStruct) -> Any:
+        """The sharding of one parameter or buffer."""
+        ...
+
+
+class Nowhere:
+    """No mesh: jax puts everything on its default device."""
+
+    constrains = False
+
+    def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
+        """As they are."""
+        del paths
+        return values
+
+    def constants(self, values: list[jax.Array]) -> list[jax.Array]:
+        """As they are."""
+        return values
+
+    def state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """As it is."""
+        return values
+
+    def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
+        """As it is."""
+        del module, side
+        return value
+
+    def place(self, name: str, struct: jax.ShapeDtypeStruct) -> None:
+        """Where jax puts it."""
+        del name, struct
+
+
+NOWHERE = Nowhere()
+
+
+def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
+    """Give the tensors in the inputs or outputs of a module their places, as they are.
+
+    Tensors keep their identity, so aliases, views and containers stay what they were: only the
+    value that a tensor is next read as is replaced by the same value with a constraint.
+    """
+    assert trace.placement is not None
+    leaves, _ = structure.flatten(value)
+    for leaf in leaves:
+        if not isinstance(leaf, TracedTensor) or leaf._storage.trace is not trace:
+            continue
+        before = leaf._elem
+        after = trace.placement.activation(module, side, before)
+        if after is before:
+            continue
+        storage = leaf._storage
+        # Views of it see the constraint too, unless the storage outlives the stretch of the trace
+        # in which the constraint is: its value must not be of that stretch.
+        inside = all(storage.serial in effects.created for effects in trace.effects)
+        if not leaf._chain and storage.serial >= trace.first_serial and inside:
+            storage.value = after
+        leaf._keep(after)

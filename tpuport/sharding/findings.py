@@ -1,0 +1,132 @@
+"""What is worth knowing of a table of rules before a TPU is rented, each said by name."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpuport.errors import UsageError
+from tpuport.markup import plural
+from tpuport.sharding.fitting import axis_size, fitted, num_shards
+from tpuport.sharding.mesh import MeshAxis, sizes_of
+from tpuport.sharding.tree import Leaf
+
+if TYPE_CHECKING:
+    from tpuport.sharding.rules import Rule, ShardingRules
+
+# From this size on a parameter that no rule spreads is reported.
+LARGE_BYTES = 2**20
+_SPREADING = (MeshAxis.FSDP, MeshAxis.TENSOR, MeshAxis.EXPERT)
+
+
+class Kind(enum.StrEnum):
+    """What a finding is about."""
+
+    UNMATCHED = "matches nothing"
+    SHADOWED = "shadowed"
+    UNEVEN = "does not divide"
+    REPLICATED = "large and replicated"
+    COSTLY = "costs communication"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to report.
+
+    Attributes:
+        kind: what it is about.
+        name: the rule's pattern or the parameter's fqn.
+        message: the whole sentence.
+    """
+
+    kind: Kind
+    name: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def find(rules: "ShardingRules", leaves: Mapping[str, Leaf], mesh: Any) -> list[Finding]:
+    """All that there is to report of rules for these parameters on a mesh (or its sizes)."""
+    sizes = sizes_of(mesh)
+    taken = {name: rules.rule_for(name) for name in leaves}
+    found = [*_idle(rules, leaves, taken), *_costly(rules, taken, sizes)]
+    for name, leaf in leaves.items():
+        rule = taken[name]
+        spec = rules.spec(name, leaf.shape)
+        kept, lost = fitted(spec, leaf.shape, sizes)
+        for dim, axes in lost:
+            count = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            message = (
+                f"dim {dim} of {name} has size {leaf.shape[dim]}, which {count} does not divide"
+                f" (rule {rule}): it stays whole along {' and '.join(axes)}"
+            )
+            found.append(Finding(Kind.UNEVEN, name, message))
+        found += _large(name, leaf, rule, num_shards(kept, sizes), sizes)
+    return found
+
+
+def _idle(
+    rules: "ShardingRules", leaves: Mapping[str, Leaf], taken: Mapping[str, "Rule | None"]
+) -> list[Finding]:
+    found = []
+    used = {id(rule) for rule in taken.values()}
+    for rule in rules:
+        if id(rule) in used:
+            continue
+        matched = [name for name in leaves if rule.matches(name)]
+        if matched:
+            first = ", ".join(dict.fromkeys(taken[name].pattern for name in matched))  # type: ignore[union-attr]
+            message = (
+                f"the rule {rule} is shadowed: {plural(len(matched), 'name')} that it matches"
+                f" ({_some(matched)}) went to an earlier rule ({first})"
+            )
+            found.append(Finding(Kind.SHADOWED, rule.pattern, message))
+        elif not rule.optional:
+            message = f"the rule {rule} matches no parameter or buffer"
+            found.append(Finding(Kind.UNMATCHED, rule.pattern, message))
+    return found
+
+
+def _costly(
+    rules: "ShardingRules", taken: Mapping[str, "Rule | None"], sizes: dict[str, int]
+) -> list[Finding]:
+    """Rules whose author knows that they cost communication, where the mesh has their axes."""
+    used = {id(rule) for rule in taken.values()}
+    return [
+        Finding(Kind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
+        for rule in rules
+        if rule.cost and id(rule) in used and num_shards(rule.spec, sizes) > 1
+    ]
+
+
+def _large(
+    name: str, leaf: Leaf, rule: "Rule | None", shards: int, sizes: dict[str, int]
+) -> list[Finding]:
+    """A parameter that stays whole on every chip though no rule says so."""
+    meant = rule is not None and not any(rule.spec)
+    spread = any(axis_size(axis, sizes) > 1 for axis in _SPREADING)
+    if meant or shards > 1 or not spread or leaf.num_bytes < LARGE_BYTES:
+        return []
+    why = "no rule matches it" if rule is None else f"its rule is {rule}"
+    message = (
+        f"{name} ({leaf.dtype}{list(leaf.shape)}, {leaf.num_bytes / 2**20:.1f} MiB) is whole on"
+        f" every chip: {why}"
+    )
+    return [Finding(Kind.REPLICATED, name, message)]
+
+
+def refuse(found: Sequence[Finding], name: str) -> None:
+    """Raise what was found, if anything was.
+
+    Raises:
+        UsageError: naming every finding.
+    """
+    if found:
+        lines = "\n".join(f"  {finding}" for finding in found)
+        raise UsageError(f"strict: the sharding rules {name or 'given'} are not clean:\n{lines}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" and more" if len(names) > 3 else "")

@@ -1,0 +1,37 @@
+"""How many attention heads the output of a projection holds."""
+
+from typing import Any
+
+import torch
+
+_WIDTHS = ("head_dim", "attention_head_size", "dim_head", "head_size", "d_kv")
+_COUNTS = ("num_heads", "num_attention_heads", "heads", "n_heads", "n_head")
+_KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+def heads_of(module: torch.nn.Module, name: str, outs: int) -> int | None:
+    """The number of heads in the output of an attention module's projection.
+
+    Args:
+        module: the attention module, which knows the width or the number of its heads.
+        name: the projection, to tell keys and values from queries.
+        outs: its output's width.
+
+    Returns:
+        None if the module says neither.
+    """
+    width = _first(module, _WIDTHS)
+    if width and outs % width == 0:
+        return outs // width
+    counts = _COUNTS if "q" in name else (*_KEY_COUNTS, *_COUNTS)
+    return _first(module, counts)
+
+
+def _first(module: torch.nn.Module, names: tuple[str, ...]) -> int | None:
+    holders: list[Any] = [module, getattr(module, "config", None)]
+    for holder in holders:
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None

@@ -1,0 +1,199 @@
+"""Putting a ported model on a mesh."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpuport.errors import UsageError
+from tpuport.markup import plural
+from tpuport.model.ported import PortedModel
+from tpuport.sharding.fitting import fitted, shown
+from tpuport.sharding.mesh import make_mesh, sizes_of
+from tpuport.sharding.plan import ShardingPlan
+from tpuport.sharding.presets import preset
+from tpuport.sharding.rules import ShardingRules
+from tpuport.sharding.topology import is_described
+
+_PARTS = re.compile(r"[.\[\]'\"]+")
+
+
+class ShardingWarning(UserWarning):
+    """Something of the rules may not be meant; the numbers are right in any case."""
+
+
+def shard(
+    ported: PortedModel,
+    mesh: Mesh | Mapping[str, int],
+    rules: Any = "fsdp",
+    *,
+    inputs: Any = None,
+    strict: bool = False,
+) -> ShardingPlan:
+    """Spread a ported model over a mesh; calls of it run there from then on, with equal results.
+
+    Args:
+        ported: what `tpuport.convert` gave; its `params` and `buffers` are put on the mesh. A model
+            converted on the meta device gets its shapes with shardings instead.
+        mesh: a mesh, or sizes for `tpuport.sharding.make_mesh`.
+        rules: `ShardingRules`, anything that they are made of, or the name of a preset.
+        inputs: specs of a call's arguments by pattern of their name (a positional one's name is its
+            number), or one spec for all, instead of the rules'. Axes that do not divide a dim, and
+            dims that an argument lacks, are left out.
+        strict: raise what may not be meant instead of warning of it.
+
+    Returns:
+        What was decided, to print or to open as a page; also `ported.sharding`.
+
+    Raises:
+        UsageError: strict, and something is not clean; or the devices are only described.
+    """
+    if not isinstance(ported, PortedModel):
+        raise UsageError(
+            f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
+        )
+    mesh = mesh if isinstance(mesh, Mesh) else make_mesh(mesh)
+    table = as_rules(rules, ported, mesh)
+    if inputs is not None:
+        given = {"**": inputs} if isinstance(inputs, P | str) else inputs
+        table = ShardingRules(table, name=table.name, inputs=given, activations=table.activations)
+    plan = table.plan(ported, mesh)
+    if strict:
+        plan.check()
+    elif plan.findings:
+        warnings.warn(
+            f"{plural(len(plan.findings), 'finding')} about the sharding of {plan.model}, first:"
+            f" {plan.findings[0]}. What to do: print what tpuport.shard() returns, or pass"
+            " strict=True to have them raised",
+            ShardingWarning,
+            stacklevel=2,
+        )
+    placement = OnMesh(mesh, table, table.shardings(ported, mesh), plan)
+    _put(ported, placement)
+    return plan
+
+
+def as_rules(rules: Any, model: Any, mesh: Mesh | Mapping[str, int]) -> ShardingRules:
+    """A table from its name, from what it is made of, or as it is."""
+    if isinstance(rules, ShardingRules):
+        return rules
+    return preset(rules, model, mesh) if isinstance(rules, str) else ShardingRules(rules)
+
+
+def _put(ported: PortedModel, placement: "OnMesh") -> None:
+    """Move the state one array at a time, so that little of it is held twice."""
+    described = is_described(placement.mesh.devices.flat[0])
+    if described and not all(
+        isinstance(value, jax.ShapeDtypeStruct) for value in ported._values().values()
+    ):
+        raise UsageError(
+            "the mesh is of a TPU that is only described, so no weights can be put there. What to"
+            " do: convert a model made under torch.device('meta'), or use rules.plan(model, mesh)"
+        )
+    for target in (ported.params, ported.buffers):
+        for name in list(target):
+            target[name] = _placed(target[name], placement.shardings[name])
+    ported._cache.clear()
+    ported._program.placement = placement
+
+
+def _placed(value: Any, sharding: NamedSharding) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    return jax.device_put(value, sharding)
+
+
+class OnMesh:
+    """Where the state, arguments and activations of one ported model go.
+
+    A `tpuport.model.placing.Placement`.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rules: ShardingRules,
+        shardings: dict[str, NamedSharding],
+        plan: ShardingPlan,
+    ) -> None:
+        self.mesh, self.rules, self.shardings, self.plan = mesh, rules, shardings, plan
+        self._whole = NamedSharding(mesh, P())
+        self._sizes = sizes_of(mesh)
+        self._told: set[Any] = set()
+
+    @property
+    def constrains(self) -> bool:
+        """Whether any activation has a place."""
+        return bool(self.rules.activations)
+
+    def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
+        """The arguments of a call put on the mesh; what is there already stays."""
+        return [self._argument(*pair) for pair in zip(values, paths, strict=True)]
+
+    def _argument(self, value: Any, path: str) -> Any:
+        if isinstance(value, jax.core.Tracer) or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        there = getattr(value, "sharding", None)
+        if isinstance(there, NamedSharding) and there.mesh == self.mesh:
+            return value
+        return _placed(value, NamedSharding(self.mesh, self.input_spec(path, value.shape)))
+
+    def input_spec(self, path: str, shape: tuple[int, ...]) -> P:
+        """The spec of an argument, fitted to its shape."""
+        name = argument_name(path)
+        rule = next((rule for rule in self.rules.inputs if rule.matches(name)), None)
+        return P() if rule is None else fitted(rule.spec[: len(shape)], shape, self._sizes)[0]
+
+    def constants(self, values: list[jax.Array]) -> list[jax.Array]:
+        """Large constants of a program, whole on every chip: moved once, not at each call."""
+        if is_described(self.mesh.devices.flat[0]):
+            return values
+        return [jax.device_put(value, self._whole) for value in values]
+
+    def state(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The state that a program leaves, where the state before it was: a step compiles once."""
+        return {
+            name: jax.lax.with_sharding_constraint(value, self.shardings.get(name, self._whole))
+            for name, value in values.items()
+        }
+
+    def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
+        """A module's input or output with its place as a constraint."""
+        spec = self.rules.activations.full_spec(module, side, value.ndim)
+        if spec is None:
+            return value
+        kept, lost = fitted(spec, value.shape, self._sizes)
+        if lost and not self.rules.activations.is_quiet(module, side):
+            self._tell(module, side, spec, value.shape, lost)
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, kept))
+
+    def _tell(self, module: str, side: str, spec: P, shape: Any, lost: Any) -> None:
+        key = (module, side, shape)
+        if key in self._told:
+            return
+        self._told.add(key)
+        dim, axes = lost[0]
+        warnings.warn(
+            f"dim {dim} of the {side} of {module or 'the model'} has size {shape[dim]}, which"
+            f" {' x '.join(f'{a}={self._sizes[a]}' for a in axes)} does not divide"
+            f" ({shown(spec)}): it stays whole along {' and '.join(axes)}",
+            ShardingWarning,
+            stacklevel=2,
+        )
+
+    def place(self, name: str, struct: jax.ShapeDtypeStruct) -> NamedSharding:
+        """The sharding of one parameter or buffer, for loading it straight to its chips."""
+        del struct
+        return self.shardings.get(name, self._whole)
+
+
+def argument_name(path: str) -> str:
+    """An argument's path as a dotted name: `[1]['mask'][0]` of (args, kwargs) is `mask.0`."""
+    parts = [part for part in _PARTS.split(path) if part]
+    return ".".join(parts[1:])

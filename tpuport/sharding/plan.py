@@ -1,0 +1,246 @@
+"""A plan: what a table of rules does with a model on a mesh, as text, JSON and a page."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jax.sharding import PartitionSpec as P
+
+from tpuport.checkpoints.atomic import replacing_file
+from tpuport.model.ported_state import PortedState
+from tpuport.sharding import findings
+from tpuport.sharding.fitting import axes_of, fitted, num_shards, shown
+from tpuport.sharding.mesh import sizes_of
+from tpuport.sharding.tree import module_of, shapes_of
+
+if TYPE_CHECKING:
+    from tpuport.sharding.rules import ShardingRules
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter or buffer of a plan.
+
+    Attributes:
+        name: its fqn.
+        shape: its shape on all chips together.
+        dtype: its dtype.
+        spec: its spec, fitted to shape and mesh.
+        num_bytes: its size.
+        bytes_a_chip: what one chip holds of it.
+        category: linear, embedding, convolution, norm, experts, buffer, other.
+        rule: the pattern that decided, or None.
+        reason: why, as the rule says.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: P
+    num_bytes: int
+    bytes_a_chip: int
+    category: str
+    rule: str | None
+    reason: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that it is spread along."""
+        return tuple(dict.fromkeys(str(name) for part in self.spec for name in axes_of(part)))
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What rules do with a model on a mesh.
+
+    Attributes:
+        model: the model's class.
+        rules: the table's name.
+        mesh: size of each axis.
+        device: what the mesh is made of, such as "TPU v6 lite"; empty for sizes alone.
+        rows: one for each parameter and buffer.
+        activations: the places of activations, a line each.
+        findings: what may not be meant.
+    """
+
+    model: str
+    rules: str
+    mesh: dict[str, int]
+    device: str
+    rows: tuple[Row, ...]
+    activations: tuple[str, ...]
+    findings: tuple[findings.Finding, ...]
+
+    @classmethod
+    def of(cls, rules: "ShardingRules", model: Any, mesh: Any) -> "ShardingPlan":
+        """The plan of a table for a module, a ported model or a mapping of shapes.
+
+        Args:
+            rules: the table.
+            model: a module (on the meta device too), a ported model, or shapes by fqn.
+            mesh: a mesh, or its sizes by axis.
+        """
+        sizes, leaves, kinds = sizes_of(mesh), shapes_of(model), _categories(model)
+        rows = []
+        for name, leaf in leaves.items():
+            rule = rules.rule_for(name)
+            spec = fitted(rules.spec(name, leaf.shape), leaf.shape, sizes)[0]
+            shards = num_shards(spec, sizes)
+            rows.append(
+                Row(
+                    name,
+                    leaf.shape,
+                    leaf.dtype,
+                    spec,
+                    leaf.num_bytes,
+                    leaf.num_bytes // shards,
+                    kinds.get(name, "other"),
+                    None if rule is None else rule.pattern,
+                    "" if rule is None else rule.reason,
+                )
+            )
+        found = [*rules.findings(model, mesh), *_activation_findings(rules, model)]
+        return cls(
+            _name(model),
+            rules.name,
+            sizes,
+            _device(mesh),
+            tuple(rows),
+            tuple(rules.activations.lines()),
+            tuple(found),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all parameters and buffers."""
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def bytes_a_chip(self) -> int:
+        """What one chip holds of them."""
+        return sum(row.bytes_a_chip for row in self.rows)
+
+    def by_category(self) -> dict[str, tuple[int, int]]:
+        """Bytes in all and bytes a chip of each category, the largest first."""
+        totals: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            whole, chip = totals.get(row.category, (0, 0))
+            totals[row.category] = (whole + row.num_bytes, chip + row.bytes_a_chip)
+        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+
+    def check(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            UsageError: naming every finding.
+        """
+        findings.refuse(self.findings, self.rules)
+
+    def to_json(self) -> str:
+        """The plan as JSON: specs as lists with an axis, a list of axes or null for each dim."""
+        rows = []
+        for row in self.rows:
+            spec = [list(part) if isinstance(part, tuple) else part for part in row.spec]
+            rows.append({**asdict(row), "shape": list(row.shape), "spec": spec})
+        return json.dumps(
+            {
+                "model": self.model,
+                "rules": self.rules,
+                "mesh": self.mesh,
+                "device": self.device,
+                "bytes": self.num_bytes,
+                "bytes_a_chip": self.bytes_a_chip,
+                "categories": {
+                    name: {"bytes": whole, "bytes_a_chip": chip}
+                    for name, (whole, chip) in self.by_category().items()
+                },
+                "parameters": rows,
+                "activations": list(self.activations),
+                "findings": [
+                    {"kind": f.kind.value, "name": f.name, "message": f.message}
+                    for f in self.findings
+                ],
+            },
+            indent=1,
+        )
+
+    def to_html(self) -> str:
+        """The plan as a page that loads nothing: bytes a chip, and the module tree by spec."""
+        from tpuport.sharding.plan_html import to_html
+
+        return to_html(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan: as a page for `.html`, as JSON for `.json`, as text otherwise."""
+        path = Path(path)
+        made = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)
+        with replacing_file(path) as temporary:
+            temporary.write_text(made() + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        from tpuport.sharding.plan_text import to_text
+
+        return to_text(self)
+
+    def __rich__(self) -> Any:
+        from tpuport.sharding.plan_text import render
+
+        return render(self)
+
+
+def spec_text(row: Row) -> str:
+    """A row's spec as it is written, "whole" for one that is on every chip."""
+    return shown(row.spec) if any(row.spec) else "whole"
+
+
+def _activation_findings(rules: "ShardingRules", model: Any) -> list[findings.Finding]:
+    if isinstance(model, Mapping) or not rules.activations:
+        return []
+    names = [name for name, _ in module_of(model).named_modules()]
+    return [
+        findings.Finding(
+            findings.Kind.UNMATCHED,
+            pattern,
+            f"the place of activations {pattern!r} matches no module",
+        )
+        for pattern in rules.activations.unmatched(names)
+    ]
+
+
+def _name(model: Any) -> str:
+    if isinstance(model, PortedState):
+        return type(model.module).__name__
+    return type(model).__name__ if isinstance(model, torch.nn.Module) else "model"
+
+
+def _device(mesh: Any) -> str:
+    devices = getattr(mesh, "devices", None)
+    return "" if devices is None else str(devices.flat[0].device_kind)
+
+
+def _categories(model: Any) -> dict[str, str]:
+    """What kind of layer each parameter belongs to, by fqn."""
+    if isinstance(model, Mapping):
+        return {}
+    found: dict[str, str] = {}
+    for fqn, owner in module_of(model).named_modules():
+        prefix = f"{fqn}." if fqn else ""
+        kind = _kind(fqn, owner)
+        found |= {prefix + n: kind for n, _ in owner.named_parameters(recurse=False)}
+        found |= {prefix + n: "buffer" for n, _ in owner.named_buffers(recurse=False)}
+    return found
+
+
+def _kind(fqn: str, owner: torch.nn.Module) -> str:
+    if "experts" in fqn.split("."):
+        return "experts"
+    if isinstance(owner, torch.nn.Linear):
+        return "linear"
+    if isinstance(owner, torch.nn.modules.conv._ConvNd):
+        return "convolution"
+    name = type(owner).__name__.lower()
+    kinds = {"embedding": "embedding", "norm": "norm", "linear": "linear", "conv1d": "linear"}
+    return next((kind for part, kind in kinds.items() if part in name), "other")

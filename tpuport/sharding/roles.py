@@ -1,0 +1,323 @@
+"""What each parameter of a module is for, read from names, shapes and the order of layers.
+
+A tensor-parallel pair is a layer whose output is cut (column) and the next one, whose input is cut
+the same way (row): one all-reduce after the second is all that they cost. Source: Shoeybi et al.,
+Megatron-LM, arXiv:1909.08053, section 3. A wrong guess costs communication, never correctness.
+"""
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpuport.sharding.heads import heads_of
+
+_QKV = re.compile(
+    r"(^|_)(q|k|v|query|key|value)(_proj|_lin)?$|^to_(q|k|v)$|^w(q|k|v)$|^add_(q|k|v)_proj$"
+)
+_FUSED = re.compile(r"(^|_)(qkv|c_attn|query_key_value|in_proj|to_qkv|to_kv|wqkv)(_proj)?$", re.I)
+_QK_NORM = re.compile(r"^(norm|ln)_(added_)?(q|k)$|^(q|k)_(norm|ln)$")
+_OUT = re.compile(r"(^|_)(o_proj|out_proj|to_out|to_add_out|attn_proj|out_lin)$")
+_MODULATION = re.compile(
+    r"(^|[._])(mod|modulation|adaln\w*|ada_ln\w*|time_proj|norm\w*)([._]|$)", re.I
+)
+_HEADS = re.compile(r"(^|\.)(lm_head|output_projection|embed_out)$")
+_EXPERTS = re.compile(r"(^|\.)(experts?|\w+_experts)(\.|$)")
+
+# A module with more layers than this is a network, not a unit of a few that belong together.
+_UNIT = 24
+_FUSED_COST = (
+    "a fused projection is split after it is computed, where the cut lies elsewhere: its output is"
+    " exchanged between chips"
+)
+_BESIDE_COST = (
+    "it takes two outputs side by side, which are cut apart from each other: its input is exchanged"
+    " between chips"
+)
+# Tables of fewer rows are positions or kinds of token, not a vocabulary.
+_VOCABULARY = 1024
+
+
+class Role(enum.StrEnum):
+    """What a parameter is for."""
+
+    COLUMN = "column"
+    FUSED = "fused column"
+    ROW = "row"
+    MODULATION = "modulation"
+    VOCABULARY = "vocabulary"
+    EXPERTS = "experts"
+    NORM = "norm"
+    OTHER = "other"
+
+
+@dataclass(eq=False)
+class Layer:
+    """A Linear or convolution: its name, sizes, and where these are in its weight.
+
+    `out_dim` and `in_dim` are dims of the weight, `heads` the number of attention heads in its
+    output where it is known.
+    """
+
+    fqn: str
+    module: torch.nn.Module
+    kind: str
+    ins: int
+    outs: int
+    out_dim: int
+    in_dim: int
+    role: Role = Role.OTHER
+    reason: str = ""
+    heads: int | None = None
+    closed: bool = False
+    cost: str = ""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one parameter is for, in words too.
+
+    `out_dim` and `in_dim` are dims of a weight; `one_expert` says that it belongs to one expert of
+    a list; `cost` is what cutting it along tensor costs beside the pair's all-reduce.
+    """
+
+    role: Role
+    reason: str
+    out_dim: int = 0
+    in_dim: int = 1
+    heads: int | None = None
+    cost: str = ""
+    one_expert: bool = False
+
+
+def uses_of(module: torch.nn.Module) -> dict[str, Use]:
+    """What each parameter of a module is for, by fqn; of tied ones the first name counts."""
+    layers: dict[str, Layer] = {}
+    _visit(module, "", module, layers, set())
+    for layer in layers.values():
+        if layer.role is Role.OTHER:
+            _left_over(layer)
+    uses: dict[str, Use] = {}
+    for fqn, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            path = f"{fqn}.{name}" if fqn else name
+            uses[path] = _use(fqn, name, owner, parameter, layers.get(fqn))
+    for fqn, parent in module.named_modules():
+        uses |= _norms_of(fqn, parent, layers)
+    return uses
+
+
+def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> dict[str, Use]:
+    """The norms of a module that work on the channels of a column, each by itself or all of them:
+    they are cut as it is.
+    """
+    found: dict[str, Use] = {}
+    columns: list[Layer] = []
+    latest: Layer | None = None
+    for name, child in parent.named_children():
+        path = f"{fqn}.{name}" if fqn else name
+        layer = layers.get(path)
+        if layer is not None:
+            latest = layer
+            columns += [layer] if layer.role is Role.COLUMN else []
+        column = None
+        if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+            column = latest
+        elif _QK_NORM.search(name):
+            column = columns[0] if columns else None
+        if column is None or column.role is not Role.COLUMN:
+            continue
+        reason = f"follows {column.fqn.rpartition('.')[2]}"
+        for leaf, value in (*child.named_parameters(), *child.named_buffers()):
+            if tuple(value.shape) == (column.outs,):
+                found[f"{path}.{leaf}"] = Use(Role.COLUMN, reason, heads=column.heads)
+    return found
+
+
+def blocks_of(module: torch.nn.Module) -> list[str]:
+    """Patterns of the repeated blocks of a module: children of a list that are of one class."""
+    found: list[str] = []
+    for fqn, child in module.named_modules():
+        if any(fqn == seen or fqn.startswith(f"{seen}.") for seen in found):
+            continue
+        if not isinstance(child, torch.nn.ModuleList | torch.nn.Sequential):
+            continue
+        kinds = [type(c) for c in child]
+        simple = (kinds and issubclass(kinds[0], torch.nn.ModuleList)) or not list(child.children())
+        if len(kinds) > 1 and len(set(kinds)) == 1 and not simple and _is_deep(child[0]):
+            found.append(fqn)
+    return [f"{fqn}.*" if fqn else "*" for fqn in found]
+
+
+def _is_deep(module: torch.nn.Module) -> bool:
+    """Whether a module is a block: it holds layers, and is none itself."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _visit(
+    module: torch.nn.Module,
+    fqn: str,
+    parent: torch.nn.Module,
+    layers: dict[str, Layer],
+    seen: set[int],
+) -> list[Layer]:
+    """The layers of a module in the order of their registration, paired where they are a unit."""
+    if id(module) in seen:
+        return []
+    seen.add(id(module))
+    layer = _layer(fqn, module)
+    if layer is not None:
+        layers[fqn] = layer
+        _name(layer, parent)
+        return [layer]
+    inside: list[Layer] = []
+    for name, child in module.named_children():
+        holder = parent if isinstance(module, torch.nn.ModuleList) else module
+        inside += _visit(child, f"{fqn}.{name}" if fqn else name, holder, layers, seen)
+    if len(inside) <= _UNIT:
+        for kind in ("linear", "convolution"):
+            _pair([item for item in inside if item.kind == kind])
+    return inside
+
+
+def _layer(fqn: str, module: torch.nn.Module) -> Layer | None:
+    """A module as a layer, if it is one that multiplies channels."""
+    any_module: Any = module
+    if isinstance(module, torch.nn.Linear):
+        return Layer(fqn, module, "linear", module.in_features, module.out_features, 0, 1)
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        # transformers.pytorch_utils.Conv1D: a Linear with its weight the other way round.
+        return Layer(fqn, module, "linear", any_module.nx, any_module.nf, 1, 0)
+    if isinstance(module, torch.nn.modules.conv._ConvNd) and module.groups == 1:
+        dims = (1, 0) if module.transposed else (0, 1)
+        channels = (module.in_channels, module.out_channels)
+        return Layer(fqn, module, "convolution", *channels, *dims)
+    return None
+
+
+def _name(layer: Layer, parent: torch.nn.Module) -> None:
+    """The role that a Linear's own name gives it."""
+    if layer.kind != "linear":
+        return
+    parts = [part for part in layer.fqn.split(".") if not part.isdecimal()]
+    last = parts[-1] if parts else ""
+    if _FUSED.search(last):
+        layer.role, layer.reason = Role.FUSED, "several projections in one, by name"
+    elif _QKV.search(last):
+        layer.role, layer.reason = Role.COLUMN, "attention projection, by name"
+        layer.heads = heads_of(parent, last, layer.outs)
+    elif _OUT.search(last):
+        layer.role, layer.reason, layer.closed = Role.ROW, "attention output, by name", True
+
+
+def _pair(inside: list[Layer]) -> None:
+    """Find a column and row layers among those of a unit, by their shapes.
+
+    A layer is the row of those before it that it takes the output of, unless another pair is
+    between them.
+    """
+    free = sum(layer.role is Role.OTHER for layer in inside)
+    start = 0
+    if any(layer.kind == "convolution" and layer.closed for layer in inside):
+        return  # what is left connects units
+    for index, layer in enumerate(inside):
+        if layer.role is Role.ROW:
+            start = index + 1
+        elif layer.role is Role.OTHER:
+            sources = _sources(inside[start:index], layer, free)
+            if sources:
+                _close(sources, layer)
+                start = index + 1
+    _pair_side_by_side(inside)
+
+
+def _pair_side_by_side(inside: list[Layer]) -> None:
+    """Find a row that takes two columns' outputs side by side: attention beside an MLP."""
+    open_ones = [s for s in inside if s.role in (Role.OTHER, Role.COLUMN) and not s.closed]
+    for row in [layer for layer in open_ones if layer.role is Role.OTHER]:
+        same = [s for s in open_ones if s is not row and s.ins == row.outs]
+        attention = [s for s in same if s.role is Role.COLUMN]
+        beside = [s for s in same if s.role is Role.OTHER]
+        fits = [s for s in beside if attention and s.outs + attention[-1].outs == row.ins]
+        if fits:
+            _close([*attention, fits[0]], row)
+            fits[0].role, row.cost = Role.COLUMN, _BESIDE_COST
+            return
+
+
+def _sources(before: list[Layer], layer: Layer, free: int) -> list[Layer]:
+    """The layers whose outputs a layer takes."""
+    before = [s for s in before if s.role in (Role.OTHER, Role.COLUMN, Role.FUSED) and not s.closed]
+    if layer.kind == "convolution":
+        last = before[-1:]
+        return [s for s in last if s.outs == layer.ins and not _is_patch(s)]
+    fits = [s for s in before if layer.ins in _widths(s)]
+    # A way back to where they came from, or nothing else that they could belong to.
+    return [s for s in fits if s.ins == layer.outs or (free == 2 and len(before) == 1)]
+
+
+def _widths(source: Layer) -> tuple[int, ...]:
+    """The widths that a layer's output can have after it is split into equal parts."""
+    parts = (1, 2, 3) if source.role in (Role.OTHER, Role.FUSED) else (1,)
+    return tuple(source.outs // n for n in parts if source.outs % n == 0)
+
+
+def _is_patch(layer: Layer) -> bool:
+    """Whether a convolution cuts an image into patches."""
+    module: Any = layer.module
+    return module.kernel_size == module.stride and max(module.stride) > 1
+
+
+def _close(sources: list[Layer], row: Layer) -> None:
+    row.role, row.closed = Role.ROW, True
+    row.reason = (
+        f"takes the output of {', '.join(s.fqn.rpartition('.')[2] or s.fqn for s in sources)}"
+    )
+    for source in sources:
+        source.closed = True
+        if source.role is Role.OTHER:
+            fused = source.kind == "linear" and source.outs != row.ins
+            source.role = Role.FUSED if fused else Role.COLUMN
+            source.reason = f"its output goes to {row.fqn.rpartition('.')[2] or row.fqn}"
+
+
+def _left_over(layer: Layer) -> None:
+    """The role of a layer that belongs to no pair."""
+    if layer.kind == "linear" and _HEADS.search(layer.fqn):
+        layer.role, layer.reason = Role.VOCABULARY, "output over the vocabulary"
+    elif (
+        layer.kind == "linear"
+        and _MODULATION.search(layer.fqn)
+        and layer.outs >= 2 * layer.ins
+        and layer.outs % layer.ins == 0
+    ):
+        layer.role = Role.MODULATION
+        layer.reason = "modulation: one vector a sample, so gathering its output costs little"
+
+
+def _use(
+    fqn: str,
+    name: str,
+    owner: torch.nn.Module,
+    parameter: torch.Tensor,
+    layer: Layer | None,
+) -> Use:
+    if _EXPERTS.search(fqn) and parameter.ndim == 3:
+        return Use(Role.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
+    one = re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn) is not None
+    if layer is not None:
+        dims = (layer.out_dim, layer.in_dim) if parameter.ndim > 1 else (0, 0)
+        reason = layer.reason if parameter.ndim > 1 else f"follows its layer, {layer.role}"
+        cost = layer.cost or (_FUSED_COST if layer.role is Role.FUSED else "")
+        cost = cost if parameter.ndim > 1 else ""
+        return Use(layer.role, reason, *dims, layer.heads, cost, one)
+    if isinstance(owner, torch.nn.MultiheadAttention) and name.startswith("in_proj"):
+        cost = _FUSED_COST if parameter.ndim > 1 else ""
+        return Use(Role.FUSED, "several projections in one, by name", cost=cost)
+    if isinstance(owner, torch.nn.Embedding) and parameter.shape[0] >= _VOCABULARY:
+        return Use(Role.VOCABULARY, "embedding over the vocabulary")
+    if "norm" in type(owner).__name__.lower():
+        return Use(Role.NORM, "norm")
+    return Use(Role.OTHER, "")

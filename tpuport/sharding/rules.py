@@ -1,0 +1,281 @@
+"""Rules: an ordered, readable table of which dim of which parameter lies along which axis."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpuport.errors import UsageError
+from tpuport.sharding import findings, patterns
+from tpuport.sharding.activations import Activations
+from tpuport.sharding.fitting import as_spec, fitted, shown
+from tpuport.sharding.tree import shapes_of
+
+if TYPE_CHECKING:
+    from tpuport.sharding.plan import ShardingPlan
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a table: the parameters and buffers whose fqn matches `pattern` get `spec`.
+
+    Attributes:
+        pattern: see `tpuport.sharding.patterns.compiled`: `*` within a part, `**` for any parts,
+            or `re:` and a regular expression.
+        spec: an axis name, a tuple of names or None for each dim; dims left out are whole.
+        reason: why, for whoever reads the table.
+        optional: not reported when nothing matches (a bias that not every model has).
+        cost: what the choice costs in communication, where that is known to be avoidable.
+    """
+
+    pattern: str
+    spec: P
+    reason: str = ""
+    optional: bool = False
+    cost: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pattern, re.Pattern):
+            object.__setattr__(self, "pattern", patterns.REGEX_PREFIX + self.pattern.pattern)
+        patterns.compiled(self.pattern)
+        object.__setattr__(self, "spec", as_spec(self.spec, self.pattern))
+
+    def matches(self, name: str) -> bool:
+        """Whether the rule is about a name."""
+        return patterns.matches(self.pattern, name)
+
+    def __str__(self) -> str:
+        return f"{self.pattern}: {shown(self.spec)}"
+
+
+# What a table can be made of.
+Table = "ShardingRules | Mapping[str | re.Pattern[str], Any] | Iterable[Rule | tuple[Any, Any]]"
+
+
+class ShardingRules:
+    """An ordered table of rules; the first that matches a name gives its spec.
+
+    Args:
+        rules: `Rule`s, `(pattern, spec)` pairs, or a mapping of patterns to specs. A pattern is a
+            string or a compiled regular expression.
+        name: what the table is called in plans and messages.
+        inputs: specs of a call's arguments by pattern of their path (`**` for all), likewise; dims
+            that an argument lacks are left out. Without any, arguments are whole on each chip.
+        activations: places of activations, or a mapping of module patterns to specs.
+
+    `a + b` asks `a` first; `rules.override({...})` puts a few rules before the others.
+    """
+
+    def __init__(
+        self,
+        rules: Any = (),
+        *,
+        name: str = "",
+        inputs: Any = (),
+        activations: Activations | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.rules = _as_rules(rules)
+        self.name = name
+        self.inputs = _as_rules(inputs)
+        if not isinstance(activations, Activations):
+            activations = Activations(activations or {})
+        self.activations = activations
+
+    def __add__(self, other: Any) -> "ShardingRules":
+        after = other if isinstance(other, ShardingRules) else ShardingRules(other)
+        return ShardingRules(
+            (*self.rules, *after.rules),
+            name=" + ".join(filter(None, (self.name, after.name))),
+            inputs=(*self.inputs, *after.inputs),
+            activations=self.activations + after.activations,
+        )
+
+    def override(self, rules: Any) -> "ShardingRules":
+        """The table with these rules before the others.
+
+        A rule whose pattern is among them is replaced, so that it is not reported as shadowed.
+        """
+        first = ShardingRules(rules)
+        patterns_ = {rule.pattern for rule in first.rules}
+        kept = [rule for rule in self.rules if rule.pattern not in patterns_]
+        rest = ShardingRules(kept, name=self.name, inputs=self.inputs, activations=self.activations)
+        made = first + rest
+        made.name = f"{self.name} with overrides" if self.name else ""
+        return made
+
+    def with_activations(self, activations: Activations | Mapping[str, Any]) -> "ShardingRules":
+        """The table with places of activations before those that it has."""
+        if not isinstance(activations, Activations):
+            activations = Activations(activations)
+        return ShardingRules(
+            self.rules,
+            name=self.name,
+            inputs=self.inputs,
+            activations=activations + self.activations,
+        )
+
+    def optional(self) -> "ShardingRules":
+        """The table with no rule reported when it matches nothing: for a whole family of models."""
+        return ShardingRules(
+            [replace(rule, optional=True) for rule in self.rules],
+            name=self.name,
+            inputs=self.inputs,
+            activations=self.activations.optional(),
+        )
+
+    def rule_for(self, name: str) -> Rule | None:
+        """The first rule that matches a name."""
+        return next((rule for rule in self.rules if rule.matches(name)), None)
+
+    def spec(self, name: str, shape: tuple[int, ...], mesh: Any = None) -> P:
+        """The spec of one parameter; with a mesh, without the axes that do not divide their dim.
+
+        Raises:
+            UsageError: the rule has more dims than the parameter.
+        """
+        rule = self.rule_for(name)
+        if rule is None:
+            return P()
+        if len(rule.spec) > len(shape):
+            raise UsageError(
+                f"the rule {rule} has {len(rule.spec)} dims, and {name} of shape {list(shape)} has"
+                f" {len(shape)}. What to do: put a rule for {name!r} before it"
+            )
+        return rule.spec if mesh is None else fitted(rule.spec, shape, mesh)[0]
+
+    def specs(self, params: Any, mesh: Any = None) -> dict[str, P]:
+        """The spec of every parameter and buffer by fqn.
+
+        Args:
+            params: a module, a ported model, or a mapping of fqns to anything with a shape.
+            mesh: a mesh or its sizes by axis: specs then fit it (see `findings`).
+
+        Raises:
+            UsageError: a rule has more dims than a parameter that it matches.
+        """
+        return {name: self.spec(name, leaf.shape, mesh) for name, leaf in shapes_of(params).items()}
+
+    def shardings(
+        self, params: Any, mesh: Mesh, *, strict: bool = False
+    ) -> dict[str, NamedSharding]:
+        """The sharding of every parameter and buffer by fqn; any spec that does not fit the mesh is
+        made to.
+
+        Args:
+            params: as for `specs`.
+            mesh: the mesh.
+            strict: raise what `findings` reports.
+
+        Raises:
+            UsageError: strict, and something is to be reported.
+        """
+        if strict:
+            self.check(params, mesh)
+        return {n: NamedSharding(mesh, spec) for n, spec in self.specs(params, mesh).items()}
+
+    def findings(self, params: Any, mesh: Any) -> list[findings.Finding]:
+        """What may not be meant: rules without effect, dims that do not divide, and the rest of
+        `tpuport.sharding.findings`.
+        """
+        return findings.find(self, shapes_of(params), mesh)
+
+    def check(self, params: Any, mesh: Any) -> None:
+        """Raise what `findings` reports.
+
+        Raises:
+            UsageError: with everything that was found.
+        """
+        findings.refuse(self.findings(params, mesh), self.name)
+
+    def for_state(self, state: Any, params: Any, mesh: Mesh | None = None) -> Any:
+        """Specs (with a mesh: shardings) for an optimiser's state, each leaf as its parameter.
+
+        Args:
+            state: any pytree of optax's, of arrays or `jax.ShapeDtypeStruct`
+                (`jax.eval_shape(optimiser.init, params)`).
+            params: as for `specs`; nested dicts in the state are followed by their dotted path.
+            mesh: the mesh.
+
+        Returns:
+            The same pytree. A leaf that has no parameter's path and shape (a count, a factored
+            moment) is whole on every chip.
+        """
+        leaves = shapes_of(params)
+
+        def one(path: tuple[Any, ...], leaf: Any) -> Any:
+            name = _parameter_at(path, leaf, leaves)
+            spec = P() if name is None else self.spec(name, leaves[name].shape, mesh)
+            return spec if mesh is None else NamedSharding(mesh, spec)
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def plan(self, model: Any, mesh: Any) -> "ShardingPlan":
+        """What the rules do with a model on a mesh, to print, save or open as a page."""
+        from tpuport.sharding.plan import ShardingPlan
+
+        return ShardingPlan.of(self, model, mesh)
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ShardingRules):
+            return NotImplemented
+        return (self.rules, self.inputs, self.activations) == (
+            other.rules,
+            other.inputs,
+            other.activations,
+        )
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __str__(self) -> str:
+        width = max((len(rule.pattern) for rule in self.rules), default=0)
+        lines = [f"ShardingRules {self.name}".rstrip()]
+        for rule in self.rules:
+            line = f"  {rule.pattern:<{width}}  {shown(rule.spec)}"
+            lines.append(f"{line}  # {rule.reason}" if rule.reason else line)
+        lines += [f"  input {rule.pattern}  {shown(rule.spec)}" for rule in self.inputs]
+        lines += [f"  {line}" for line in self.activations.lines()]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _as_rules(rules: Any) -> tuple[Rule, ...]:
+    if isinstance(rules, ShardingRules):
+        return rules.rules
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    made: list[Rule] = []
+    for item in pairs:
+        if isinstance(item, Rule):
+            made.append(item)
+            continue
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise UsageError(
+                f"Expected a Rule or a pair of pattern and spec, got {item!r}; write"
+                " ShardingRules({'layers.*.weight': P('fsdp')})"
+            )
+        if not isinstance(item[0], str | re.Pattern):
+            raise UsageError(f"Expected a pattern as a string, got {item[0]!r}")
+        made.append(Rule(*item))
+    return tuple(made)
+
+
+def _parameter_at(path: tuple[Any, ...], leaf: Any, leaves: Mapping[str, Any]) -> str | None:
+    """The parameter that a leaf of an optimiser's state belongs to: the longest end of its path
+    that is one's name, with the same shape.
+    """
+    parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    for start in range(len(parts)):
+        name = ".".join(parts[start:])
+        if name in leaves and tuple(leaves[name].shape) == tuple(getattr(leaf, "shape", ())):
+            return name
+    return None

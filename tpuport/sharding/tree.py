@@ -1,0 +1,77 @@
+"""The parameters and buffers of anything that has some, by fqn."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model import backend
+from tpuport.model.ported_state import PortedState
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Shape and size of one parameter or buffer."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size on one device that holds all of it."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+
+def shapes_of(target: Any) -> dict[str, Leaf]:
+    """Shape and size of each parameter and buffer of a module, a ported model or a mapping.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    return {name: _leaf(value, name) for name, value in values_of(target).items()}
+
+
+def values_of(target: Any) -> dict[str, Any]:
+    """The parameters and buffers themselves."""
+    if isinstance(target, PortedState):
+        return dict(target._values())
+    if isinstance(target, torch.nn.Module):
+        return {**dict(target.named_parameters()), **dict(target.named_buffers())}
+    if isinstance(target, Mapping):
+        return dict(target)
+    raise UsageError(
+        f"Expected a module, a ported model or a dict by fqn, got a {type(target).__name__}"
+    )
+
+
+def module_of(target: Any) -> torch.nn.Module:
+    """The module behind a module or a ported model.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if isinstance(target, PortedState):
+        return target.module
+    if isinstance(target, torch.nn.Module):
+        return target
+    raise UsageError(f"Expected a module or a ported model, got a {type(target).__name__}")
+
+
+def _leaf(value: Any, name: str) -> Leaf:
+    if isinstance(value, Leaf):
+        return value
+    if isinstance(value, torch.Tensor):
+        dtype = np.dtype(backend.jax_dtype(value.dtype))
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        dtype = value.dtype if _is_key(value.dtype) else np.dtype(value.dtype)
+    else:
+        raise UsageError(f"Expected an array or a shape for {name!r}, got a {type(value).__name__}")
+    return Leaf(tuple(value.shape), int(dtype.itemsize), str(dtype))
+
+
+def _is_key(dtype: Any) -> bool:
+    return not isinstance(dtype, np.dtype | type)
