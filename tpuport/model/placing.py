@@ -20,6 +20,16 @@ class Placement(Protocol):
         """Whether any activation has a place."""
         ...
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices, by axis."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "tpu"."""
+        ...
+
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
         """The arguments of a call, put on the mesh."""
         ...
@@ -45,6 +55,12 @@ class Nowhere:
     """No mesh: jax puts everything on its default device."""
 
     constrains = False
+    mesh = None
+
+    @property
+    def platform(self) -> str:
+        """What jax uses by default."""
+        return jax.default_backend()
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
         """As they are."""

@@ -55,6 +55,7 @@ class Program:
     dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
     placement: Placement = NOWHERE
+    target: str | None = None  # the platform it is for, where that is not the placement's
 
     def trace(self, request: Request) -> Outcome:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
@@ -117,6 +118,8 @@ class Program:
         trace = Trace(KeyStream(request.key) if request.key is not None else None)
         keys = trace.keys
         trace.hoist = request.hoist
+        trace.target = self.target or self.placement.platform
+        trace.mesh = self.placement.mesh
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),

@@ -111,6 +111,9 @@ class Trace:
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
         self.placement: Placement | None = None
+        self.mesh: jax.sharding.Mesh | None = None
+        # The platform that the program will run on: "cpu", "tpu".
+        self.target = jax.default_backend()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 

@@ -122,7 +122,8 @@ class OnMesh:
         shardings: dict[str, NamedSharding],
         plan: ShardingPlan,
     ) -> None:
-        self.mesh, self.rules, self.shardings, self.plan = mesh, rules, shardings, plan
+        self.mesh: Mesh = mesh
+        self.rules, self.shardings, self.plan = rules, shardings, plan
         self._whole = NamedSharding(mesh, P())
         self._sizes = sizes_of(mesh)
         self._told: set[Any] = set()
@@ -131,6 +132,11 @@ class OnMesh:
     def constrains(self) -> bool:
         """Whether any activation has a place."""
         return bool(self.rules.activations)
+
+    @property
+    def platform(self) -> str:
+        """What its devices are."""
+        return self.mesh.devices.flat[0].platform
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
         """The arguments of a call put on the mesh; what is there already stays."""
