@@ -169,9 +169,13 @@ class OnMesh:
             for name, value in values.items()
         }
 
+    def spec(self, module: str, side: str, ndim: int) -> P | None:
+        """Which place the rules name for a module's input or output."""
+        return self.rules.activations.full_spec(module, side, ndim)
+
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
         """A module's input or output with its place as a constraint."""
-        spec = self.rules.activations.full_spec(module, side, value.ndim)
+        spec = self.spec(module, side, value.ndim)
         if spec is None:
             return value
         kept, lost = fitted(spec, value.shape, self._sizes)
