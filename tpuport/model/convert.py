@@ -46,10 +46,9 @@ def convert(
             the call. False drops them, which saves a wait for the device at each call.
         matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch;
             None leaves jax's setting).
-        blocks: what becomes of the repeated blocks of a model. "auto" traces one and reuses it for
-            those like it, and on TPU makes them one loop where no weights have to be copied for it
-            (`tpuport.stack_blocks`); "scan" always makes the loop; "once" never does; "unroll"
-            traces each block.
+        blocks: what becomes of repeated blocks. "auto" traces one for all that are like it, and on
+            TPU makes them a loop if no weights are copied for that (`tpuport.stack_blocks`);
+            "scan" always makes the loop; "once" never does; "unroll" traces each block.
 
     Returns:
         The ported model. The target itself, its class and all global state are as before.
@@ -62,8 +61,7 @@ def convert(
             differs.
     """
     _check_target(target, methods)
-    if blocks not in BLOCKS:
-        raise UsageError(f"blocks is one of {', '.join(map(repr, BLOCKS))}; got {blocks!r}")
+    _check_blocks(blocks)
     report = notes.new_report(target)
     ported = PortedModel(
         target, methods=methods, report=report, checks=checks, precision=matmul_precision
@@ -76,6 +74,11 @@ def convert(
         _check_arguments(target, methods[0], args, kwargs)
         ported.trace_now(methods[0], tuple(args), kwargs)
     return ported
+
+
+def _check_blocks(blocks: str) -> None:
+    if blocks not in BLOCKS:
+        raise UsageError(f"blocks is one of {', '.join(map(repr, BLOCKS))}; got {blocks!r}")
 
 
 def _check_target(target: Any, methods: tuple[str, ...]) -> None:

@@ -124,9 +124,9 @@ def same_value(a: Any, b: Any, depth: int = 0) -> bool:
         return plain and a.device.type != "meta" and torch.equal(a, b)
     if isinstance(a, np.ndarray):
         return structure.is_plain(a) and a.dtype == b.dtype and np.array_equal(a, b)
-    parts = _parts(a), _parts(b)
-    if parts[0] is not None and parts[1] is not None:
-        (keys, values), (others, theirs) = parts
+    ours, other = _parts(a), _parts(b)
+    if ours is not None and other is not None:
+        (keys, values), (others, theirs) = ours, other
         pairs = zip(values, theirs, strict=False)
         return keys == others and all(same_value(x, y, depth + 1) for x, y in pairs)
     nan = isinstance(a, float) and a != a and b != b
