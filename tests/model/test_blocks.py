@@ -461,3 +461,63 @@ def test_shared_weights_are_not_stacked():
 def test_an_unknown_choice_is_refused():
     with pytest.raises(UsageError, match="blocks is one of 'auto', 'scan'"):
         tpuport.convert(Stack(Block), blocks="all")
+
+
+def test_a_ported_model_keeps_its_weights_stacked():
+    model = Stack(Block)
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    ported = tpuport.convert(model, blocks="scan")
+    names = tpuport.stack_blocks(ported)
+    assert "blocks[0:5].up.weight" in ported.params
+    assert "blocks[0:5].up.bias" in ported.buffers
+    assert set(names) <= {*ported.params, *ported.buffers}
+    ported(x_of())
+    ported.verify(x_of())
+    assert any(record.path == "grad.blocks.3.up.weight" for record in ported.report.parity)
+    assert set(ported.by_fqn()) == set(dict(model.named_parameters()))
+    assert set(ported.frozen) == set(ported.buffers)
+    back = ported.to_torch().state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(back[name], value), name
+
+
+def test_stacking_is_the_last_step():
+    ported = tpuport.convert(Stack(Block))
+    tpuport.stack_blocks(ported)
+    with pytest.raises(UsageError, match=r"loading weights: .* call tpuport.stack_blocks.* last"):
+        ported.load(Stack(Block).state_dict())
+    with pytest.raises(UsageError, match="spreading it over a mesh"):
+        tpuport.shard(ported, {"fsdp": 8})
+
+
+def test_stacks_on_a_mesh_have_no_axis_for_the_blocks():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    tpuport.shard(ported, {"fsdp": 8}, {"**.up.weight": jax.sharding.PartitionSpec("fsdp")})
+    tpuport.stack_blocks(ported)
+    spec = ported.params["blocks[0:5].up.weight"].sharding.spec
+    assert tuple(spec)[:2] == (None, "fsdp")
+    ported(x_of())
+
+
+def test_weights_that_change_in_a_call_change_in_their_stack():
+    class Renormed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+            return super().forward(x)
+
+    ported = tpuport.convert(Stack(Renormed), blocks="scan")
+    tpuport.stack_blocks(ported)
+    before = ported.params["blocks[0:5].up.weight"]
+    ported(x_of())
+    assert jnp.allclose(ported.params["blocks[0:5].up.weight"], before * 0.5)
+
+
+def test_a_model_on_the_meta_device_stacks_shapes():
+    with torch.device("meta"):
+        model = Stack(Block)
+    ported = tpuport.convert(model)
+    tpuport.stack_blocks(ported)
+    assert ported.params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
+    assert ported.eval_shape(x_of()).shape == (2, 4, 3)

@@ -13,6 +13,7 @@ import torch
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.model import ahead, arguments, notes, pure, structure, verify
+from tpuport.model.blocks import at_rest
 from tpuport.model.compiled import (
     Compiled,
     Executable,
@@ -290,7 +291,7 @@ class PortedModel(PortedState):
         def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
             request = Request(
                 signature.method,
-                state,
+                at_rest.unstack(state),
                 key,
                 values,
                 metas,
@@ -301,7 +302,8 @@ class PortedModel(PortedState):
                 given,
             )
             outcome = self._program.trace(request)
-            outcome.state = self._program.placement.state(outcome.state)
+            placed = self._program.placement.state(outcome.state)
+            outcome.state = at_rest.restack(placed, state)
             host = self._program.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome

@@ -5,8 +5,8 @@ A stack's name holds the numbers of its blocks where each weight's own fqn has o
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -14,7 +14,11 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpuport.errors import UsageError
 from tpuport.model.blocks.alike import MIN_BLOCKS
+
+if TYPE_CHECKING:
+    from tpuport.model.ported_state import PortedState
 
 _STACK = re.compile(r"\[(\d+):(\d+)\]")
 
@@ -151,6 +155,48 @@ def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return out
 
 
-def map_names(names: Iterable[str], give: Callable[[str], Any]) -> dict[str, Any]:
-    """What a function gives for each name; for a stack, what it gives for its first member."""
-    return {name: give((members_of(name) or [name])[0]) for name in names}
+def refuse_stacks(values: Mapping[str, Any], what: str) -> None:
+    """Refuse what needs each weight by itself.
+
+    Args:
+        values: state by name.
+        what: what is asked for, for the message.
+
+    Raises:
+        UsageError: some of it is stacked.
+    """
+    name = next((name for name in values if members_of(name)), None)
+    if name is not None:
+        raise UsageError(
+            f"{what}: the model's blocks are stacked already ({name!r}). What to do:"
+            " call tpuport.stack_blocks(ported) last"
+        )
+
+
+def stack_blocks(ported: "PortedState") -> list[str]:
+    """Keep the weights of a model's repeated blocks as one array each, in place.
+
+    On TPU the blocks are then one loop that reads them where they are: a program compiles in the
+    time of one block. `params` and `buffers` have the stacks by name (`layers[0:32].up.weight`);
+    `ported.by_fqn()`, `to_torch()` and checkpoints have each weight by its own fqn as before.
+
+    Args:
+        ported: what `tpuport.convert` gave. Load its weights and `tpuport.shard` it before.
+
+    Returns:
+        The names of the stacks; empty if no neighbours in a list of modules are alike.
+
+    Raises:
+        UsageError: it is no ported module.
+    """
+    names = stack_names(ported.module)
+    made: list[str] = []
+    for values in (ported.params, ported.buffers):
+        for name in names:
+            members = members_of(name)
+            if all(member in values for member in members):
+                # One at a time: the parts are dropped before the next stack is made.
+                values[name] = _stacked([values.pop(member) for member in members])
+                made.append(name)
+    ported._new_version()
+    return made
