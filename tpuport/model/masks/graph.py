@@ -31,7 +31,10 @@ class Node:
         shape: Its shape.
         dtype: Its dtype.
         value: The array or tracer, if one exists (none does inside the body of a call).
+        short: The same array in a short form, once that was looked for.
     """
+
+    short: "Node | None"
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpuport.model.masks.bands import Band
+from tpuport.model.masks.short_forms import run_ends
 
 
 @dataclass
@@ -14,31 +15,27 @@ class HostMask:
     Attributes:
         band: Limits that hold everywhere.
         segments: Ids of the queries and of the keys, of which equal ones see each other, or None.
-        rows: The first and the last key of each query where the mask is nothing simpler, or None.
     """
 
     band: Band
     segments: tuple[np.ndarray, np.ndarray] | None = None
-    rows: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def host_mask(seen: np.ndarray) -> HostMask | None:
-    """The structure of a mask [queries, keys] in which each query sees one run of keys."""
+    """The structure of a mask [queries, keys]: a band, segments, or both; else None."""
     num_q, num_k = seen.shape
-    count = seen.sum(1)
-    empty = count == 0
-    first = np.where(empty, num_k, seen.argmax(1))
-    last = np.where(empty, -1, num_k - 1 - seen[:, ::-1].argmax(1))
-    if not ((last - first + 1 == count) | empty).all():
+    ends = run_ends(seen)
+    if ends is None:
         return None
+    first, last = ends
     band = Band(_low(first, last, num_k), _high(first, last, num_k))
     if _same(band.rows(num_q, num_k), (first, last)):
         return HostMask(band)
-    if num_q == num_k and not empty.any():
+    if num_q == num_k and (first <= last).all():
         found = _segments(first, last, band)
         if found is not None:
             return found
-    return HostMask(Band(), rows=(first, last))
+    return None
 
 
 def _low(first: np.ndarray, last: np.ndarray, num_k: int) -> int | None:

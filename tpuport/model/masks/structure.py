@@ -10,8 +10,8 @@ import numpy as np
 from tpuport.attention import Mask
 from tpuport.model.masks import tile_rules
 from tpuport.model.masks.bands import Band, K, Q, band_of
-from tpuport.model.masks.graph import Graph, Node, computed, leaf
-from tpuport.model.masks.host_masks import HostMask, host_mask
+from tpuport.model.masks.graph import Graph, Node, leaf
+from tpuport.model.masks.host_masks import host_mask
 from tpuport.model.masks.tiles import ONE, Part, Tiles, known_tile
 from tpuport.model.masks.two_valued import conditions, split
 from tpuport.model.masks.views import broadcast, known_array, sunk
@@ -26,8 +26,7 @@ class Structure:
     Attributes:
         shape: (batch, heads, queries, keys) of the scores.
         band: Limits of how far a key may be from a query.
-        segments: Ids of queries [batch or 1, queries] and of keys, of which equal ones see each
-            other, or None.
+        segments: Ids of queries and of keys, of which equal ones see each other, or None.
         keys: Conditions on the key alone.
         queries: Conditions on the query alone.
         rest: Any other conditions.
@@ -36,7 +35,7 @@ class Structure:
 
     shape: tuple[int, int, int, int]
     band: Band = field(default_factory=Band)
-    segments: tuple[Any, Any] | None = None
+    segments: tuple[Node, Node] | None = None
     keys: list[Node] = field(default_factory=list)
     queries: list[Node] = field(default_factory=list)
     rest: list[Node] = field(default_factory=list)
@@ -123,25 +122,11 @@ def _place_known(found: Structure, part: Node) -> bool:
     found.band &= known.band
     if known.segments is not None:
         q, k = known.segments
-        found.segments = (q[None], k[None])
-    found.rest += _runs(known, part.shape)
+        found.segments = leaf(q.reshape(1, 1, -1, 1)), leaf(k.reshape(1, 1, 1, -1))
     return True
 
 
-def _runs(known: HostMask, shape: tuple[int, ...]) -> list[Node]:
-    """Conditions that give each query its run of keys."""
-    if known.rows is None:
-        return []
-    first, last = (leaf(x.astype(np.int32).reshape(1, 1, -1, 1)) for x in known.rows)
-    places = leaf(np.arange(shape[K], dtype=np.int32).reshape(1, 1, 1, -1))
-    aval = jax.ShapeDtypeStruct((1, 1, shape[Q], shape[K]), np.dtype(bool))
-    return [
-        computed(jax.lax.ge_p, {}, (places, first), aval),
-        computed(jax.lax.le_p, {}, (places, last), aval),
-    ]
-
-
-def _segments(part: Node, tiles: Tiles) -> tuple[Any, Any] | None:
+def _segments(part: Node, tiles: Tiles) -> tuple[Node, Node] | None:
     """The ids of `ids of queries == ids of keys`."""
     part = sunk(part)
     if part.name != "eq" or any(
@@ -153,7 +138,7 @@ def _segments(part: Node, tiles: Tiles) -> tuple[Any, Any] | None:
         x, y = y, x
     if not (tiles.varying(x) <= {0, Q} and tiles.varying(y) <= {0, K}):
         return None
-    return _vector(x, Q, tiles).astype(jnp.int32), _vector(y, K, tiles).astype(jnp.int32)
+    return x, y
 
 
 def _vector(node: Node, dim: int, tiles: Tiles) -> Any:
@@ -166,29 +151,38 @@ def _vector(node: Node, dim: int, tiles: Tiles) -> Any:
 
 def to_mask(found: Structure) -> Mask:
     """The mask as attention takes it."""
-    batch, _, num_q, num_k = found.shape
+    num_q, num_k = found.shape[2:]
     low, high = found.band.low, found.band.high
     if high is not None and high >= num_k - 1:
         high = None
     if low is not None and low <= 1 - num_q:
         low = None
-    offset = high or 0
-    segments = [None, None]
-    if found.segments is not None:
-        sizes = (batch, num_q), (batch, num_k)
-        segments = [
-            jnp.broadcast_to(jnp.asarray(x), s) for x, s in zip(found.segments, sizes, strict=True)
-        ]
+    causal = high is not None and (low is None or high == 0)
+    segments = _ids(found)
     return Mask(
-        causal=high is not None,
-        offset=offset,
-        window=None if low is None else (offset - low, None),
+        causal=causal,
+        offset=high if causal and high is not None else 0,
+        window=None if low is None else (-low, None if causal else high),
         q_segments=segments[0],
         kv_segments=segments[1],
         key_valid=_valid(found, found.keys, K, num_k),
         query_valid=_valid(found, found.queries, Q, num_q),
         blocks=_blocks(found) if found.rest or found.bias is not None else None,
     )
+
+
+def _ids(found: Structure) -> tuple[Any, Any]:
+    """Ids [batch, queries] and [batch, keys], or twice None."""
+    if found.segments is None:
+        return None, None
+    q, k = (
+        jnp.broadcast_to(
+            jnp.asarray(_vector(node, dim, found.tiles), jnp.int32),
+            (found.shape[0], found.shape[dim]),
+        )
+        for node, dim in zip(found.segments, (Q, K), strict=True)
+    )
+    return q, k
 
 
 def _valid(found: Structure, nodes: list[Node], dim: int, size: int) -> Any:

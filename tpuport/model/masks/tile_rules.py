@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tpuport.model.masks.graph import Node
@@ -33,6 +34,38 @@ def _transpose(tiles: Tiles, node: Node, parts: Parts) -> Any:
     order = node.params["permutation"]
     inner = [parts[order.index(d)] for d in range(len(order))]
     return tiles.tile(node.inputs[0], inner).transpose(order)
+
+
+@rule("tile")
+def _repeat(tiles: Tiles, node: Node, parts: Parts) -> Any:
+    (x,) = node.inputs
+    lead = len(parts) - len(x.shape)
+    inner = [
+        part if n in (1, whole) else part.at(part.ids % n)
+        for part, n, whole in zip(parts[lead:], x.shape, node.shape[lead:], strict=True)
+    ]
+    value = tiles.tile(x, inner)
+    return value.reshape((1,) * lead + value.shape)
+
+
+@rule("diagonals")
+def _diagonals(tiles: Tiles, node: Node, parts: Parts) -> Any:
+    (values,) = (tiles.whole(x) for x in node.inputs)
+    rows, columns = parts[-2:]
+    lead = (1,) * (len(parts) - 2)
+    most = node.shape[-2] - 1
+    if rows.points is not None or columns.points is not None:
+        ids = columns.ids[None, :] - rows.ids[:, None] + most
+        return jnp.take(values, ids, mode="clip").reshape(*lead, rows.size, columns.size)
+    length = rows.size + columns.size - 1
+    first = columns.start - rows.start - rows.size + 1 + most
+    # A slice that reached past an end would be moved back.
+    values = jnp.pad(values, (length, length))
+    near = jax.lax.dynamic_slice_in_dim(values, first + length, length)
+    # Each row is the one above moved right by one: rows of one element less, laid end to end.
+    flat = jnp.broadcast_to(jnp.pad(near, (0, 1)), (rows.size, length + 1)).reshape(-1)
+    moved = flat[: rows.size * length].reshape(rows.size, length)[:, rows.size - 1 :]
+    return moved.reshape(*lead, rows.size, columns.size)
 
 
 @rule("squeeze")
@@ -152,6 +185,10 @@ def _dot(tiles: Tiles, node: Node, parts: Parts) -> Any:
     return node.op.bind(*values, **node.params)
 
 
+# Rows of a table that is still short beside the scores.
+_TABLE = 64
+
+
 @rule("gather")
 def _gather(tiles: Tiles, node: Node, parts: Parts) -> Any:
     """Rows of a small table, as an embedding takes them."""
@@ -164,7 +201,7 @@ def _gather(tiles: Tiles, node: Node, parts: Parts) -> Any:
         and numbers.collapsed_slice_dims == numbers.start_index_map == (0,)
         and not numbers.operand_batching_dims
         and node.params["slice_sizes"][1:] == table.shape[1:]
-        and table.size <= tiles.limit
+        and table.size <= _TABLE * tiles.limit
     ):
         raise Whole
     places = tiles.tile(ids, [*parts[: rank - width], ONE])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuport.model.masks.graph import Node
+from tpuport.model.masks.short_forms import short_form
 
 ELEMENTWISE = frozenset(
     "add sub mul div rem max min pow integer_pow square and or not xor neg sign floor ceil round"
@@ -90,6 +91,10 @@ class Tiles:
     def _computed(self, node: Node, parts: Parts) -> Any:
         if node.value is not None and node.size <= self.limit:
             return picked(self._read(node), parts)
+        if node.op is None and node.size > self.limit >= 0:
+            short = short_form(node)
+            if short is not None:
+                return self.tile(short, parts)
         if node.name in ELEMENTWISE:
             return elementwise(node, [self.operand(x, parts) for x in node.inputs])
         if node.name in RULES:

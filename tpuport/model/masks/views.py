@@ -6,9 +6,9 @@ import jax
 import numpy as np
 
 from tpuport.model.masks.graph import Node, computed
-from tpuport.model.masks.tiles import ELEMENTWISE
+from tpuport.model.masks.tiles import ELEMENTWISE, ONE, known_tile
 
-VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slice rev".split())
+VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slice rev tile".split())
 SAME = frozenset(("copy", "copy_p", "stop_gradient"))
 
 
@@ -34,7 +34,7 @@ def sunk(node: Node) -> Node:
         return node
     below = sunk(node.inputs[0])
     if below.name not in ELEMENTWISE:
-        return node if below is node.inputs[0] else _view(node, below)
+        return _view(node, below)
     inputs = [x if not x.shape else _view(node, broadcast(x, below.shape)) for x in below.inputs]
     made = (below.op, below.params, tuple(inputs))
     return Node(node.shape, below.dtype, None, lambda: made)
@@ -42,6 +42,11 @@ def sunk(node: Node) -> Node:
 
 def _view(view: Node, of: Node) -> Node:
     """The view of another array of the same shape."""
+    if view.name == "reshape":
+        while of.name == "reshape":
+            of = of.inputs[0]
+        if of.shape == view.shape:
+            return of
     return view.over(of, *view.inputs[1:], dtype=of.dtype)
 
 
@@ -62,7 +67,8 @@ def known_array(node: Node) -> np.ndarray | None:
 
 def uniform(node: Node) -> Any:
     """The one element that a known array has everywhere, as numpy scalar; None for any other."""
-    found = known_array(node)
+    value = base(node)
+    found = known_tile(value, [ONE] * len(value.shape)) if value.size == 1 else known_array(node)
     if found is None or not found.size:
         return None
     first = found.reshape(-1)[0]
