@@ -14,6 +14,7 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
+from tpuport.model.attention_choice import choice
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.host_values import HOIST_BYTES, uniform
 from tpuport.model.report import PortReport
@@ -102,6 +103,7 @@ def signature_of(
         torch.get_default_dtype(),
         autocast_dtype(),
         cuda_is_on(),
+        choice(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
@@ -137,7 +139,7 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode, autocast or default dtype changed"]
+        causes = ["strides, grad mode, autocast, default dtype or options of attention changed"]
     return tuple(causes)
 
 
@@ -209,6 +211,7 @@ def release(outcome: Outcome) -> None:
     outcome.baked = {}
     trace = outcome.trace
     trace.constants.clear()
+    trace.masks.clear()
     trace.promoted.clear()
     trace.substitutes.clear()
     trace.hoist = None

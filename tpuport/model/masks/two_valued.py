@@ -4,7 +4,7 @@ A boolean mask is a conjunction of conditions. A mask of numbers that are added 
 too if it has two values, 0 and one that leaves a key no weight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -67,6 +67,9 @@ def conditions(node: Node) -> list[Node]:
 
 def _negated(node: Node) -> list[Node]:
     inner = sunk(node.inputs[0])
+    found = known_array(inner)
+    if found is not None:
+        return conditions(rebased(inner, leaf(~found)))
     if inner.name == "not":
         return conditions(inner.inputs[0])
     if inner.name == "or":
@@ -230,6 +233,9 @@ def split(node: Node) -> Split:
             if value is not None and np.isneginf(value):
                 inner = split(rest)
                 return Split(conditions(seen) + inner.conditions, inner.bias, inner.is_finite)
+    if node.name == "stop_gradient":
+        inner = split(node.inputs[0])
+        return replace(inner, bias=None if inner.bias is None else node.over(inner.bias))
     if node.name == "add":
         a, b = (split(x) for x in node.inputs)
         if (a.conditions or b.conditions) and not (a.is_finite or b.is_finite):

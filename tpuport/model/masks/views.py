@@ -9,7 +9,12 @@ from tpuport.model.masks.graph import Node, computed
 from tpuport.model.masks.tiles import ELEMENTWISE, ONE, known_tile
 
 VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slice rev tile".split())
-SAME = frozenset(("copy", "copy_p", "stop_gradient"))
+
+
+def is_same(node: Node) -> bool:
+    """Whether a node is its operand; what stops a gradient is more than that."""
+    is_float = jax.numpy.issubdtype(node.dtype, jax.numpy.inexact)
+    return node.name in ("copy", "copy_p") or (node.name == "stop_gradient" and not is_float)
 
 
 def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
@@ -28,7 +33,7 @@ def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
 
 def sunk(node: Node) -> Node:
     """The same array with an elementwise operation on top, where there is one below views."""
-    while node.name in SAME:
+    while is_same(node):
         node = node.inputs[0]
     if node.name not in VIEWS:
         return node
@@ -52,7 +57,7 @@ def _view(view: Node, of: Node) -> Node:
 
 def base(node: Node) -> Node:
     """What a node is a view of."""
-    while node.name in VIEWS or node.name in SAME:
+    while node.name in VIEWS or is_same(node):
         node = node.inputs[0]
     return node
 
@@ -77,6 +82,6 @@ def uniform(node: Node) -> Any:
 
 def rebased(node: Node, other: Node) -> Node:
     """The view that a node is of its base, of another array of the base's shape."""
-    if node.name in SAME:
+    if is_same(node):
         return rebased(node.inputs[0], other)
     return _view(node, rebased(node.inputs[0], other)) if node.name in VIEWS else other
