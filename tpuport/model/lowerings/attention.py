@@ -63,14 +63,16 @@ def attention(
     masked = allowed is not None or mask is not None
     weights = masked_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
     if dropout > 0.0:
-        assert dropout_key is not None
-        kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
-        weights = (
-            jnp.where(kept, weights / (1.0 - dropout), 0.0)
-            if dropout < 1.0
-            else jnp.zeros_like(weights)
-        )
+        weights = _dropped(weights, dropout, dropout_key)
     return jnp.matmul(weights.astype(dtype), value).astype(dtype)
+
+
+def _dropped(weights: jax.Array, dropout: float, key: jax.Array | None) -> jax.Array:
+    assert key is not None
+    if dropout >= 1.0:
+        return jnp.zeros_like(weights)
+    kept = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
+    return jnp.where(kept, weights / (1.0 - dropout), 0.0)
 
 
 def masked_softmax(scores: jax.Array) -> jax.Array:
