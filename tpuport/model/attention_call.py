@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.attention import Mask, Shards, attend
+from tpuport.attention import AttentionOptions, Mask, Shards, attend
 from tpuport.model.attention_choice import choice, options_for, shards_for
 from tpuport.model.locate import user_site
 from tpuport.model.lowerings.attention import attention
@@ -83,7 +83,7 @@ def attention_call(
         options=options,
         shards=shards,
     )
-    kernel, reason = _served(options, mask, call, found)
+    kernel, reason = _served(options, mask, call, found, q.dtype)
     _note(trace, query, key, kernel, reason, described(mask, found), spread(shards))
     return out.reshape(*query.shape[:-1], v.shape[-1])
 
@@ -166,23 +166,26 @@ def _structure(
     return known[0]
 
 
-def _served(options: Any, mask: Mask, call: Call, found: Structure) -> tuple[str, str]:
-    """The kernel that serves the call, and why it is that one."""
-    reasons = []
+def _served(
+    options: AttentionOptions, mask: Mask, call: Call, found: Structure, dtype: Any
+) -> tuple[str, str]:
+    """The kernel that `attend` takes, and why it is that one."""
+    reasons = ["chosen"] if options.kernel == "blockwise" else []
     if mask.blocks is not None:
+        what = "a bias" if found.bias is not None else "more than bands and segments"
         left = arrays_left(found)
-        what = "a bias" if found.bias is not None else "conditions that are no band or segments"
-        tail = f"; built whole: {', '.join(left)}" if left else ""
-        reasons.append(f"the mask has {what}{tail}")
+        tail = f", and needs arrays of the scores' size: {', '.join(left)}" if left else ""
+        reasons.append(f"the mask is {what}{tail}")
     if call.dropout:
         reasons.append("dropout")
-    if options.kernel == "blockwise":
-        reasons.insert(0, "chosen")
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"{jnp.dtype(dtype).name} operands")
+    if not reasons and options.kernel == "auto":
+        if options.platform != "tpu" and not options.interpret:
+            reasons.append(f"splash is for TPUs, and this program is for {options.platform}")
     if reasons:
         return "blockwise", "; ".join(reasons)
-    if options.kernel == "auto" and options.platform != "tpu":
-        return "blockwise", f"splash runs on a TPU, and this program is for {options.platform}"
-    return "splash", "chosen" if options.kernel == "splash" else "the mask is one that it knows"
+    return "splash", "chosen" if options.kernel == "splash" else "it knows such masks"
 
 
 def _note(

@@ -92,13 +92,14 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
 
     Args:
         mesh: The program's mesh.
-        sizes: Batch, heads and sequence of the queries, which an axis must divide to be taken.
+        sizes: Batch, heads and sequence of the queries. Axes that do not divide batch or heads are
+            left out; a sequence can be padded.
 
     Returns:
         None without a mesh of several devices.
 
     Raises:
-        UsageError: the user named an axis that the mesh does not have, or that does not divide.
+        UsageError: the user named an axis that the mesh does not have.
     """
     if mesh is None or mesh.size == 1:
         return None
@@ -109,18 +110,13 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
         kept: tuple[str, ...] = ()
         for axis in named.get(dim, usual):
             size = mesh.shape.get(axis)
-            if size is not None and left % size == 0:
-                kept, left = (*kept, axis) if size > 1 else kept, left // size
-            elif dim in named:
-                raise UsageError(_misfit(dim, axis, size, left))
+            if size is None and dim in named:
+                known = ", ".join(map(repr, mesh.axis_names))
+                raise UsageError(
+                    f"attention_options(axes=...) puts {dim} over {axis!r}, and the axes of the"
+                    f" mesh are {known}"
+                )
+            if size is not None and size > 1 and (dim == "sequence" or left % size == 0):
+                kept, left = (*kept, axis), left // size
         found[dim] = kept
     return Shards(mesh, **found)
-
-
-def _misfit(dim: str, axis: str, size: int | None, left: int) -> str:
-    if size is None:
-        return f"attention_options(axes={{{dim!r}: ...}}) names {axis!r}, which the mesh has not"
-    return (
-        f"attention_options(axes={{{dim!r}: ...}}) names {axis!r} of size {size}, which does not"
-        f" divide {left}"
-    )
