@@ -8,6 +8,7 @@ MODULE_OF = {
     "Diagnosis": "tpuport.diagnosis.explain",
     "PortReport": "tpuport.model.report",
     "PortedModel": "tpuport.model.ported",
+    "attention_options": "tpuport.model.attention_choice",
     "compile_cache": "tpuport.running.compile_cache",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",

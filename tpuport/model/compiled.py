@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr_consts
 
 from tpuport.model import structure
+from tpuport.model.attention_choice import choice
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.host_values import HOIST_BYTES, uniform
 from tpuport.model.report import PortReport
@@ -102,6 +104,7 @@ def signature_of(
         torch.get_default_dtype(),
         autocast_dtype(),
         cuda_is_on(),
+        choice(),
     )
     if host:
         read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
@@ -137,7 +140,7 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode, autocast or default dtype changed"]
+        causes = ["strides, grad mode, autocast, default dtype or options of attention changed"]
     return tuple(causes)
 
 
@@ -159,6 +162,7 @@ class Executable:
     """
 
     def __init__(self, closed: Any, shape: Any, name: str) -> None:
+        closed = _without_dead_code(closed)
         big, small = [], {}
         for i, const in enumerate(closed.consts):
             if getattr(const, "nbytes", 0) < HOIST_BYTES:
@@ -193,6 +197,16 @@ class Executable:
         return self._jitted.lower(self.hoisted, state, key, values)
 
 
+def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program without what nothing reads, such as a mask that attention took apart.
+
+    XLA drops it too, but not the constants that only it needs, nor from the program as it is shown.
+    """
+    kept = [True] * len(closed.jaxpr.outvars)
+    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, kept, instantiate=True)
+    return ClosedJaxpr(jaxpr, [c for c, u in zip(closed.consts, used, strict=True) if u])
+
+
 def _literal(const: Any) -> Any:
     return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
 
@@ -209,6 +223,7 @@ def release(outcome: Outcome) -> None:
     outcome.baked = {}
     trace = outcome.trace
     trace.constants.clear()
+    trace.masks.clear()
     trace.promoted.clear()
     trace.substitutes.clear()
     trace.hoist = None

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.model import numbers
+from tpuport.model.attention_call import Call, attention_call
 from tpuport.model.autocast import autocast_dtype, to_autocast
 from tpuport.model.bounded import contractions
 from tpuport.model.bounded.extents import attach, extents_of, strip
 from tpuport.model.function_table import any_traced, function
-from tpuport.model.lowerings.attention import attention
 from tpuport.model.meta import check_one_dtype, to_meta
 from tpuport.model.meta_rules import attention_meta, linear_meta, matmul_meta
 from tpuport.model.trace import Trace
@@ -133,9 +133,11 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     key = trace.next_key(None) if dropout > 0.0 else None
     if isinstance(options["scale"], numbers.SYMBOLIC):
         options["scale"] = numbers.node_value(options["scale"])
+    frozen = mask is None or not mask.dtype.is_floating_point or grad_frozen([mask])
 
     def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
-        return attention(q, k, v, m, dropout_key=key, dropout=dropout, **options)
+        call = Call(m, dropout=dropout, key=key, frozen=frozen, **options)
+        return attention_call(trace, q, k, v, call)
 
     result = _whole(trace, [q, k, v, mask], meta, compute)
     return attach(result, extents) if extents else result

@@ -1,5 +1,6 @@
 """Filling the port report from what conversion and tracing found."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from importlib import metadata
@@ -9,6 +10,7 @@ import torch
 
 from tpuport.model.lowerings import LOWERINGS
 from tpuport.model.report import (
+    AttentionCall,
     Branch,
     HoistedConstant,
     PortReport,
@@ -69,6 +71,7 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
                 report.add(item)
     _record_branches(report, trace)
     _record_counts(report, trace)
+    _record_attention(report, trace)
     for tensor in hoisted:
         size = tensor.numel() * tensor.element_size()
         report.add(
@@ -98,6 +101,18 @@ def _record_branches(report: PortReport, trace: Any) -> None:
             report.add(
                 Branch(file, int(line), source=linecache.getline(file, int(line)).strip(), how=how)
             )
+
+
+def _record_attention(report: PortReport, trace: Any) -> None:
+    """A line for each sort of call; those of an earlier trace are counted again in its stead."""
+    found: dict[Any, AttentionCall] = {}
+    for one in trace.counters.attention:
+        key = dataclasses.replace(one, module="")
+        first = found.get(key)
+        found[key] = one if first is None else dataclasses.replace(first, calls=first.calls + 1)
+    sites = {(one.file, one.line, one.query, one.key) for one in found}
+    kept = [o for o in report.attention if (o.file, o.line, o.query, o.key) not in sites]
+    report.attention[:] = [*kept, *found.values()]
 
 
 def _record_counts(report: PortReport, trace: Any) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tpuport.errors import UsageError
+from tpuport.model.report_records import AttentionCall as AttentionCall
 from tpuport.model.report_records import Branch as Branch
 from tpuport.model.report_records import Divergence as Divergence
 from tpuport.model.report_records import HoistedConstant as HoistedConstant
@@ -72,6 +73,7 @@ class PortReport:
     shims: list[ShimUse] = field(default_factory=list)
     registered_ops: list[RegisteredOp] = field(default_factory=list)
     retraces: list[Retrace] = field(default_factory=list)
+    attention: list[AttentionCall] = field(default_factory=list)
     constants: list[HoistedConstant] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
     notes: list[str] = field(default_factory=list)
@@ -214,5 +216,6 @@ _LIST_OF: dict[type, str] = {
     ShimUse: "shims",
     RegisteredOp: "registered_ops",
     Retrace: "retraces",
+    AttentionCall: "attention",
     HoistedConstant: "constants",
 }

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tpuport.markup import plural
-from tpuport.model.report_records import KINDS, Divergence, Parity
+from tpuport.model.report_records import KINDS, AttentionCall, Divergence, Parity
 
 if TYPE_CHECKING:
     from tpuport.model.report import PortReport
@@ -143,6 +143,20 @@ def divergence(found: Divergence) -> str:
         f"The first submodule that differs is {found.module} ({found.cls}): its inputs agree to "
         f"{number(found.input_max_rel)}, its output is off by {number(found.max_rel)}."
     )
+
+
+def attention(call: AttentionCall) -> str:
+    """What serves attention, and on what: `splash: queries [2, 16, 512, 128], 54 calls`."""
+    shapes = f"queries {list(call.query)}, keys {list(call.key)}"
+    return f"{call.kernel}: {shapes}, {plural(call.calls, 'call')}"
+
+
+def attention_detail(call: AttentionCall) -> str:
+    """Why, with which mask, spread how, and where."""
+    module = f"first {call.module}" if call.module else ""
+    mask = f"mask: {call.mask}" if call.mask else ""
+    parts = (call.reason, mask, call.spread, module, place(call.file, call.line))
+    return " · ".join(part for part in parts if part)
 
 
 def facts(report: "PortReport") -> list[str]:

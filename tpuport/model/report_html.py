@@ -108,6 +108,10 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
         )
         summary = plural(len(report.registered_ops), "own lowering")
         yield "ops", "Ops that tpuport lowers itself", summary, body
+    if report.attention:
+        body = join(_item(fmt.attention(a), "", fmt.attention_detail(a)) for a in report.attention)
+        summary = plural(len(report.attention), "sort of attention")
+        yield "attention", "What attention is computed by", summary, body
 
 
 def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]:

@@ -219,6 +219,36 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class AttentionCall:
+    """Calls of scaled dot product attention from one line that are served alike.
+
+    Attributes:
+        file: Path of the file that calls it.
+        line: Line of the call, counted from 1.
+        module: Fqn of the first module that calls it there.
+        kernel: What serves it: splash, blockwise, or full (the matrix of scores).
+        reason: Why it is that.
+        mask: The structure of its mask, such as `causal, padded keys`.
+        spread: What lies over which axes of a mesh, such as `heads over tensor`.
+        query: Shape of the queries.
+        key: Shape of the keys.
+        calls: How often.
+    """
+
+    file: str
+    line: int
+    _: KW_ONLY
+    module: str
+    kernel: str
+    reason: str
+    mask: str
+    spread: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    calls: int
+
+
+@dataclass(frozen=True)
 class Timing:
     """Seconds spent in each stage of the port, summed over methods and retraces."""
 
@@ -253,7 +283,17 @@ class Divergence:
     input_max_rel: float
 
 
-Record = Parity | Rewrite | ShimUse | RegisteredOp | Retrace | HoistedConstant | Branch | Divergence
+Record = (
+    Parity
+    | Rewrite
+    | ShimUse
+    | RegisteredOp
+    | Retrace
+    | HoistedConstant
+    | Branch
+    | AttentionCall
+    | Divergence
+)
 
 
 def to_plain(value: object) -> Any:

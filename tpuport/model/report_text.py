@@ -72,12 +72,19 @@ def _sections(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
     if report.registered_ops:
         rows = [(op.name, op.reason, _calls(op.calls)) for op in report.registered_ops]
         yield f"Ops that tpuport lowers ({len(rows)})", _rows(rows)
+    yield from _compilation(report)
+
+
+def _compilation(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
     if report.retraces:
         rows = [
             (f"{r.method}, trace {r.index}", "\n".join(r.causes) or "cause unknown")
             for r in report.retraces
         ]
         yield f"Retraces ({len(rows)})", _rows(rows)
+    if report.attention:
+        items = [(fmt.attention(a), fmt.attention_detail(a)) for a in report.attention]
+        yield f"Attention ({len(items)})", _items(items)
     if report.constants:
         largest = sorted(report.constants, key=lambda c: -c.bytes)
         total = fmt.size(sum(c.bytes for c in largest))

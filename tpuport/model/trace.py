@@ -14,6 +14,7 @@ import torch
 from tpuport.model import backend
 from tpuport.model.guards import Guards
 from tpuport.model.locate import port_error
+from tpuport.model.report_records import AttentionCall
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.views import strided_step
 
@@ -114,6 +115,8 @@ class Trace:
         # Whether any traced value was made a Python number.
         self.has_numbers = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
+        # What masks of attention consist of, by the id of the array.
+        self.masks: dict[Any, Any] = {}
         self.guards = Guards()
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
@@ -292,6 +295,7 @@ class Counters:
 
     ops: dict[str, int] = field(default_factory=dict)
     shims: dict[str, int] = field(default_factory=dict)
+    attention: list[AttentionCall] = field(default_factory=list)
 
 
 def current() -> Trace | None:

@@ -20,6 +20,7 @@ def attention(
     enable_gqa: bool = False,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """softmax(q k^T * scale + mask) v over the last two dims.
 
@@ -33,6 +34,7 @@ def attention(
         enable_gqa: repeat key and value heads to match the query's.
         dropout: probability of dropping an attention weight.
         dropout_key: needed if `dropout` > 0.
+        softcap: scores s become softcap * tanh(s / softcap), before the mask; None for s itself.
 
     Returns:
         [..., heads, L, Ev] in the query's dtype. A row that attends to nothing gives zeros, as
@@ -46,6 +48,8 @@ def attention(
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = jnp.matmul(query, jnp.swapaxes(key, -1, -2), preferred_element_type=jnp.float32)
     scores = scores * factor
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     allowed = None
     if is_causal:
         length, source = query.shape[-2], key.shape[-2]
@@ -59,14 +63,16 @@ def attention(
     masked = allowed is not None or mask is not None
     weights = masked_softmax(scores) if masked else jax.nn.softmax(scores, axis=-1)
     if dropout > 0.0:
-        assert dropout_key is not None
-        kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
-        weights = (
-            jnp.where(kept, weights / (1.0 - dropout), 0.0)
-            if dropout < 1.0
-            else jnp.zeros_like(weights)
-        )
+        weights = _dropped(weights, dropout, dropout_key)
     return jnp.matmul(weights.astype(dtype), value).astype(dtype)
+
+
+def _dropped(weights: jax.Array, dropout: float, key: jax.Array | None) -> jax.Array:
+    assert key is not None
+    if dropout >= 1.0:
+        return jnp.zeros_like(weights)
+    kept = jax.random.bernoulli(key, 1.0 - dropout, weights.shape)
+    return jnp.where(kept, weights / (1.0 - dropout), 0.0)
 
 
 def masked_softmax(scores: jax.Array) -> jax.Array:

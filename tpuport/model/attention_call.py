@@ -1,0 +1,225 @@
+"""One traced call of scaled dot product attention: which kernel serves it, and with which mask."""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.attention import AttentionOptions, Mask, Shards, attend
+from tpuport.model.attention_choice import choice, options_for, shards_for
+from tpuport.model.locate import user_site
+from tpuport.model.lowerings.attention import attention
+from tpuport.model.masks.bands import Band
+from tpuport.model.masks.structure import Structure, arrays_left, read, to_mask
+from tpuport.model.report_records import AttentionCall
+from tpuport.model.trace import Trace
+
+
+@dataclass(frozen=True)
+class Call:
+    """What `F.scaled_dot_product_attention` is called with, and what some kernels take besides.
+
+    Attributes:
+        mask: As the function takes it, or None.
+        is_causal: Whether a query sees no later keys, both counted from their first.
+        scale: Factor of the scores; None for 1 / sqrt(size).
+        enable_gqa: Whether several heads of queries share one of keys.
+        dropout: Probability that a weight is dropped.
+        key: The randomness of that.
+        frozen: Whether no gradient flows into the mask.
+        softcap: Scores s become softcap * tanh(s / softcap); None for s itself.
+    """
+
+    mask: Any = None
+    is_causal: bool = False
+    scale: Any = None
+    enable_gqa: bool = False
+    dropout: float = 0.0
+    key: Any = None
+    frozen: bool = True
+    softcap: float | None = None
+
+
+def attention_call(
+    trace: Trace, query: jax.Array, key: jax.Array, value: jax.Array, call: Call
+) -> jax.Array:
+    """The result [..., heads, queries, size] of a traced call.
+
+    Args:
+        trace: The running trace.
+        query: [..., heads, queries, size].
+        key: [..., heads of keys, keys, size].
+        value: [..., heads of keys, keys, size of values].
+        call: The rest.
+    """
+    options = options_for(trace.target)
+    if options is None:
+        if choice() is not None:
+            _note(trace, query, key, "full", "chosen")
+        return _full(query, key, value, call)
+    refused = _refused(query, call)
+    if refused:
+        _note(trace, query, key, "full", refused)
+        return _full(query, key, value, call)
+    lead = query.shape[:-3]
+    q, k, v = (_four(x, lead) for x in (query, key, value))
+    shape = (*q.shape[:3], k.shape[2])
+    found = _structure(trace, _four_mask(call.mask, lead, shape), shape, call.frozen)
+    if call.is_causal:
+        found = replace(found, band=found.band & Band(high=0))
+    mask = to_mask(found)
+    shards = shards_for(trace.mesh, q.shape[:3])
+    out = attend(
+        q,
+        k,
+        v,
+        mask,
+        scale=call.scale,
+        softcap=call.softcap,
+        dropout=call.dropout,
+        key=call.key,
+        options=options,
+        shards=shards,
+    )
+    kernel, reason = _served(options, mask, call, found, q.dtype)
+    _note(trace, query, key, kernel, reason, described(mask, found), spread(shards))
+    return out.reshape(*query.shape[:-1], v.shape[-1])
+
+
+def described(mask: Mask, found: Structure) -> str:
+    """The structure of a mask in words."""
+    low, high = mask.band()
+    parts = []
+    if low is not None:
+        parts.append(f"window {low} to {'end' if high is None else high}")
+    elif high is not None:
+        parts.append("causal" if high == 0 else f"causal, shifted by {high}")
+    if mask.q_segments is not None:
+        parts.append("segments")
+    if mask.key_valid is not None:
+        parts.append("padded keys")
+    if mask.query_valid is not None:
+        parts.append("padded queries")
+    if found.rest:
+        parts.append("further conditions")
+    if found.bias is not None:
+        parts.append("bias")
+    return ", ".join(parts) or "none"
+
+
+def spread(shards: Shards | None) -> str:
+    """What of an attention lies over which axes of the mesh, in words."""
+    if shards is None:
+        return ""
+    dims = {"batch": shards.batch, "heads": shards.heads, "sequence": shards.sequence}
+    return ", ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items() if axes)
+
+
+def _refused(query: jax.Array, call: Call) -> str:
+    """Why no kernel can take the call; empty if one can."""
+    if query.ndim < 3:
+        return "queries without heads"
+    if call.scale is not None and not isinstance(call.scale, (int, float)):
+        return "a scale that depends on data"
+    return ""
+
+
+def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> jax.Array:
+    return attention(
+        query,
+        key,
+        value,
+        call.mask,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+        dropout=call.dropout,
+        dropout_key=call.key,
+        softcap=call.softcap,
+    )
+
+
+def _four(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """[batch, heads, sequence, size] with all dims before the heads as the batch."""
+    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+
+def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, int, int, int]) -> Any:
+    if mask is None or mask.ndim <= 3 or len(lead) <= 1:
+        return mask
+    return jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
+
+
+def _structure(
+    trace: Trace, mask: Any, shape: tuple[int, int, int, int], frozen: bool
+) -> Structure:
+    """What the mask consists of; a mask that several layers share is read once."""
+    if mask is None:
+        return Structure(shape)
+    key = (id(mask), shape, frozen)
+    known = trace.masks.get(key)
+    if known is None:
+        # Kept with the mask, so that its id is not used twice.
+        known = trace.masks[key] = (read(mask, shape, frozen=frozen), mask)
+    return known[0]
+
+
+def _served(
+    options: AttentionOptions, mask: Mask, call: Call, found: Structure, dtype: Any
+) -> tuple[str, str]:
+    """The kernel that `attend` takes, and why it is that one."""
+    reasons = ["chosen"] if options.kernel == "blockwise" else []
+    if mask.blocks is not None:
+        what = "a bias" if found.bias is not None else "more than bands and segments"
+        left = arrays_left(found)
+        tail = f", and needs arrays of the scores' size: {', '.join(left)}" if left else ""
+        reasons.append(f"the mask is {what}{tail}")
+    if call.dropout:
+        reasons.append("dropout")
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"{jnp.dtype(dtype).name} operands")
+    if not reasons and options.kernel == "auto":
+        if options.platform != "tpu" and not options.interpret:
+            reasons.append(f"splash is for TPUs, and this program is for {options.platform}")
+    if reasons:
+        return "blockwise", "; ".join(reasons)
+    return "splash", "chosen" if options.kernel == "splash" else "it knows such masks"
+
+
+def _note(
+    trace: Trace,
+    query: jax.Array,
+    key: jax.Array,
+    kernel: str,
+    reason: str,
+    mask: str = "",
+    spread: str = "",
+) -> None:
+    site = user_site()
+    trace.counters.attention.append(
+        AttentionCall(
+            "" if site is None else site[0],
+            0 if site is None else site[1],
+            module=_module(trace),
+            kernel=kernel,
+            reason=reason,
+            mask=mask,
+            spread=spread,
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            calls=1,
+        )
+    )
+
+
+def _module(trace: Trace) -> str:
+    """The fqn of the innermost of the user's modules that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        fqn = trace.own_modules.get(id(frame.f_locals.get("self")))
+        if fqn is not None:
+            return fqn
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,122 @@
+"""What the user chose for attention, by `tpuport.attention_options`."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from tpuport.attention import AttentionOptions, BlockSizes, Shards
+from tpuport.attention.options import Kernel, SequenceWay
+from tpuport.errors import UsageError
+
+# The axes of a mesh (`tpuport.sharding.MeshAxis`) that each dim of queries and keys lies over.
+_AXES = {"batch": ("data", "fsdp"), "heads": ("tensor",), "sequence": ("sequence",)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Options of one block; part of what a program is compiled for.
+
+    Attributes:
+        options: What attention is asked for.
+        axes: Names of mesh axes for "batch", "heads" and "sequence" where they are not the usual.
+    """
+
+    options: AttentionOptions
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+_CHOICE: ContextVar[Choice | None] = ContextVar("attention", default=None)
+
+
+def choice() -> Choice | None:
+    """What is chosen where this is called; None outside of every block."""
+    return _CHOICE.get()
+
+
+@contextlib.contextmanager
+def attention_options(
+    kernel: Kernel = "auto",
+    *,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+    sequence: SequenceWay = "gather",
+    axes: dict[str, Sequence[str]] | None = None,
+) -> Iterator[AttentionOptions]:
+    """Choose how attention is computed by the programs that are traced and called in the block.
+
+    Outside of every block, programs for a TPU use its splash kernel, or a blockwise softmax where
+    that cannot serve, and programs for a CPU the matrix of scores. A program that was compiled
+    with other options is compiled again. `ported.report.attention` says what each call uses.
+
+    Args:
+        kernel: "auto" as on a TPU; "splash"; "blockwise"; "full" for the matrix of scores.
+        interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
+        blocks: sizes of splash's tiles, `tpuport.attention.BlockSizes`, instead of those from its
+            table.
+        sequence: how a sequence that is sharded meets: "gather" keys and values, pass them round a
+            "ring", or exchange the sequence for "heads" (all-to-all).
+        axes: names of mesh axes that "batch", "heads" and "sequence" of the queries lie over;
+            what is left out is `{"batch": ("data", "fsdp"), "heads": ("tensor",),
+            "sequence": ("sequence",)}`.
+
+    Raises:
+        UsageError: a name that there is not.
+    """
+    unknown = sorted({*(axes or {})} - {*_AXES})
+    if unknown:
+        known = ", ".join(map(repr, _AXES))
+        raise UsageError(f"axes names {unknown[0]!r}: the dims of attention are {known}")
+    given = tuple((name, tuple(names)) for name, names in sorted((axes or {}).items()))
+    options = AttentionOptions(kernel=kernel, interpret=interpret, blocks=blocks, sequence=sequence)
+    token = _CHOICE.set(Choice(options, given))
+    try:
+        yield options
+    finally:
+        _CHOICE.reset(token)
+
+
+def options_for(target: str) -> AttentionOptions | None:
+    """The options for a program on one platform; None for attention as eager computes it."""
+    chosen = choice()
+    if chosen is not None:
+        return None if chosen.options.kernel == "full" else replace(chosen.options, platform=target)
+    return AttentionOptions(platform=target) if target == "tpu" else None
+
+
+def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards | None:
+    """The axes of a mesh that an attention lies over, by name.
+
+    Args:
+        mesh: The program's mesh.
+        sizes: Batch, heads and sequence of the queries. Axes that do not divide batch or heads are
+            left out; a sequence can be padded.
+
+    Returns:
+        None without a mesh of several devices.
+
+    Raises:
+        UsageError: the user named an axis that the mesh does not have.
+    """
+    if mesh is None or mesh.size == 1:
+        return None
+    chosen = choice()
+    named = dict(chosen.axes) if chosen is not None else {}
+    found: dict[str, Any] = {}
+    for (dim, usual), left in zip(_AXES.items(), sizes, strict=True):
+        kept: tuple[str, ...] = ()
+        for axis in named.get(dim, usual):
+            size = mesh.shape.get(axis)
+            if size is None and dim in named:
+                known = ", ".join(map(repr, mesh.axis_names))
+                raise UsageError(
+                    f"attention_options(axes=...) puts {dim} over {axis!r}, and the axes of the"
+                    f" mesh are {known}"
+                )
+            if size is not None and size > 1 and (dim == "sequence" or left % size == 0):
+                kept, left = (*kept, axis), left // size
+        found[dim] = kept
+    return Shards(mesh, **found)

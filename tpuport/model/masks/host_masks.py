@@ -1,0 +1,78 @@
+"""Masks that are known as arrays (the user's code made them on the host), by structure again."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tpuport.model.masks.bands import Band
+from tpuport.model.masks.short_forms import run_ends
+
+
+@dataclass
+class HostMask:
+    """What a known mask is.
+
+    Attributes:
+        band: Limits that hold everywhere.
+        segments: Ids of the queries and of the keys, of which equal ones see each other, or None.
+    """
+
+    band: Band
+    segments: tuple[np.ndarray, np.ndarray] | None = None
+
+
+def host_mask(seen: np.ndarray) -> HostMask | None:
+    """The structure of a mask [queries, keys]: a band, segments, or both; else None."""
+    num_q, num_k = seen.shape
+    ends = run_ends(seen)
+    if ends is None:
+        return None
+    first, last = ends
+    band = Band(_low(first, last, num_k), _high(first, last, num_k))
+    if _same(band.rows(num_q, num_k), (first, last)):
+        return HostMask(band)
+    if num_q == num_k and (first <= last).all():
+        found = _segments(first, last, band)
+        if found is not None:
+            return found
+    return None
+
+
+def _low(first: np.ndarray, last: np.ndarray, num_k: int) -> int | None:
+    """The limit below that rows with keys, and whose first key is not 0, agree on."""
+    q = np.arange(len(first))
+    limits = np.unique((first - q)[(first > 0) & (last >= first)])
+    if len(limits) == 1:
+        return int(limits[0])
+    return None
+
+
+def _high(first: np.ndarray, last: np.ndarray, num_k: int) -> int | None:
+    q = np.arange(len(last))
+    limits = np.unique((last - q)[(last < num_k - 1) & (last >= first)])
+    if len(limits) == 1:
+        return int(limits[0])
+    return None
+
+
+def _same(rows: tuple[np.ndarray, np.ndarray], given: tuple[np.ndarray, np.ndarray]) -> bool:
+    """Whether each query sees the same keys; it does not matter where it sees none."""
+    none = [low > high for low, high in (rows, given)]
+    equal = (rows[0] == given[0]) & (rows[1] == given[1])
+    return bool((equal | (none[0] & none[1])).all())
+
+
+def _segments(first: np.ndarray, last: np.ndarray, band: Band) -> HostMask | None:
+    """Blocks along the diagonal, whole or cut by a band."""
+    size = len(first)
+    for ids, kept in ((first, band if band.low is None else Band(high=band.high)), (last, band)):
+        if not (np.diff(ids) >= 0).all():
+            continue
+        starts = np.searchsorted(ids, ids, side="left")
+        ends = np.searchsorted(ids, ids, side="right") - 1
+        for limits in (Band(), kept):
+            low, high = limits.rows(size, size)
+            rows = np.maximum(low, starts), np.minimum(high, ends)
+            if _same(rows, (first, last)):
+                return HostMask(limits, (ids.astype(np.int32), ids.astype(np.int32)))
+    return None

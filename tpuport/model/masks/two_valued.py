@@ -1,0 +1,245 @@
+"""Masks as conditions: which conditions hold at once where an array says that a key is seen.
+
+A boolean mask is a conjunction of conditions. A mask of numbers that are added to the scores is one
+too if it has two values, 0 and one that leaves a key no weight.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuport.model.masks.graph import Node, computed, leaf
+from tpuport.model.masks.tiles import ELEMENTWISE
+from tpuport.model.masks.views import known_array, rebased, sunk, uniform
+
+# A score that is lowered by so much has no weight beside one that is not.
+_NOTHING = -9999.0
+_FLIPPED = {
+    **{"lt": jax.lax.ge_p, "ge": jax.lax.lt_p, "gt": jax.lax.le_p, "le": jax.lax.gt_p},
+    **{"eq": jax.lax.ne_p, "ne": jax.lax.eq_p},
+}
+
+
+@dataclass
+class Two:
+    """`yes` where every condition holds, `no` elsewhere."""
+
+    conditions: list[Node]
+    yes: Any
+    no: Any
+
+
+@dataclass
+class Split:
+    """A mask of numbers: a bias where every condition holds, no weight elsewhere.
+
+    Attributes:
+        conditions: Boolean nodes.
+        bias: What is added to the scores; None for 0.
+        is_finite: A score without weight is lowered by a finite number: in a row where no condition
+            holds it counts after all.
+    """
+
+    conditions: list[Node]
+    bias: Node | None
+    is_finite: bool = False
+
+
+def conditions(node: Node) -> list[Node]:
+    """Boolean nodes that hold together exactly where a boolean node does."""
+    node = sunk(node)
+    value = uniform(node)
+    if value is not None and bool(value):
+        return []
+    if node.name == "and":
+        return [c for x in node.inputs for c in conditions(x)]
+    if node.name == "not":
+        return _negated(node)
+    if node.name == "select_n" and len(node.inputs) == 3:
+        return _selected(node)
+    if node.name in _FLIPPED or node.name == "convert_element_type":
+        return _compared(node)
+    return [node]
+
+
+def _negated(node: Node) -> list[Node]:
+    inner = sunk(node.inputs[0])
+    found = known_array(inner)
+    if found is not None:
+        return conditions(rebased(inner, leaf(~found)))
+    if inner.name == "not":
+        return conditions(inner.inputs[0])
+    if inner.name == "or":
+        return [c for x in inner.inputs for c in conditions(_inverse(x))]
+    flipped = _FLIPPED.get(inner.name)
+    if flipped is None or not _is_ordered(inner):
+        return [node]
+    made = (flipped, inner.params, inner.inputs)
+    return conditions(Node(node.shape, node.dtype, None, lambda: made))
+
+
+def _is_ordered(compare: Node) -> bool:
+    """Whether a comparison and its opposite cover everything: numbers that cannot be NaN."""
+    return compare.name in ("eq", "ne") or all(
+        not jnp.issubdtype(x.dtype, jnp.floating) for x in compare.inputs
+    )
+
+
+def _inverse(node: Node) -> Node:
+    aval = jax.ShapeDtypeStruct(node.shape, np.dtype(bool))
+    return computed(jax.lax.not_p, {}, (node,), aval)
+
+
+def _selected(node: Node) -> list[Node]:
+    chooser, on_false, on_true = node.inputs
+    if not node.is_bool or not chooser.is_bool:
+        return [node]
+    low, high = uniform(on_false), uniform(on_true)
+    if low is not None and not low:
+        return conditions(chooser) + conditions(on_true)
+    if high is not None and not high:
+        return conditions(_inverse(chooser)) + conditions(on_false)
+    return [node]
+
+
+def _compared(node: Node) -> list[Node]:
+    """A comparison with a number of what has two values."""
+    found = _pointwise(node) if any(not x.is_bool for x in node.inputs) else None
+    if node.name == "convert_element_type" and node.inputs[0].is_bool:
+        return conditions(node.inputs[0])
+    if found is None:
+        return _product(node)
+    if found.yes and not found.no:
+        return found.conditions
+    if found.no and not found.yes and len(found.conditions) == 1:
+        return conditions(_inverse(found.conditions[0]))
+    return [node]
+
+
+def _product(node: Node) -> list[Node]:
+    """`a * b != 0` of whole numbers, as an outer product of padding masks is asked."""
+    if node.name == "convert_element_type":
+        (x,) = node.inputs
+    elif node.name == "ne" and uniform(node.inputs[1]) == 0:
+        x = node.inputs[0]
+    else:
+        return [node]
+    x = sunk(x)
+    if x.name == "mul" and all(jnp.issubdtype(y.dtype, jnp.integer) for y in x.inputs):
+        return [c for y in x.inputs for c in _product(_nonzero(y))]
+    return [node]
+
+
+def _nonzero(node: Node) -> Node:
+    zero = leaf(np.zeros((), node.dtype))
+    aval = jax.ShapeDtypeStruct(node.shape, np.dtype(bool))
+    return computed(jax.lax.ne_p, {}, (node, zero), aval)
+
+
+def two(node: Node) -> Two | None:
+    """The two values of an array and where it has which; None for any other array."""
+    if node.is_bool:
+        return Two(conditions(node), np.True_, np.False_)
+    node = sunk(node)
+    found = known_array(node)
+    if found is not None:
+        return _two_known(node, found)
+    if node.name not in ELEMENTWISE:
+        return None
+    return _two_selected(node) if node.name == "select_n" else _pointwise(node)
+
+
+def _two_known(node: Node, found: np.ndarray) -> Two | None:
+    """A known array of zeros and one other number."""
+    zero = found == 0
+    others = found[~zero]
+    if not zero.any() or (others.size and not bool((others == others[0]).all())):
+        return None
+    if not others.size:
+        return Two([], found.dtype.type(0), found.dtype.type(-np.inf))
+    return Two([rebased(node, leaf(zero))], found.dtype.type(0), others[0])
+
+
+def _two_selected(node: Node) -> Two | None:
+    chooser, on_false, on_true = node.inputs
+    if not chooser.is_bool:
+        return None
+    low, high = uniform(on_false), uniform(on_true)
+    if low is not None and high is not None:
+        return Two(conditions(chooser), high, low)
+    if low is not None:
+        inner, other, value = two(on_true), chooser, low
+    elif high is not None:
+        inner, other, value = two(on_false), _inverse(chooser), high
+    else:
+        return None
+    if inner is None or inner.no != value:
+        return None
+    return Two([*conditions(other), *inner.conditions], inner.yes, inner.no)
+
+
+def _pointwise(node: Node) -> Two | None:
+    """An operation on one array of two values and numbers, or on two of such arrays."""
+    values = [uniform(x) for x in node.inputs]
+    found = [two(x) if v is None else None for x, v in zip(node.inputs, values, strict=True)]
+    unknown = [i for i, v in enumerate(values) if v is None]
+    if any(found[i] is None for i in unknown) or not unknown:
+        return None
+    if len(unknown) == 1:
+        one = found[unknown[0]]
+        assert one is not None
+        yes, no = (
+            _evaluated(node, [given if v is None else v for v in values])
+            for given in (one.yes, one.no)
+        )
+        return Two(one.conditions, yes, no)
+    a, b = (found[i] for i in unknown[:2])
+    if len(unknown) > 2 or a is None or b is None:
+        return None
+    return _both(node, a, b)
+
+
+def _both(node: Node, a: Two, b: Two) -> Two | None:
+    either = [*a.conditions, *b.conditions]
+    if node.name == "mul" and a.yes == b.yes == 1 and a.no == b.no == 0:
+        return Two(either, a.yes, a.no)
+    hides = a.yes == b.yes == 0 and max(a.no, b.no) <= _NOTHING
+    if node.name in ("add", "add_any", "min") and hides:
+        return Two(either, a.yes, max(a.no, b.no))
+    return None
+
+
+def _evaluated(node: Node, values: list[Any]) -> Any:
+    with jax.ensure_compile_time_eval():
+        arrays = [jnp.asarray(v, x.dtype) for v, x in zip(values, node.inputs, strict=True)]
+        return np.asarray(node.op.bind(*arrays, **node.params))[()]
+
+
+def split(node: Node) -> Split:
+    """What a mask of numbers hides, and what it adds where it hides nothing."""
+    node = sunk(node)
+    found = two(node)
+    if found is not None and found.yes == 0 and found.no <= _NOTHING:
+        return Split(found.conditions, None, bool(np.isfinite(found.no)))
+    if node.name == "select_n" and node.inputs[0].is_bool:
+        chooser, on_false, on_true = node.inputs
+        for value, seen, rest in (
+            (uniform(on_false), chooser, on_true),
+            (uniform(on_true), _inverse(chooser), on_false),
+        ):
+            if value is not None and np.isneginf(value):
+                inner = split(rest)
+                return Split(conditions(seen) + inner.conditions, inner.bias, inner.is_finite)
+    if node.name == "stop_gradient":
+        inner = split(node.inputs[0])
+        return replace(inner, bias=None if inner.bias is None else node.over(inner.bias))
+    if node.name == "add":
+        a, b = (split(x) for x in node.inputs)
+        if (a.conditions or b.conditions) and not (a.is_finite or b.is_finite):
+            both = [x for x in (a.bias, b.bias) if x is not None]
+            bias = node.over(*both) if len(both) == 2 else (both or [None])[0]
+            return Split(a.conditions + b.conditions, bias)
+    return Split([], node)
