@@ -25,16 +25,14 @@ class TooLarge:
     """Why libtpu refused a program.
 
     Attributes:
-        wanted: bytes of HBM, on one chip.
+        wanted: bytes of HBM that one chip would need, arguments and results included.
         available: bytes that there are.
-        temporaries_only: `wanted` is without the program's arguments.
         largest: size, shape and operation of the largest buffers, where libtpu lists them.
         message: its first line.
     """
 
     wanted: int
     available: int
-    temporaries_only: bool
     largest: tuple[tuple[int, str, str], ...]
     message: str
 
@@ -104,7 +102,8 @@ def compile_ahead(step: Step, mesh: Mesh, options: dict[str, Any] | None = None)
 def parse_too_large(message: str) -> TooLarge | None:
     """What libtpu says of a program that does not fit; None if it says something else.
 
-    Source: messages of libtpu 0.0.42.1 for v5e, v5p and v6e.
+    What it calls temporaries are the arguments and results too: it plans before it gives them
+    names. Source: messages of libtpu 0.0.42.1 for v5e, v5p and v6e.
     """
     planned, ran_out = _PLANNED.search(message), _RAN_OUT.search(message)
     found = planned or ran_out
@@ -119,7 +118,6 @@ def parse_too_large(message: str) -> TooLarge | None:
     return TooLarge(
         wanted=_bytes(found[1], found[2]),
         available=_bytes(found[3], found[4]),
-        temporaries_only=planned is not None,
         largest=tuple(largest),
         message=message.strip().splitlines()[0],
     )

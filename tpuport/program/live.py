@@ -48,6 +48,7 @@ class _Sweep:
 
     program: Program
     values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     buffers: list[_Buffer] = field(default_factory=list)
     inner: dict[int, list[Live]] = field(default_factory=dict)
 
@@ -71,6 +72,7 @@ def _peak(program: Program, name: str) -> list[Live]:
             for buffer in _flat(sweep.values.get(operand)):
                 buffer.dies = time
         sweep.values[one.name] = _value(sweep, one, time)
+        sweep.origins[one.name] = _origin(sweep, one)
         inside = _inside(program, one)
         if inside:
             sweep.inner[time] = inside
@@ -118,7 +120,7 @@ def _value(sweep: _Sweep, one: Instruction, time: int) -> Any:
     def made(array: Array) -> _Buffer | None:
         if array.space != HBM or not array.padded_bytes:
             return None
-        live = Live(one.name, one.opcode, one.op_name, array.text, array.padded_bytes)
+        live = Live(one.name, one.opcode, _origin(sweep, one), array.text, array.padded_bytes)
         buffer = _Buffer(live, time, time)
         sweep.buffers.append(buffer)
         return buffer
@@ -129,6 +131,14 @@ def _value(sweep: _Sweep, one: Instruction, time: int) -> Any:
     if not aliases and _updates_in_place(sweep.program, one, operand(), time):
         return operand()
     return _aliasing(one.shape, (), aliases, made, sweep.values, one.operands)
+
+
+def _origin(sweep: _Sweep, one: Instruction) -> str:
+    """The operation that an instruction comes from: its own, that of what it calls or reads."""
+    inside = sweep.program.instructions(one.called("calls")) if not one.op_name else []
+    named = (part.op_name for part in reversed(inside))
+    read = (sweep.origins[name] for name in one.operands if name in sweep.origins)
+    return one.op_name or next(filter(None, named), "") or next(filter(None, read), "")
 
 
 def _started(one: Instruction, operand: Any, made: Callable[[Array], Any]) -> list[Any]:
