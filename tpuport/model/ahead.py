@@ -1,5 +1,6 @@
 """Programs compiled ahead of their first call, from arguments or from their shapes alone."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -47,8 +48,9 @@ def lower(
         UsageError: the model has no weights, or the program needs the value of an argument of
             which only the shape is given.
     """
-    leaves, spec, paths = arguments.take_apart(_as_meta((args, kwargs)))
-    values, metas = _values(leaves, paths)
+    call = take_apart(args, kwargs)
+    values, metas, paths, spec = call.values, call.metas, call.paths, call.spec
+    values = ported._program.placement.arguments(values, paths)
     state = ported._values()
     signature = _signature(ported, method, values, metas, paths, spec)
     compiled = ported._cache.get(signature)
@@ -91,6 +93,33 @@ def shapes_of(
     out = jax.eval_shape(pure, ported._values(), unused_key(), shapes)
     leaves = arguments.static_leaves(out, held["outcome"].out_metas)
     return structure.rebuild(held["outcome"].out_spec, leaves)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The arguments of a call, of which some are only shapes.
+
+    Attributes:
+        values: an array or a `jax.ShapeDtypeStruct` for each leaf.
+        metas: its meta tensor (or the class of a generator).
+        paths: its name.
+        spec: the structure of all.
+    """
+
+    values: list[Any]
+    metas: list[Any]
+    paths: list[str]
+    spec: structure.Spec
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """The leaves of a call's arguments: tensors, arrays, meta tensors and `jax.ShapeDtypeStruct`.
+
+    Raises:
+        UsageError: an argument is of another kind.
+    """
+    leaves, spec, paths = arguments.take_apart(_as_meta((args, kwargs)))
+    return Shapes(*_values(leaves, paths), paths, spec)
 
 
 def _as_meta(value: Any) -> Any:

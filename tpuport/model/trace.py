@@ -124,11 +124,21 @@ class Trace:
         # Activations that were given a place, noted while a block is traced as a function.
         self.places: list[tuple[str, str, int]] | None = None
         self.blocks: Any = None
+        # The block that is traced for all that are like it, and the name of them all.
+        self.standing_for: tuple[str, str] | None = None
         self.mesh: jax.sharding.Mesh | None = None
         # The platform that the program will run on: "cpu", "tpu".
         self.target = jax.default_backend()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
+
+    def scope_of(self, name: str) -> str:
+        """What a module's instructions are named after in the compiled program."""
+        if self.standing_for is not None:
+            block, all_blocks = self.standing_for
+            if name == block or name.startswith(block + "."):
+                return all_blocks + name[len(block) :]
+        return name
 
     # -- effects -----------------------------------------------------------------------------------
 

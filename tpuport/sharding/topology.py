@@ -38,8 +38,10 @@ TOPOLOGIES: dict[str, str] = {
 _ALIASES = {"v5litepod": "v5e", "v6litepod": "v6e", "trillium": "v6e"}
 _SHAPES = {"v5e": 2, "v5p": 3, "v6e": 2}
 
-# libtpu reads these when it is loaded: ask no metadata server, and let two processes load it.
+# libtpu reads these when it is loaded: ask no metadata server, let two processes load it, and do not
+# wonder aloud which chip this machine has (any answer does: topologies are named in each call).
 _QUIET = {
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -92,7 +94,10 @@ def describe(name: str, num_slices: int = 1) -> list[Any]:
     topology = find_topology(name)
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError(f"the topology {name!r}", "libtpu", "tpu")
-    options = {"num_slices": num_slices} if num_slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+    if topology.num_chips == 1:
+        # Otherwise libtpu thinks of hosts of four chips.
+        options["chips_per_host_bounds"] = [1, 1, 1]
     with _quiet_libtpu():
         try:
             found = topologies.get_topology_desc(

@@ -4,6 +4,7 @@ is in; and values that a mesh has a place for get it where they enter or leave a
 
 from typing import Any
 
+import jax
 import torch
 
 from tpuport.model.placing import constrain
@@ -26,8 +27,11 @@ class ModuleCall(Shim):
                 return original(module, *args, **kwargs)
             if id(module) not in trace.own_modules:
                 trace.guards.note_module(module)
-            fqn = trace.own_modules.get(id(module)) if trace.placement is not None else None
+            known = trace.own_modules.get(id(module))
+            fqn = known if trace.placement is not None else None
 
+            # The compiled program names its instructions and buffers after the user's modules.
+            @jax.named_scope(trace.scope_of(known or type(module).__name__))
             def run(*args: Any, **kwargs: Any) -> Any:
                 if fqn is None:
                     return original(module, *args, **kwargs)

@@ -41,6 +41,12 @@ class Member:
     state: dict[str, TracedTensor]
     varying: dict[tuple[str, str], Any]
 
+    @property
+    def everyone(self) -> str:
+        """The name of it and of those like it: `layers.*`."""
+        prefix, dot, _ = self.fqn.rpartition(".")
+        return f"{prefix}{dot}*"
+
 
 @dataclass(eq=False)
 class Family:

@@ -110,7 +110,7 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
     inputs = inputs_of(trace, member, given)
     places: list[tuple[str, str, int]] = []
     try:
-        with _noting(trace, places):
+        with _noting(trace, member, places):
             closed, shape = jax.make_jaxpr(body, return_shape=True)(*inputs)
         _check_pure(trace, member, before, result)
         if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
@@ -297,13 +297,14 @@ def _streams(trace: Trace, bases: list[jax.Array], starts: list[Any]) -> Iterato
 
 
 @contextlib.contextmanager
-def _noting(trace: Trace, places: list[tuple[str, str, int]]) -> Iterator[None]:
-    """Note which activations are given a place on the mesh."""
+def _noting(trace: Trace, member: Member, places: list[tuple[str, str, int]]) -> Iterator[None]:
+    """Note which activations are given a place on the mesh, and name what runs after all blocks."""
     outer, trace.places = trace.places, places
+    block, trace.standing_for = trace.standing_for, (member.fqn, member.everyone)
     try:
         yield
     finally:
-        trace.places = outer
+        trace.places, trace.standing_for = outer, block
         if outer is not None:
             outer += places
 

@@ -1,0 +1,160 @@
+"""Pallas calls of a jaxpr: what one computes, what it moves, and how to compile it alone."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.extend import core
+
+PALLAS = "pallas_call"
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One Pallas call.
+
+    Args:
+        name: the kernel's name.
+        grid: its grid.
+        args: shapes of its operands.
+        run: the call as a function of its operands.
+        flops: of one call.
+        exact: whether the FLOPs are the cost estimate of the kernel's author; otherwise they are
+            what its body multiplies, at every step of the grid.
+        bytes: its operands and results, each once.
+        step_bytes: what a step of the grid transfers, on average.
+        parallel: whether a dim of the grid may be split over the cores of a chip.
+        trips: how often each loop in the body that has products runs.
+    """
+
+    name: str
+    grid: tuple[int, ...]
+    args: tuple[jax.ShapeDtypeStruct, ...]
+    run: Callable[..., Any] = field(compare=False)
+    flops: int
+    exact: bool
+    bytes: int
+    step_bytes: float
+    parallel: bool
+    trips: tuple[int, ...]
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters, without those in a list of branches."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, core.Jaxpr | core.ClosedJaxpr):
+                yield open_jaxpr(one)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr of a closed one, or itself."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def find_calls(jaxpr: Any) -> list[KernelCall]:
+    """Every distinct Pallas call of a jaxpr, at any depth."""
+    found: dict[KernelCall, None] = {}
+    pending = [open_jaxpr(jaxpr)]
+    while pending:
+        for eqn in pending.pop().eqns:
+            if eqn.primitive.name == PALLAS:
+                found.setdefault(read_call(eqn))
+            else:
+                pending += sub_jaxprs(eqn)
+    return list(found)
+
+
+def read_call(eqn: Any) -> KernelCall:
+    """What a `pallas_call` equation says about itself."""
+    params = eqn.params
+    mapping = params["grid_mapping"]
+    grid = tuple(int(size) for size in mapping.grid)
+    cost = params["cost_estimate"]
+    body = params["jaxpr"]
+    flops = int(cost.flops) if cost else body_flops(body) * math.prod(grid)
+    arrays = [*(v.aval for v in eqn.invars), *(v.aval for v in eqn.outvars)]
+    semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    return KernelCall(
+        name=str(params["name"]),
+        grid=grid,
+        args=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars),
+        run=lambda *args: eqn.primitive.bind(*args, **params),
+        flops=flops,
+        exact=bool(cost and cost.flops),
+        bytes=sum(_bytes(aval) for aval in arrays),
+        step_bytes=sum(_block_bytes(block, grid) for block in mapping.block_mappings),
+        parallel=any("parallel" in str(one) for one in semantics),
+        trips=tuple(_trips(body)),
+    )
+
+
+def body_flops(jaxpr: Any) -> int:
+    """Multiplications and additions of the products in a kernel's body, of one step."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            contracted, batch = eqn.params["dimension_numbers"]
+            sizes = dot_sizes(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, contracted, batch)
+            total += 2 * math.prod(sizes)
+        inner = [body_flops(sub) for sub in sub_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            total += max(inner)
+        else:
+            total += eqn.params.get("length", 1) * sum(inner) if inner else 0
+    return total
+
+
+def dot_sizes(lhs: Any, rhs: Any, contracted: Any, batch: Any) -> tuple[int, int, int, int]:
+    """Batch, rows, columns and contraction of a `dot_general`."""
+    num_batch = math.prod(lhs[dim] for dim in batch[0])
+    contraction = math.prod(lhs[dim] for dim in contracted[0])
+    rows = math.prod(n for d, n in enumerate(lhs) if d not in (*batch[0], *contracted[0]))
+    columns = math.prod(n for d, n in enumerate(rhs) if d not in (*batch[1], *contracted[1]))
+    return num_batch, rows, columns, contraction
+
+
+def _trips(jaxpr: Any) -> Iterator[int]:
+    """The loops of a body that stay loops and multiply, outermost first."""
+    for eqn in jaxpr.eqns:
+        inner = list(sub_jaxprs(eqn))
+        if eqn.primitive.name == "scan" and any(body_flops(sub) for sub in inner):
+            unroll = eqn.params["unroll"]
+            unroll = eqn.params["length"] if unroll is True else max(int(unroll), 1)
+            if eqn.params["length"] > unroll:
+                yield eqn.params["length"] // unroll
+        for sub in inner:
+            yield from _trips(sub)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
+    """What a step transfers of one operand: its block whenever the index of the block changes.
+
+    The innermost dim of the grid that the index depends on says how often that is.
+    """
+    array = block.array_aval
+    sizes = [getattr(dim, "block_size", dim) for dim in block.block_shape]
+    elements = math.prod(int(size) for size in sizes if isinstance(size, int))
+    changes = _changing_dims(block.index_map_jaxpr, len(grid))
+    every = math.prod(grid[max(changes) + 1 :]) if changes else math.prod(grid)
+    return elements * array.dtype.itemsize / every
+
+
+def _changing_dims(index_map: Any, num_dims: int) -> list[int]:
+    """The dims of the grid that a block's index depends on."""
+    jaxpr = open_jaxpr(index_map)
+    depends: dict[Any, set[int]] = {
+        var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])
+    }
+    for eqn in jaxpr.eqns:
+        inputs = [depends.get(v, set()) for v in eqn.invars if not isinstance(v, core.Literal)]
+        for var in eqn.outvars:
+            depends[var] = set().union(*inputs)
+    found = (depends.get(v, set()) for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    return sorted(set().union(*found))

@@ -1,0 +1,253 @@
+"""What the counting functions return: plain data, in FLOP, bytes and seconds."""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A matrix product or convolution of a jaxpr.
+
+    Args:
+        module: the module that it belongs to, "" if none is known.
+        kind: `dot_general` or `conv_general_dilated`.
+        lhs_dtype: dtype of the left operand.
+        rhs_dtype: dtype of the right operand.
+        out_dtype: dtype of the result.
+        batch: size of the batch dims, multiplied.
+        rows: size of the left operand's free dims (of a convolution: batch and positions).
+        columns: size of the right operand's free dims (of a convolution: output channels).
+        contraction: size of the contracted dims (of a convolution: what one output reads).
+        times: how often it is run in a step, on all chips together.
+    """
+
+    module: str
+    kind: str
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    batch: int
+    rows: int
+    columns: int
+    contraction: int
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of all runs."""
+        return 2 * self.batch * self.rows * self.columns * self.contraction * self.times
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """The dtypes of both operands."""
+        return self.lhs_dtype, self.rhs_dtype
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A Pallas call of a jaxpr.
+
+    Args:
+        module: the module that it belongs to, "" if none is known.
+        name: the kernel's name.
+        grid: its grid.
+        flops: of one call: the call's own cost estimate, or what its body multiplies at each step
+            of the grid.
+        exact: whether the figure is a cost estimate of the kernel's author. Otherwise it is an
+            upper bound: a step of the grid that a mask skips is counted.
+        bytes: what one call reads and writes at least, each operand once.
+        times: how often it is run in a step, on all chips together.
+    """
+
+    module: str
+    name: str
+    grid: tuple[int, ...]
+    flops: int
+    exact: bool
+    bytes: int
+    times: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of the grid of one call."""
+        return math.prod(self.grid)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array that is a literal of the program."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ScoreArray:
+    """An array as large as the attention scores of all queries and keys, (..., Sq, Sk)."""
+
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """The work of one module, without that of its children."""
+
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class JaxprCost:
+    """What a traced program computes, on all chips together.
+
+    Args:
+        flops: of matrix products, convolutions and kernels.
+        bytes: what these read and write at least, each operand once. Everything else is taken to
+            be fused into them.
+        modules: the same by module.
+        dots: every matrix product and convolution.
+        kernels: every Pallas call.
+        constants: literals, the largest first.
+        scores: arrays of the size of attention scores.
+        unknown: what could not be counted, in sentences.
+    """
+
+    flops: int
+    bytes: int
+    modules: dict[str, ModuleCost]
+    dots: tuple[Dot, ...]
+    kernels: tuple[Kernel, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    scores: tuple[ScoreArray, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of all literals."""
+        return sum(constant.bytes for constant in self.constants)
+
+    def flops_by_dtypes(self) -> dict[tuple[str, str], int]:
+        """FLOPs of the matrix products by the dtypes of their operands, the most first."""
+        found: dict[tuple[str, str], int] = {}
+        for dot in self.dots:
+            found[dot.dtypes] = found.get(dot.dtypes, 0) + dot.flops
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array of a compiled program, on one chip.
+
+    Args:
+        name: the instruction's name.
+        opcode: its operation.
+        module: the module that it belongs to, "" if none is known.
+        shape: as HLO writes it, with its layout.
+        bytes: of its elements.
+        padded_bytes: with what its tiles add.
+    """
+
+    name: str
+    opcode: str
+    module: str
+    shape: str
+    bytes: int
+    padded_bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a compiled program.
+
+    Args:
+        kind: `all-gather` and the like.
+        module: the module that it belongs to, "" if none is known.
+        bytes: of what one run hands on, on one chip: the operand of a reduce-scatter, the result of
+            the others.
+        group_size: how many chips take part in it.
+        times: how often it is run in a step.
+        operation: the name of the operation in the jaxpr that it was made for.
+    """
+
+    kind: str
+    module: str
+    bytes: int
+    group_size: int
+    times: int = 1
+    operation: str = ""
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A kernel in a compiled program."""
+
+    name: str
+    target: str
+    module: str
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class CompiledCost:
+    """What a compiled program does on one chip.
+
+    Args:
+        dot_flops: of matrix products and convolutions, as the partitioner left them. Work that
+            several chips repeat is in it.
+        collectives: each once, with the number of its runs.
+        copies: results of copies and transposes that change a layout, and of copies within HBM.
+        copied_bytes: what those write in a step.
+        padding_bytes: what tiles add to the arrays of `buffers`.
+        buffers: arrays in HBM, the largest first.
+        kernels: the calls of Pallas kernels.
+        unknown: what could not be counted, in sentences.
+    """
+
+    dot_flops: int
+    collectives: tuple[Collective, ...] = ()
+    copies: tuple[Buffer, ...] = ()
+    copied_bytes: int = 0
+    padding_bytes: int = 0
+    buffers: tuple[Buffer, ...] = ()
+    kernels: tuple[Custom, ...] = ()
+    dot_flops_by_module: dict[str, int] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that a chip hands on in a step, by kind of collective."""
+        found: dict[str, int] = {}
+        for one in self.collectives:
+            found[one.kind] = found.get(one.kind, 0) + one.bytes * one.times
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an estimate: its seconds, and how they were found."""
+
+    name: str
+    seconds: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A time for one step, and what it takes for granted.
+
+    Args:
+        parts: dense, hbm, collectives, kernels.
+        assumptions: in sentences.
+    """
+
+    parts: tuple[Part, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of one step: the parts one after another."""
+        return sum(part.seconds for part in self.parts)

@@ -1,0 +1,242 @@
+"""How long a Pallas kernel takes, from the schedule that libtpu makes when it compiles it.
+
+No TPU is needed and nothing is run. A bundle takes one cycle if nothing stalls, so these are lower
+bounds of a kernel whose data arrives in time; a step of the grid never takes less than its transfers
+from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with them every pass
+of every kernel (some hundred MB), so each kernel is compiled alone in a process of its own.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from tpuport.errors import MissingExtraError, TpuportError, UsageError
+from tpuport.program.cost.bundles import Bundles, Span, read_bundles
+from tpuport.program.cost.chips import Chip, chip_of
+
+# The smallest slice of each chip that libtpu describes.
+_SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+_BUNDLES = "-final_bundles.txt"
+
+
+class KernelCompileError(TpuportError):
+    """libtpu could not compile a kernel; most often it does not fit the on-chip memory."""
+
+
+@dataclass(frozen=True)
+class KernelSchedule:
+    """The schedule of one kernel.
+
+    Args:
+        name: the kernel's name.
+        chip: the chip that it was compiled for.
+        grid: its grid.
+        bundles: its instructions.
+        parallel: whether a dim of the grid may be split over the cores of a chip.
+        step_bytes: what one step of the grid reads from HBM and writes to it.
+        trips: how often each loop within a step runs, in the order of the schedule.
+    """
+
+    name: str
+    chip: Chip
+    grid: tuple[int, ...]
+    bundles: Bundles
+    parallel: bool = False
+    step_bytes: float = 0.0
+    trips: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Steps of the grid of one call."""
+        return math.prod(self.grid)
+
+    @property
+    def step(self) -> Span:
+        """The loop over the grid; of a kernel without one, everything."""
+        loops = [span for span in self.bundles.whole.inner if span.is_loop]
+        if self.steps == 1 or not loops:
+            return self.bundles.whole
+        return max(loops, key=lambda span: (span.products, span.stop - span.start))
+
+    def cycles_a_step(self, active: float = 1.0, row_steps: int | None = None) -> float:
+        """Bundles of one step of the grid, on average.
+
+        Args:
+            active: the share of the steps in which the matrix products are run; the others are
+                skipped, as a causal mask does with blocks above the diagonal.
+            row_steps: after how many steps the parts without matrix products run that a jump can
+                skip (such as `pl.when(j == 0)`). Default: the grid's innermost dim.
+        """
+        row_steps = row_steps or (self.grid[-1] if self.grid else 1)
+        trips = iter(self.trips)
+        return self._cycles(self.step, active, 1 / row_steps, trips, top=True)
+
+    def _cycles(
+        self, span: Span, active: float, seldom: float, trips: Any, top: bool = False
+    ) -> float:
+        times = 1.0
+        if span.is_loop and not top:
+            trip = next(trips, None)
+            if trip is None:
+                raise UsageError(
+                    f"Kernel {self.name} has a loop within a step of its grid, and how often it runs"
+                    " is not in its schedule. What to do: give trips=, one number a loop"
+                )
+            times = trip
+        total = float(span.own)
+        for inner in span.inner:
+            cycles = self._cycles(inner, active, seldom, trips)
+            if not inner.is_loop:
+                innermost = not any(s.products and not s.is_loop for s in inner.inner)
+                cycles *= (active if innermost else 1.0) if inner.products else seldom
+            total += cycles
+        return total * times
+
+    def seconds(self, active: float = 1.0, row_steps: int | None = None) -> float:
+        """Of one call; the arguments are those of `cycles_a_step`."""
+        cycles = self.cycles_a_step(active, row_steps)
+        cores = self.chip.cores if self.parallel else 1
+        outside = self.bundles.whole.own if self.step is not self.bundles.whole else 0
+        compute = (outside + self.steps / cores * cycles) / self.chip.clock_hz
+        transfer = self.steps * active * self.step_bytes / self.chip.hbm_bandwidth
+        return max(compute, transfer)
+
+
+def schedule(
+    function: Callable[..., Any],
+    args: Sequence[jax.ShapeDtypeStruct],
+    chip: str,
+    *,
+    timeout: float = 600.0,
+) -> dict[str, Bundles]:
+    """The schedule of each Pallas kernel that a function calls, by kernel name.
+
+    Args:
+        function: what to compile, by itself, for one chip.
+        args: shapes of its arguments.
+        chip: as for `chip_of`.
+        timeout: seconds to wait for libtpu.
+
+    Raises:
+        MissingExtraError: libtpu is not installed.
+        KernelCompileError: it cannot compile it, with its own reason.
+        ScheduleFormatError: it writes schedules in a form that is not known.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise MissingExtraError("the time of a kernel", "libtpu", "tpu")
+    facts = chip_of(chip)
+    with jax.sharding.use_abstract_mesh(_abstract(facts)):
+        exported = jax.export.export(jax.jit(function), platforms=["tpu"])(*args)
+    with tempfile.TemporaryDirectory(prefix="tpuport-schedule-") as folder:
+        program = Path(folder, "program")
+        # Its own serialisation needs flatbuffers; gradients of it are not needed.
+        program.write_bytes(pickle.dumps(dataclasses.replace(exported, _get_vjp=None)))
+        dump = Path(folder, "dump")
+        _compile(program, _SLICES[facts.name], dump, timeout)
+        found = {
+            _kernel_name(path.name): read_bundles(path.read_text(encoding="utf-8", errors="replace"))
+            for path in sorted(dump.glob(f"*{_BUNDLES}"))
+            if "schedule-analysis" not in path.name
+        }
+    return {name: bundles for name, bundles in found.items() if bundles.grid}
+
+
+def _abstract(chip: Chip) -> AbstractMesh:
+    device = jax.sharding.AbstractDevice(chip.device_kind, chip.cores, "tpu")
+    return AbstractMesh((1,), ("chip",), abstract_device=device)
+
+
+def _compile(program: Path, topology: str, dump: Path, timeout: float) -> None:
+    environment = dict(
+        os.environ,
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        # What the user's own options say about compiling holds here, too.
+        LIBTPU_INIT_ARGS=f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={dump}"
+        " --xla_jf_dump_llo_text=true".strip(),
+    )
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "tpuport.program.cost.compile_alone", str(program), topology]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise KernelCompileError(
+            f"libtpu did not finish a kernel for {topology} within {timeout:.0f} s."
+            " What to do: make its blocks smaller, or give a larger timeout="
+        ) from error
+    if done.returncode:
+        raise KernelCompileError(
+            f"libtpu cannot compile the kernel for {topology}: {_reason(done.stderr)}"
+        )
+
+
+def _reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
+    return (errors or lines or ["it gave no reason"])[-1][:400]
+
+
+def _kernel_name(file: str) -> str:
+    """`1795-splash_mha_fwd.1-72-final_bundles.txt` -> `splash_mha_fwd`."""
+    return file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0].rpartition(".")[0]
+
+
+def schedule_kernels(
+    jaxpr: Any, chip: str, *, timeout: float = 600.0
+) -> dict[str, KernelSchedule]:
+    """The schedule of every Pallas call of a traced program, by kernel name.
+
+    Calls of the same name, grid and shapes are compiled once; where one name has several, the later
+    ones are called `name (2)` and so on.
+
+    Args:
+        jaxpr: a closed jaxpr; calls are found at any depth.
+        chip: as for `chip_of`.
+        timeout: seconds to wait for libtpu, for each kernel.
+
+    Raises:
+        MissingExtraError: libtpu is not installed.
+        KernelCompileError: it cannot compile a kernel, with its own reason.
+    """
+    from tpuport.program.cost.kernels import find_calls
+
+    found: dict[str, KernelSchedule] = {}
+    for call in find_calls(jaxpr):
+        key, count = call.name, 1
+        while key in found:
+            count += 1
+            key = f"{call.name} ({count})"
+        found[key] = schedule_call(call, chip, timeout=timeout)
+    return found
+
+
+def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSchedule:
+    """The schedule of one Pallas call, a `kernels.KernelCall`; errors as of `schedule_kernels`."""
+    schedules = schedule(call.run, call.args, chip, timeout=timeout)
+    bundles = _only(schedules.values(), call.name)
+    return KernelSchedule(
+        call.name, chip_of(chip), call.grid, bundles, call.parallel, call.step_bytes, call.trips
+    )
+
+
+def _only(found: Iterable[Bundles], name: str) -> Bundles:
+    several = sorted(found, key=lambda bundles: bundles.whole.stop)
+    if not several:
+        raise KernelCompileError(f"libtpu wrote no schedule with a grid for the kernel {name}")
+    return several[-1]

@@ -1,0 +1,139 @@
+"""What a compiled program takes of a chip's memory, by category and by module."""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from tpuport.errors import UsageError
+from tpuport.program.aot import Ahead
+from tpuport.program.cost.chips import GIB, chip_of
+from tpuport.program.cost.modules import innermost, operation_names, scope_names
+from tpuport.program.hlo import Program
+from tpuport.program.live import live_at_peak, parameter_bytes
+from tpuport.program.records import Held, Memory
+from tpuport.sharding.patterns import generalised
+
+# What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
+_AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+_CATEGORY = {"params": "parameters", "optimiser": "optimiser", "buffers": "buffers"}
+_NUM_HELD = 100
+OPTIMISER = "optimiser"
+
+
+def available_bytes(device: Any) -> int:
+    """The HBM of a device that a program may use; 0 where nothing is known of it (a CPU)."""
+    if device.platform != "tpu":
+        return 0
+    try:
+        chip = chip_of(device.device_kind)
+    except UsageError:
+        return 0
+    return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / GIB) * GIB)
+
+
+def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
+    """Bytes by category, on one chip.
+
+    Args:
+        ahead: what was compiled, or refused.
+        program: its text; None if it was refused.
+        device: one of those it is for.
+    """
+    held = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
+    for name, shape in zip(ahead.names, ahead.shapes, strict=True):
+        held[_CATEGORY.get(name.partition("[")[0], "inputs")] += bytes_a_chip(shape)
+    there = available_bytes(device)
+    if ahead.too_large is not None:
+        wanted, there = ahead.too_large.wanted, ahead.too_large.available
+        rest = max(0, wanted - sum(held.values()))
+        return Memory(there, **held, temporaries=rest, refused=wanted)
+    stats = ahead.compiled.memory_analysis()
+    padding = 0
+    if program is not None:
+        padding = sum(padded - plain for plain, padded in parameter_bytes(program).values())
+    return Memory(
+        there or stats.peak_memory_in_bytes,
+        **held,
+        padding=padding,
+        outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        host=stats.host_temp_size_in_bytes + stats.host_argument_size_in_bytes,
+    )
+
+
+def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
+    """What one chip holds of an array, without padding."""
+    sharding = shape.sharding
+    dims = shape.shape if sharding is None else sharding.shard_shape(shape.shape)
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return 8 * math.prod(dims)
+    return math.prod(dims) * shape.dtype.itemsize
+
+
+def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]:
+    """The temporaries of a program when they take most, those that are alike together."""
+    return _grouped(
+        (*_place(live.op_name or live.opcode, modules), live.shape, live.bytes)
+        for live in live_at_peak(program)
+    )
+
+
+def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ...]:
+    """The same from libtpu's message about a program that does not fit."""
+    return _grouped((*_place(name, modules), shape, size) for size, shape, name in largest)
+
+
+def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[Held, ...]:
+    """The largest arrays that a traced program computes, on all chips together: what may have to be
+    held where the compiler says nothing more.
+    """
+    found: list[tuple[str, str, str, int]] = []
+    _visit(jaxpr.jaxpr, (), modules, found)
+    return _grouped(found)
+
+
+def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found: list) -> None:
+    for eqn in jaxpr.eqns:
+        names = around + scope_names(eqn.source_info.name_stack)
+        inner = list(jax.core.jaxprs_in_params(eqn.params))
+        for one in inner:
+            _visit(one, names, modules, found)
+        for var in () if inner else eqn.outvars:
+            dims = getattr(var.aval, "shape", ())
+            if not dims or not hasattr(var.aval.dtype, "itemsize"):
+                continue
+            size = math.prod(dims) * var.aval.dtype.itemsize
+            module = innermost(names, modules) or _outside(names)
+            shape = f"{var.aval.dtype}{list(dims)}"
+            backward = "transpose(" in str(eqn.source_info.name_stack)
+            operation = f"{eqn.primitive.name}{' backward' if backward else ''}"
+            found.append((module, operation, shape, size))
+
+
+def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:
+    """The module of an operation, and its name with `backward` for one of a gradient."""
+    names = operation_names(op_name)
+    operation = op_name.rpartition("/")[2]
+    backward = " backward" if "transpose(" in op_name else ""
+    return innermost(names, modules) or _outside(names), f"{operation}{backward}"
+
+
+def _outside(names: Iterable[str]) -> str:
+    """Where an operation is that is in no module."""
+    return OPTIMISER if OPTIMISER in names else ""
+
+
+def _grouped(found: Iterable[tuple[str, str, str, int]]) -> tuple[Held, ...]:
+    groups: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for module, operation, shape, size in found:
+        key = (generalised(module), operation, shape)
+        count, total = groups.get(key, (0, 0))
+        groups[key] = (count + 1, total + size)
+    held = [Held(*key, count, total) for key, (count, total) in groups.items()]
+    return tuple(sorted(held, key=lambda one: -one.bytes)[:_NUM_HELD])

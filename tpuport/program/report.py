@@ -1,0 +1,119 @@
+"""What `tpuport.compile_for` found out, as text, JSON and a page."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuport.checkpoints.atomic import replacing_file
+from tpuport.errors import UsageError
+from tpuport.program.codec import decoded, encoded
+from tpuport.program.cost.records import Estimate
+from tpuport.program.records import Captured, Held, Memory, Seconds, Work
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """A program compiled for a TPU that need not be there.
+
+    Attributes:
+        model: the model's class.
+        what: `forward`, another method, or `training step`.
+        topology: the slice, such as `v6e-8`; "" for a mesh of other devices.
+        device: the kind of chip, as JAX calls it.
+        mesh: size of each axis.
+        rules: the name of the table of rules.
+        memory: what one chip holds.
+        seconds: how long it took to trace, lower and compile.
+        held: what `memory.temporaries` consists of when most is held, the largest first. Of a
+            program that was refused without a list: the largest arrays that it computes, on all
+            chips together.
+        work: FLOPs, bytes and communication of a step; None if it was refused.
+        estimate: a time for a step with its assumptions; None if it was refused.
+        captured: constants of the host that the program holds, the largest first.
+        constant_budget: how many bytes of these are nothing to report.
+        optimiser: of a training step, in words.
+        equations: how many the traced program has.
+        refused: libtpu's words, if it refused it.
+        advice: what to try if it does not fit, the first first.
+        findings: what of the rules may not be meant, and other remarks.
+        versions: of the packages that decide.
+    """
+
+    model: str
+    what: str
+    topology: str
+    device: str
+    mesh: dict[str, int]
+    rules: str
+    memory: Memory
+    seconds: Seconds
+    held: tuple[Held, ...] = ()
+    work: Work | None = None
+    estimate: Estimate | None = None
+    captured: tuple[Captured, ...] = ()
+    constant_budget: int = 0
+    optimiser: str = ""
+    equations: int = 0
+    refused: str = ""
+    advice: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    versions: dict[str, str] | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether a chip can hold it."""
+        return self.memory.fits
+
+    @property
+    def num_chips(self) -> int:
+        """The size of the mesh."""
+        count = 1
+        for size in self.mesh.values():
+            count *= size
+        return count
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of all constants of the host."""
+        return sum(one.bytes for one in self.captured)
+
+    def to_json(self) -> str:
+        """The report as JSON, in bytes and seconds; `from_json` reads it."""
+        derived = {"fits": self.fits, "peak": self.memory.peak}
+        return json.dumps({**encoded(self), **derived}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CompileReport":
+        """The report that `to_json` wrote.
+
+        Raises:
+            UsageError: it is no such report.
+        """
+        try:
+            return decoded(cls, json.loads(text))
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"this is no compile report as JSON: {error}") from None
+
+    def to_html(self) -> str:
+        """The report as a page that loads nothing."""
+        from tpuport.program.report_html import to_html
+
+        return to_html(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report: as a page for `.html`, as JSON for `.json`, as text otherwise."""
+        path = Path(path)
+        made = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)
+        with replacing_file(path) as temporary:
+            temporary.write_text(made() + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        from tpuport.program.report_text import to_text
+
+        return to_text(self)
+
+    def __rich__(self) -> Any:
+        from tpuport.program.report_text import render
+
+        return render(self)
