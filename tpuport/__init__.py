@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
+    from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
     from tpuport.running.compile_cache import compile_cache
@@ -38,6 +39,7 @@ __all__ = [
     "open_checkpoint",
     "ops",
     "porting",
+    "remat",
     "save_checkpoint",
     "shard",
     "to_numpy",

@@ -16,6 +16,7 @@ MODULE_OF = {
     "open_checkpoint": "tpuport.checkpoints",
     "ops": "tpuport.ops",
     "porting": "tpuport.running.porting",
+    "remat": "tpuport.model.remat_plan",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
     "to_numpy": "tpuport.model.structure",

@@ -27,7 +27,7 @@ from tpuport.model.plan import Plan, Restart
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor, meta_of
-from tpuport.model.trace import KeyStream, Trace, active
+from tpuport.model.trace import KeyStream, Trace, active, no_policy
 from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
 from tpuport.source import live
@@ -55,6 +55,7 @@ class Program:
     dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
     placement: Placement = NOWHERE
+    remat: Callable[[str], str | None] = no_policy
     target: str | None = None  # the platform it is for, where that is not the placement's
 
     def trace(self, request: Request) -> Outcome:
@@ -120,6 +121,7 @@ class Program:
         trace.hoist = request.hoist
         trace.target = self.target or self.placement.platform
         trace.mesh = self.placement.mesh
+        trace.remat = self.remat
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),

@@ -1,5 +1,6 @@
 """Module calls go through the explorer, which needs to know which module a branch on a traced value
-is in; and values that a mesh has a place for get it where they enter or leave a module.
+is in; values that a mesh has a place for get it where they enter or leave a module; and modules
+with a remat policy are regions of `jax.checkpoint`.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import torch
 
 from tpuport.model.placing import constrain
+from tpuport.model.remat import rematerialised
 from tpuport.model.trace import current
 from tpuport.shims._shim import Replacement, Shim
 
@@ -40,7 +42,13 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
-            name = f"{type(module).__module__}.{type(module).__qualname__}"
-            return trace.explorer.run_module(name, run, [module, args, kwargs])
+            def explored() -> Any:
+                name = f"{type(module).__module__}.{type(module).__qualname__}"
+                return trace.explorer.run_module(name, run, [module, args, kwargs])
+
+            policy = None if known is None else trace.remat(known)
+            if policy is None:
+                return explored()
+            return rematerialised(trace, policy, explored, [module, args, kwargs])
 
         return [Replacement(torch.nn.Module, "__call__", call)]
