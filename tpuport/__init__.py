@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
+    from tpuport.model.precision.cast import cast
+    from tpuport.model.precision.policy import DtypePolicy
     from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
@@ -25,27 +27,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Diagnosis",
-    "ParityError",
-    "PortError",
-    "PortReport",
-    "PortedModel",
-    "TpuportError",
-    "compile_cache",
-    "convert",
-    "explain_error",
-    "explaining",
-    "load_checkpoint",
-    "open_checkpoint",
-    "ops",
-    "porting",
-    "remat",
-    "save_checkpoint",
-    "shard",
-    "to_numpy",
-    "to_torch",
-    "warmup",
-]
+    "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport", "PortedModel",
+    "TpuportError", "cast", "compile_cache", "convert", "explain_error", "explaining",
+    "load_checkpoint", "open_checkpoint", "ops", "porting", "remat",
+    "save_checkpoint", "shard", "to_numpy", "to_torch", "warmup",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -6,8 +6,10 @@ from tpuport.errors import MissingExtraError
 
 MODULE_OF = {
     "Diagnosis": "tpuport.diagnosis.explain",
+    "DtypePolicy": "tpuport.model.precision.policy",
     "PortReport": "tpuport.model.report",
     "PortedModel": "tpuport.model.ported",
+    "cast": "tpuport.model.precision.cast",
     "compile_cache": "tpuport.running.compile_cache",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",

@@ -24,6 +24,7 @@ from tpuport.model.locate import port_error
 from tpuport.model.output_aliases import output_aliases
 from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
+from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor, meta_of
@@ -34,8 +35,6 @@ from tpuport.source import live
 from tpuport.source.codegen import nested_codes
 
 _MAX_ATTEMPTS = 40
-
-
 _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
 
 
@@ -55,6 +54,7 @@ class Program:
     dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
     placement: Placement = NOWHERE
+    casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
     target: str | None = None  # the platform it is for, where that is not the placement's
 
@@ -64,6 +64,9 @@ class Program:
         Raises:
             PortError: the program cannot be ported exactly.
         """
+        return self.casting.around(self._trace, request)
+
+    def _trace(self, request: Request) -> Outcome:
         self.plan = self.plan_for(request.method, request.spec)
         refused: PortError | None = None
         for _ in range(_MAX_ATTEMPTS):
