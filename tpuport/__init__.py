@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from tpuport import ops
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
-    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.attention_choice import attention_options
+    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
+    from tpuport.model.precision.cast import cast
+    from tpuport.model.precision.policy import DtypePolicy
+    from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
     from tpuport.running.compile_cache import compile_cache
@@ -26,28 +29,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Diagnosis",
-    "ParityError",
-    "PortError",
-    "PortReport",
-    "PortedModel",
-    "TpuportError",
-    "attention_options",
-    "compile_cache",
-    "convert",
-    "explain_error",
-    "explaining",
-    "load_checkpoint",
-    "open_checkpoint",
-    "ops",
-    "porting",
-    "save_checkpoint",
-    "shard",
-    "stack_blocks",
-    "to_numpy",
-    "to_torch",
-    "warmup",
-]
+    "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport", "PortedModel",
+    "TpuportError", "attention_options", "cast", "compile_cache", "convert", "explain_error",
+    "explaining", "load_checkpoint", "open_checkpoint", "ops", "porting", "remat",
+    "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -6,9 +6,11 @@ from tpuport.errors import MissingExtraError
 
 MODULE_OF = {
     "Diagnosis": "tpuport.diagnosis.explain",
+    "DtypePolicy": "tpuport.model.precision.policy",
     "PortReport": "tpuport.model.report",
     "PortedModel": "tpuport.model.ported",
     "attention_options": "tpuport.model.attention_choice",
+    "cast": "tpuport.model.precision.cast",
     "compile_cache": "tpuport.running.compile_cache",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",
@@ -17,6 +19,7 @@ MODULE_OF = {
     "open_checkpoint": "tpuport.checkpoints",
     "ops": "tpuport.ops",
     "porting": "tpuport.running.porting",
+    "remat": "tpuport.model.remat_plan",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
     "stack_blocks": "tpuport.model.blocks.at_rest",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tpuport
 from tpuport.errors import UsageError
+from tpuport.model.patterns import matches
 from tpuport.sharding import (
     TABLES,
     Activations,
@@ -24,7 +25,6 @@ from tpuport.sharding import (
     from_tp_plan,
     make_mesh,
 )
-from tpuport.sharding.patterns import matches
 
 SIZES = {"fsdp": 4, "tensor": 2}
 

@@ -13,11 +13,12 @@ from tpuport.model import backend
 
 Dtype = torch.dtype | str | np.dtype | type
 Policy = Dtype | Mapping[str, Dtype | None] | None
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Table = Callable[[str, torch.dtype], torch.dtype]
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """A dtype by any of its spellings: `torch.bfloat16`, `"bfloat16"`, `jnp.bfloat16`.
+    """A dtype by any of its spellings: `torch.bfloat16`, `"bfloat16"`, `"bf16"`, `jnp.bfloat16`.
 
     Raises:
         UsageError: it is none.
@@ -25,7 +26,8 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if isinstance(dtype, str):
-        named = getattr(torch, dtype.removeprefix("torch."), None)
+        name = dtype.removeprefix("torch.")
+        named = getattr(torch, _SHORT.get(name, name), None)
         if isinstance(named, torch.dtype):
             return named
     else:

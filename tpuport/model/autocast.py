@@ -8,6 +8,13 @@ import torch
 
 _DEVICES = ("cpu", "cuda")
 CUDA_KEY = torch._C.DispatchKey.AutocastCUDA
+# Losses that CUDA's autocast computes in float32 (torch 2.13).
+LOSSES = (
+    *("poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
+    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
+    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss"),
+    *("triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+)
 
 
 def cuda_is_on() -> bool:

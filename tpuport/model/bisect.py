@@ -33,12 +33,14 @@ def first_difference(
     ported = verifier.ported
     if ported._program.master is None:
         return None
-    module = eager_copy(verifier.target)
+    casting = ported._program.casting
+    cast = casting.compute is not None
+    module = eager_copy(ported._eager() if cast else verifier.target)
     expected: list[tuple[str, str, Any]] = []
     _record(module, expected)
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    with torch.no_grad(), mode, part_of_program():
+    with torch.no_grad(), mode, part_of_program(), casting.in_force():
         (module if method == "forward" else getattr(module, method))(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.take_apart((args, kwargs))

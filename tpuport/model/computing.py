@@ -10,6 +10,7 @@ import torch
 from tpuport.errors import TpuportError
 from tpuport.model import meta
 from tpuport.model.locate import port_error
+from tpuport.model.lowerings._numeric import broadcast_wide
 from tpuport.model.op_info import OpInfo
 from tpuport.model.random_keys import op_key
 from tpuport.model.seen_device import where_they_are
@@ -45,6 +46,8 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
     jax_args = [map_tensors(value_of, a) for a in args]
     jax_kwargs = {k: map_tensors(value_of, v) for k, v in kwargs.items()}
+    if torch.Tag.pointwise in func.tags and isinstance(metas, torch.Tensor):
+        jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
     value = _lower(func, info.lower, jax_args, jax_kwargs)
     result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
     if func._opname in _MARKS:

@@ -16,8 +16,10 @@ from tpuport.model.autocast import autocast_dtype, to_autocast
 from tpuport.model.bounded import contractions
 from tpuport.model.bounded.extents import attach, extents_of, strip
 from tpuport.model.function_table import any_traced, function
+from tpuport.model.lowerings._numeric import broadcast_wide
 from tpuport.model.meta import check_one_dtype, to_meta
 from tpuport.model.meta_rules import attention_meta, linear_meta, matmul_meta
+from tpuport.model.precision import meeting
 from tpuport.model.trace import Trace
 from tpuport.model.values import grad_frozen, value_of, wrap_as
 
@@ -49,6 +51,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")
     bound = dict(zip(names, args, strict=False)) | kwargs
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    x, weight, bias = meeting.layer([x, weight, bias])
     if not any_traced(trace, [x, weight, bias]) or _autocast():
         return NotImplemented
     if extents_of(weight) or (x.dim() - 1) in extents_of(x):
@@ -60,7 +63,7 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
-        return y if b is None else y + b
+        return y if b is None else y + broadcast_wide(b, y.shape)
 
     result = _whole(trace, [strip(x), weight, bias], meta, compute)
     return attach(result, dict(extents_of(x)))
@@ -74,6 +77,7 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(extents_of(a) for a in args):
         return contractions.matmul(*args)
+    args = meeting.product(args)
     meta = matmul_meta(*args)
     if meta is None or func in (torch.bmm, torch.Tensor.bmm):
         check_one_dtype(args)
@@ -91,6 +95,7 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if not any_traced(trace, operands):
         return NotImplemented
+    operands = meeting.product(operands)
     equation = args[0].replace(" ", "")
     if any(extents_of(o) for o in operands):
         return contractions.einsum(equation, operands)
@@ -110,6 +115,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     if not any_traced(trace, [q, k, v, mask]):
         return NotImplemented
+    q, k, v, mask = meeting.attention(q, k, v, mask)
     dtype = autocast_dtype()
     if dtype is not None:
         q, k, v, mask = (to_autocast(t, dtype) for t in (q, k, v, mask))

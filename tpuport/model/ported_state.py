@@ -130,18 +130,26 @@ class PortedState:
             UsageError: a function was ported, or the model was on the meta device (there are no
                 weights).
         """
+        return self._as_module(self._program.casting.held_dtype)
+
+    def _eager(self) -> torch.nn.Module:
+        """A module as `to_torch` gives it, in the dtypes that the program computes in."""
+        return self._as_module(lambda name, dtype: dtype)
+
+    def _as_module(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> torch.nn.Module:
         values = self.by_fqn()
         tree = state_tree(self.module)
         names = {id(leaf): name for name, leaf in tree.leaves.items()}
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
-            value = values.get(names.get(id(tensor), ""))
+            name = names.get(id(tensor), "")
+            value = values.get(name)
             if value is None:
                 return tensor
             if isinstance(value, jax.ShapeDtypeStruct):
                 msg = "to_torch() needs weights; this model was converted from the meta device"
                 raise UsageError(msg)
-            made = backend.to_torch(value, tensor.dtype)
+            made = backend.to_torch(value, dtype_of(name, tensor.dtype))
             if isinstance(tensor, torch.nn.Parameter):
                 return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made

@@ -31,18 +31,17 @@ from tpuport.model.inside import (
 from tpuport.model.output_aliases import output_aliases
 from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
+from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor
-from tpuport.model.trace import KeyStream, Trace, active
+from tpuport.model.trace import KeyStream, Trace, active, no_policy
 from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
 from tpuport.source import live
 from tpuport.source.codegen import nested_codes
 
 _MAX_ATTEMPTS = 40
-
-
 _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
 
 
@@ -62,6 +61,8 @@ class Program:
     dynamic: bool = False
     on_module: Callable[[Any], None] | None = None
     placement: Placement = NOWHERE
+    casting: Casting = NOT_CAST
+    remat: Callable[[str], str | None] = no_policy
     target: str | None = None  # the platform it is for, where that is not the placement's
     blocks: str = "auto"  # what becomes of repeated blocks: see `tpuport.convert`
 
@@ -81,6 +82,9 @@ class Program:
         Raises:
             PortError: the program cannot be ported exactly.
         """
+        return self.casting.around(self._trace, request)
+
+    def _trace(self, request: Request) -> Outcome:
         self.plan = self.plan_for(request.method, request.spec)
         refused: PortError | None = None
         for _ in range(_MAX_ATTEMPTS):
@@ -138,6 +142,7 @@ class Program:
         trace.hoist = request.hoist
         trace.target = self.target or self.placement.platform
         trace.mesh = self.placement.mesh
+        trace.remat = self.remat
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),

@@ -71,6 +71,12 @@ class Check:
     site: str
 
 
+def no_policy(fqn: str) -> str | None:
+    """What modules have unless a program says otherwise."""
+    del fqn
+    return None
+
+
 @dataclass
 class HostConstant:
     """A CPU tensor that met a traced one and so became part of the program."""
@@ -129,6 +135,10 @@ class Trace:
         self.mesh: jax.sharding.Mesh | None = None
         # The platform that the program will run on: "cpu", "tpu".
         self.target = jax.default_backend()
+        # The remat policy of a module by its fqn, if it has one (`tpuport.model.remat`).
+        self.remat: Callable[[str], str | None] = no_policy
+        # Inputs of modules that are moved to the host, by storage and version.
+        self.offloaded: set[tuple[int, int]] = set()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 

@@ -127,7 +127,7 @@ class Verifier:
     ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         """Run eager: the output, the module after the call, and the arguments after the call."""
         with self.ported.report.timed("observe"):
-            module = None
+            module, casting = None, self.ported._program.casting
             function: Callable[..., Any]
             function = self.target  # type: ignore[assignment]
             own_args, own_kwargs = args, kwargs
@@ -136,7 +136,7 @@ class Verifier:
             modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
-                    module = eager_copy(self.ported.to_torch(), trainable=trainable)
+                    module = eager_copy(self.ported._eager(), trainable=trainable)
                     function = module if method == "forward" else getattr(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 _put_on_accelerator(module, self.target, (own_args, own_kwargs))
@@ -149,8 +149,9 @@ class Verifier:
                     seen,
                     torch.set_grad_enabled(trainable),
                     part_of_program(),
+                    casting.in_force(),
                 ):
-                    out = function(*own_args, **own_kwargs)
+                    out = casting.restored(function(*own_args, **own_kwargs))
                 self._coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)
                 drew = not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
@@ -308,13 +309,14 @@ def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> l
         pairs: for each parameter its name, eager's gradient and the port's.
     """
     largest = max((float(g.abs().max()) for _, g, _ in pairs if g.numel()), default=0.0)
+    noise = 1e-5 * max(1.0, verifier._coarsest / RTOL[torch.float32])
     records = []
     for name, want, got in pairs:
         if isinstance(got, jax.Array):
             got = got.astype(backend.jax_dtype(want.dtype))
         # Against the largest gradient: one that is zero but for rounding has no relative error of
         # its own.
-        records += verifier.compare("gradient", f"grad.{name}", want, got, 1e-5 * largest)
+        records += verifier.compare("gradient", f"grad.{name}", want, got, noise * largest)
     return records
 
 

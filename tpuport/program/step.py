@@ -87,9 +87,7 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
     return Step(forward, given, (), None, hoisted)
 
 
-def training_step(
-    ported: PortedModel, method: str, inputs: Any, loss: Any, optimiser: Any
-) -> Step:
+def training_step(ported: PortedModel, method: str, inputs: Any, loss: Any, optimiser: Any) -> Step:
     """Loss, gradients, and the optimiser's update in the memory of the old parameters and state.
 
     Args:

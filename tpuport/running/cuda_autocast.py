@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tpuport.errors import UsageError
-from tpuport.model.autocast import CUDA_KEY
+from tpuport.model.autocast import CUDA_KEY, LOSSES
 from tpuport.running.device import is_tagged
 from tpuport.running.settings import active
 
@@ -43,10 +43,7 @@ FLOAT32 = (
     *("reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor"),
     *("pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
     *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity"),
-    *("poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d"),
-    *("hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
-    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss"),
-    *("triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    *LOSSES,
     *("dist", "pdist", "cdist", "renorm", "logsumexp"),
     *("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d"),
     *("_upsample_nearest_exact2d", "upsample_nearest3d", "_upsample_nearest_exact3d"),

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
-from tpuport.sharding import patterns
+from tpuport.model import patterns
 from tpuport.sharding.fitting import as_spec, shown
 
 _SIDES = ("output", "input")

@@ -6,9 +6,9 @@ from importlib.resources import files
 
 from tpuport.markup import Markup, join, page, plural, tag
 from tpuport.model import report_format as fmt
+from tpuport.model.patterns import generalised
 from tpuport.model.report_svg import stacked_bar
 from tpuport.sharding.mesh import MeshAxis
-from tpuport.sharding.patterns import generalised
 from tpuport.sharding.plan import Row, ShardingPlan, spec_text
 from tpuport.sharding.plan_text import headline, mesh_text
 

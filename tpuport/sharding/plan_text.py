@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tpuport.markup import plural, visible
 from tpuport.model import report_format as fmt
-from tpuport.sharding.patterns import generalised
+from tpuport.model.patterns import generalised
 from tpuport.sharding.plan import Row, ShardingPlan, spec_text
 
 if TYPE_CHECKING:

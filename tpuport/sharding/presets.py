@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
+from tpuport.model.patterns import generalised, matches
 from tpuport.sharding.activations import Activations
 from tpuport.sharding.fitting import axes_of
 from tpuport.sharding.mesh import MeshAxis, sizes_of
-from tpuport.sharding.patterns import generalised, matches
 from tpuport.sharding.roles import Role, Use, blocks_of, uses_of
 from tpuport.sharding.rules import Rule, ShardingRules
 from tpuport.sharding.tree import Leaf, module_of, shapes_of

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
-from tpuport.sharding import findings, patterns
+from tpuport.model import patterns
+from tpuport.sharding import findings
 from tpuport.sharding.activations import Activations
 from tpuport.sharding.fitting import as_spec, fitted, shown
 from tpuport.sharding.tree import shapes_of

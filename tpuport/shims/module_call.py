@@ -1,5 +1,6 @@
 """Module calls go through the explorer, which needs to know which module a branch on a traced value
-is in; and values that a mesh has a place for get it where they enter or leave a module.
+is in; values that a mesh has a place for get it where they enter or leave a module; and modules
+with a remat policy are regions of `jax.checkpoint`.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import torch
 
 from tpuport.model.placing import constrain
+from tpuport.model.remat import rematerialised
 from tpuport.model.trace import current
 from tpuport.shims._shim import Replacement, Shim
 
@@ -40,12 +42,20 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
+            policy = None if known is None else trace.remat(known)
+
+            def kept(*args: Any, **kwargs: Any) -> Any:
+                if policy is None:
+                    return run(*args, **kwargs)
+                roots = [module, args, kwargs]
+                return rematerialised(trace, policy, lambda: run(*args, **kwargs), roots)
+
             member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
 
             def thunk() -> Any:
                 if member is None:
-                    return run(*args, **kwargs)
-                return trace.blocks.call(member, args, kwargs, run)
+                    return kept(*args, **kwargs)
+                return trace.blocks.call(member, args, kwargs, kept)
 
             name = f"{type(module).__module__}.{type(module).__qualname__}"
             return trace.explorer.run_module(name, thunk, [module, args, kwargs])

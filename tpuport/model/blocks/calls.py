@@ -49,6 +49,7 @@ class BlockCalls:
         self.records: dict[int, BlockRecord] = {}
         self.known: dict[Any, list[Entry]] = {}
         self.refused: dict[Any, str] = {}
+        self.policies: dict[int, tuple[str | None, ...]] = {}
         for family in families(module):
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
@@ -68,7 +69,7 @@ class BlockCalls:
         if taken is None:
             return run(*args, **kwargs)
         given, key = taken
-        key = (id(member.family), *key)
+        key = (id(member.family), self._policies(member), *key)
         record = self.records[id(member.family)]
         if key in self.refused:
             return run(*args, **kwargs)
@@ -103,6 +104,14 @@ class BlockCalls:
         self.members.clear()
         self.known.clear()
         self.refused.clear()
+
+    def _policies(self, member: Member) -> tuple[str | None, ...]:
+        """The remat policies of a block and what is in it."""
+        if id(member) not in self.policies:
+            names = (name for name, _ in member.module.named_modules())
+            fqns = (f"{member.fqn}.{name}" if name else member.fqn for name in names)
+            self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
+        return self.policies[id(member)]
 
     def _fits(self, entry: Entry, member: Member) -> bool:
         """Whether a function stands for a block, too."""

@@ -30,6 +30,17 @@ def is_low(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
 
 
+def broadcast_wide(x: Any, shape: tuple[int, ...]) -> Any:
+    """A bfloat16 or float16 operand that is smaller than the result, broadcast by way of float32.
+
+    Its value is the same; its gradient, a sum over what it was broadcast to, is accumulated in
+    float32 as torch does. jax would accumulate it in bfloat16, which stops growing at 256 ones.
+    """
+    if not is_low(x) or not x.ndim or x.size == math.prod(shape):
+        return x
+    return jnp.broadcast_to(x.astype(jnp.float32), shape).astype(x.dtype)
+
+
 def is_float(x: Any) -> bool:
     """Whether an array or Python number is real floating."""
     return isinstance(x, float) if isinstance(x, Number) else jnp.issubdtype(x.dtype, jnp.floating)

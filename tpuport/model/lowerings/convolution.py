@@ -8,6 +8,7 @@ import torch
 from jax import lax
 
 from tpuport.model.lowerings import lowering
+from tpuport.model.lowerings._numeric import broadcast_wide
 
 aten = torch.ops.aten
 
@@ -61,7 +62,7 @@ def _convolution(
         feature_group_count=groups,
     )
     if bias is not None:
-        out = out + bias.reshape((1, -1) + (1,) * rank)
+        out = out + broadcast_wide(bias.reshape((1, -1) + (1,) * rank), out.shape)
     return out if x.ndim == rank + 2 else out[0]
 
 

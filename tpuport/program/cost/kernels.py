@@ -149,9 +149,7 @@ def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
 def _changing_dims(index_map: Any, num_dims: int) -> list[int]:
     """The dims of the grid that a block's index depends on."""
     jaxpr = open_jaxpr(index_map)
-    depends: dict[Any, set[int]] = {
-        var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])
-    }
+    depends: dict[Any, set[int]] = {var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])}
     for eqn in jaxpr.eqns:
         inputs = [depends.get(v, set()) for v in eqn.invars if not isinstance(v, core.Literal)]
         for var in eqn.outvars:

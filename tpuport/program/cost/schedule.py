@@ -146,7 +146,9 @@ def schedule(
         dump = Path(folder, "dump")
         _compile(program, _SLICES[facts.name], dump, timeout)
         found = {
-            _kernel_name(path.name): read_bundles(path.read_text(encoding="utf-8", errors="replace"))
+            _kernel_name(path.name): read_bundles(
+                path.read_text(encoding="utf-8", errors="replace")
+            )
             for path in sorted(dump.glob(f"*{_BUNDLES}"))
             if "schedule-analysis" not in path.name
         }
@@ -197,9 +199,7 @@ def _kernel_name(file: str) -> str:
     return file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0].rpartition(".")[0]
 
 
-def schedule_kernels(
-    jaxpr: Any, chip: str, *, timeout: float = 600.0
-) -> dict[str, KernelSchedule]:
+def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[str, KernelSchedule]:
     """The schedule of every Pallas call of a traced program, by kernel name.
 
     Calls of the same name, grid and shapes are compiled once; where one name has several, the later

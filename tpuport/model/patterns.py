@@ -1,12 +1,15 @@
 """Patterns for dotted names: which parameters or modules a rule is about."""
 
+import difflib
 import functools
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from tpuport.errors import UsageError
 
 REGEX_PREFIX: Final = "re:"
+_SHOWN = 4
 
 
 @functools.cache
@@ -52,3 +55,29 @@ def matches(pattern: str, name: str) -> bool:
 def generalised(name: str) -> str:
     """The pattern of a name in which each part that is a number stands for any: `layers.*.w`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names (generalised) that come closest to a pattern which matches none, best first.
+
+    The first ones if none is like it.
+    """
+    known = list(dict.fromkeys(generalised(name) for name in names if name))
+    ends = [name for name in known if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
+    close = difflib.get_close_matches(pattern, known, n=_SHOWN, cutoff=0.5)
+    return list(dict.fromkeys([*ends, *close]) or known)[:_SHOWN]
+
+
+def refuse_unmatched(patterns: Iterable[str], names: Iterable[str], what: str) -> None:
+    """Refuse a pattern that matches none of the names.
+
+    Raises:
+        UsageError: there is one; the message gives names like it.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if any(matches(pattern, name) for name in names):
+            continue
+        close = nearest(pattern, names)
+        hint = f"; there are {', '.join(map(repr, close))}" if close else ""
+        raise UsageError(f"the pattern {pattern!r} matches no {what}{hint}")

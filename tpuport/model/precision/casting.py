@@ -1,0 +1,117 @@
+"""A policy put in force on one program: its state on the way in and out, and what it returns."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpuport.model import backend, structure
+from tpuport.model.precision import meeting
+from tpuport.model.request import Outcome, Request
+from tpuport.model.state import clone_module, state_tree
+
+
+@dataclass(frozen=True)
+class Casting:
+    """The dtypes of one program; the default changes nothing.
+
+    Attributes:
+        compute: the compute dtype, None without a policy.
+        inside: the dtype in the program of each parameter and buffer by name.
+        held: the dtype in which each is held between calls.
+        outputs: the dtype for results that are in the compute dtype; None leaves them.
+        before: the dtype that the model's parameters had before its first policy.
+    """
+
+    compute: torch.dtype | None = None
+    inside: Mapping[str, torch.dtype] = field(default_factory=dict)
+    held: Mapping[str, torch.dtype] = field(default_factory=dict)
+    outputs: torch.dtype | None = None
+    before: torch.dtype | None = None
+
+    def around(self, trace: Callable[[Request], Outcome], request: Request) -> Outcome:
+        """Trace a call under the policy.
+
+        The state comes in cast and leaves in the dtypes that it is held in.
+        """
+        if self.compute is None:
+            return trace(request)
+        values = {name: self._entering(name, value) for name, value in request.values.items()}
+        with self.in_force():
+            outcome = trace(dataclasses.replace(request, values=values))
+        for name, value in outcome.state.items():
+            given = request.values.get(name)
+            if given is not None and name in self.inside and value.dtype != given.dtype:
+                outcome.state[name] = value.astype(given.dtype)
+        self._restore(outcome)
+        return outcome
+
+    def _entering(self, name: str, value: Any) -> Any:
+        dtype = self.inside.get(name)
+        return value if dtype is None else value.astype(backend.jax_dtype(dtype))
+
+    def in_force(self) -> contextlib.AbstractContextManager[None]:
+        """Let the dtypes of the policy meet, in this thread, inside the block."""
+        return contextlib.nullcontext() if self.compute is None else meeting.in_force(self.compute)
+
+    def _restore(self, outcome: Outcome) -> None:
+        if self.outputs is None:
+            return
+        for index in result_leaves(outcome.out_spec.node):
+            meta = outcome.out_metas[index]
+            if isinstance(meta, torch.Tensor) and meta.dtype == self.compute:
+                value = outcome.out_leaves[index]
+                outcome.out_leaves[index] = value.astype(backend.jax_dtype(self.outputs))
+                outcome.out_metas[index] = meta.to(self.outputs)
+                outcome.out_aliases.pop(index, None)
+
+    def restored(self, result: Any) -> Any:
+        """What eager PyTorch returned, as a program returns it."""
+        if self.outputs is None:
+            return result
+        leaves, spec = structure.flatten(result)
+        for index in result_leaves(spec.node):
+            if leaves[index].dtype == self.compute:
+                leaves[index] = leaves[index].to(self.outputs)
+        return structure.rebuild(spec, leaves)
+
+    def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter or buffer is held, by name and its dtype in the module."""
+        return self.held.get(name, dtype)
+
+
+NOT_CAST = Casting()
+
+
+def result_leaves(node: Any) -> set[int]:
+    """The leaves of a structure that are results, not inside an object such as a cache."""
+    tag, what = node[0], node[1]
+    if tag == "leaf":
+        return {what}
+    if tag == "seq":
+        parts = node[3]
+    elif tag == "object" and (issubclass(node[2], dict) or dataclasses.is_dataclass(node[2])):
+        parts = [part for _, part in (*node[3], *node[4])]
+    else:
+        return set()
+    return {index for part in parts for index in result_leaves(part)}
+
+
+def cast_module(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> torch.nn.Module:
+    """A copy of a module with other dtypes for some parameters and buffers, by name."""
+    names = {id(leaf): name for name, leaf in state_tree(module).leaves.items()}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        dtype = dtypes.get(names.get(id(tensor), ""), tensor.dtype)
+        if dtype == tensor.dtype:
+            return tensor
+        made = tensor.detach().to(dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
+
+    return clone_module(module, cast)[0]

@@ -1,0 +1,83 @@
+"""Choosing what the gradients of a ported model compute again, by module."""
+
+from collections.abc import Mapping
+
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.markup import plural
+from tpuport.model import patterns
+from tpuport.model.ported import PortedModel
+from tpuport.model.remat import Table
+from tpuport.model.trace import no_policy
+
+
+class RematPlan(dict[str, str]):
+    """The policy of each module that is a region of its own, by fqn."""
+
+    def __str__(self) -> str:
+        found: dict[tuple[str, str], int] = {}
+        for fqn, policy in self.items():
+            key = (patterns.generalised(fqn) or "the whole model", policy)
+            found[key] = found.get(key, 0) + 1
+        lines = [f"{name}: {policy} ({plural(n, 'module')})" for (name, policy), n in found.items()]
+        return "\n".join(lines) or "nothing is computed again"
+
+
+def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
+    """Choose what gradients of a ported model keep of the forward pass; values stay the same.
+
+    Args:
+        ported: what `tpuport.convert` gave.
+        policies: names of policies by pattern of module fqns; the first that matches decides.
+            A module inside a matching one goes with it. One name alone is for every block: each
+            module of a `ModuleList` or `Sequential` that is not inside another.
+
+            "none" keeps everything that the backward pass needs; "full" keeps the module's inputs
+            and computes the rest again; "dots" keeps the results of products with weights too
+            (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`); "offload" is "full" with
+            the inputs in host memory until they are needed; "dots_offload" keeps the inputs on the
+            device and the results of products in host memory.
+
+    Returns:
+        The modules that are computed again, with their policies.
+
+    Raises:
+        UsageError: a pattern matches no module, or a policy has another name.
+    """
+    if not isinstance(ported, PortedModel):
+        raise UsageError(
+            f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
+        )
+    names = [fqn for fqn, _ in ported.module.named_modules()]
+    if isinstance(policies, str):
+        policies = dict.fromkeys(_blocks(ported.module), policies)
+        if not policies:
+            raise UsageError(
+                f"{type(ported.module).__name__} has no ModuleList or Sequential, so it has no"
+                " blocks to be found; name its modules: {'encoder.*': 'full'}"
+            )
+    table = Table(policies)
+    patterns.refuse_unmatched(policies, names, f"module of {type(ported.module).__name__}")
+    plan = RematPlan()
+    for fqn in names:
+        policy = table(fqn)
+        if policy is not None and not any(_is_inside(fqn, outer) for outer in plan):
+            plan[fqn] = policy
+    ported._program.remat = table if plan else no_policy
+    ported._cache.clear()
+    return plan
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn.startswith(f"{outer}.") or not outer
+
+
+def _blocks(module: torch.nn.Module) -> list[str]:
+    """A pattern for the modules of each list of modules that is not inside another."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    found: list[str] = []
+    for fqn, owner in module.named_modules():
+        if isinstance(owner, lists) and not any(_is_inside(fqn, outer) for outer in found):
+            found.append(fqn)
+    return [f"{fqn}.*" if fqn else "*" for fqn in found]
