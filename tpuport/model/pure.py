@@ -8,6 +8,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import arguments, structure
 from tpuport.model.blocks import at_rest
+from tpuport.model.program import Program
 from tpuport.model.random_keys import as_key
 from tpuport.model.request import Outcome, Request
 
@@ -36,30 +37,41 @@ def apply(
         request.known_leaves = {
             i: a for i, a in enumerate(arrays) if not isinstance(a, jax.core.Tracer)
         }
-        outcome = _traced(ported, request, given)
+        outcome = traced(ported._program, request, given)
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
     out = structure.rebuild(outcome.out_spec, leaves)
-    state = at_rest.restack(outcome.state, given)
-    changed = {name: value for name, value in state.items() if name not in params}
+    changed = {name: value for name, value in outcome.state.items() if name not in params}
     return out, {**buffers, **changed}
 
 
-def _traced(ported: "PortedModel", request: Request, given: dict[str, Any]) -> Outcome:
-    """Trace a call, with repeated blocks as loops where that pays."""
-    program = ported._program
-    if not program.rolls:
-        return program.trace(request)
+def traced(program: Program, request: Request, given: dict[str, Any]) -> Outcome:
+    """Trace a call, with repeated blocks as loops where that pays.
+
+    Args:
+        program: what to trace.
+        request: the call; its `values` are taken from `given`.
+        given: the state by name, stacks among it.
+
+    Returns:
+        What the call gave; a change of a weight in a stack is one of the stack.
+
+    Raises:
+        PortError: the code cannot be ported exactly.
+    """
     held: dict[str, Outcome] = {}
 
     def pure(given: dict[str, Any], key: Any, leaves: list[Any]) -> Any:
         request.values, request.key, request.leaves = at_rest.unstack(given), key, leaves
         outcome = held["outcome"] = program.trace(request)
-        return outcome.out_leaves, outcome.state
+        return outcome.out_leaves, at_rest.restack(outcome.state, given)
 
     inputs = (given, request.key, request.leaves)
-    closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
-    run = jaxpr_as_fun(program.rolled(closed))
-    outs = run(*jax.tree.leaves(inputs))
+    if program.rolls:
+        closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
+        outs = jaxpr_as_fun(program.rolled(closed))(*jax.tree.leaves(inputs))
+        results = jax.tree.unflatten(jax.tree.structure(shape), outs)
+    else:
+        results = pure(*inputs)
     outcome = held["outcome"]
-    outcome.out_leaves, outcome.state = jax.tree.unflatten(jax.tree.structure(shape), outs)
+    outcome.out_leaves, outcome.state = results
     return outcome

@@ -14,6 +14,7 @@ from tpuport.errors import UsageError
 from tpuport.model import ahead, arguments, structure
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
+from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Request
 from tpuport.program.described import shape_of
@@ -167,9 +168,10 @@ def _call(
     values = placement.arguments(shapes, taken.paths)
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
+        state = {**buffers, **params}
         request = Request(
             method,
-            {**buffers, **params},
+            state,
             key,
             values,
             taken.metas,
@@ -179,7 +181,7 @@ def _call(
             known_leaves=known,
         )
         with ported._precision_scope():
-            outcome = program.trace(request)
+            outcome = traced(program, request, state)
         outcome.state = placement.state(outcome.state)
         return outcome
 
