@@ -15,6 +15,7 @@ from tpuport.model.report import (
     HoistedConstant,
     PortReport,
     RegisteredOp,
+    RepeatedBlocks,
     Rewrite,
     ShimUse,
 )
@@ -72,6 +73,7 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
     _record_branches(report, trace)
     _record_counts(report, trace)
     _record_attention(report, trace)
+    _record_blocks(report, trace)
     for tensor in hoisted:
         size = tensor.numel() * tensor.element_size()
         report.add(
@@ -113,6 +115,26 @@ def _record_attention(report: PortReport, trace: Any) -> None:
     sites = {(one.file, one.line, one.query, one.key) for one in found}
     kept = [o for o in report.attention if (o.file, o.line, o.query, o.key) not in sites]
     report.attention[:] = [*kept, *found.values()]
+
+
+def _record_blocks(report: PortReport, trace: Any) -> None:
+    """A line for each family of blocks that was called; a later trace's stands for all."""
+    if trace.blocks is None:
+        return
+    for one in trace.blocks.records.values():
+        if not (one.traced or one.reason):
+            continue
+        first, last = one.names[0], one.names[-1]
+        found = RepeatedBlocks(
+            first,
+            last,
+            count=len(one.names),
+            traced=one.traced,
+            reused=one.reused,
+            reason=one.reason or "",
+        )
+        report.blocks[:] = [b for b in report.blocks if (b.first, b.last) != (first, last)]
+        report.add(found)
 
 
 def _record_counts(report: PortReport, trace: Any) -> None:

@@ -22,6 +22,7 @@ from tpuport.model.report_records import Kind as Kind
 from tpuport.model.report_records import Parity as Parity
 from tpuport.model.report_records import Record as Record
 from tpuport.model.report_records import RegisteredOp as RegisteredOp
+from tpuport.model.report_records import RepeatedBlocks as RepeatedBlocks
 from tpuport.model.report_records import Retrace as Retrace
 from tpuport.model.report_records import Rewrite as Rewrite
 from tpuport.model.report_records import ShimUse as ShimUse
@@ -74,6 +75,7 @@ class PortReport:
     registered_ops: list[RegisteredOp] = field(default_factory=list)
     retraces: list[Retrace] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
+    blocks: list[RepeatedBlocks] = field(default_factory=list)
     constants: list[HoistedConstant] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
     notes: list[str] = field(default_factory=list)
@@ -217,5 +219,6 @@ _LIST_OF: dict[type, str] = {
     RegisteredOp: "registered_ops",
     Retrace: "retraces",
     AttentionCall: "attention",
+    RepeatedBlocks: "blocks",
     HoistedConstant: "constants",
 }

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tpuport.markup import plural
-from tpuport.model.report_records import KINDS, AttentionCall, Divergence, Parity
+from tpuport.model.report_records import KINDS, AttentionCall, Divergence, Parity, RepeatedBlocks
 
 if TYPE_CHECKING:
     from tpuport.model.report import PortReport
@@ -156,6 +156,18 @@ def attention_detail(call: AttentionCall) -> str:
     module = f"first {call.module}" if call.module else ""
     mask = f"mask: {call.mask}" if call.mask else ""
     parts = (call.reason, mask, call.spread, module, place(call.file, call.line))
+    return " · ".join(part for part in parts if part)
+
+
+def blocks(found: RepeatedBlocks) -> str:
+    """Which blocks are alike: `layers.0 to layers.31, 32 blocks`."""
+    return f"{found.first} to {found.last}, {plural(found.count, 'block')}"
+
+
+def blocks_detail(found: RepeatedBlocks) -> str:
+    """How often one was traced for all, or why each was traced by itself."""
+    traced = f"{found.traced} traced, {plural(found.reused, 'call')} without tracing again"
+    parts = (traced if found.traced else "", found.reason and f"by itself: {found.reason}")
     return " · ".join(part for part in parts if part)
 
 

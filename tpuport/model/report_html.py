@@ -112,6 +112,10 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
         body = join(_item(fmt.attention(a), "", fmt.attention_detail(a)) for a in report.attention)
         summary = plural(len(report.attention), "sort of attention")
         yield "attention", "What attention is computed by", summary, body
+    if report.blocks:
+        body = join(_item(fmt.blocks(b), "", fmt.blocks_detail(b)) for b in report.blocks)
+        summary = f"{plural(len(report.blocks), 'set')} of blocks that are alike"
+        yield "blocks", "Repeated blocks", summary, body
 
 
 def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]:

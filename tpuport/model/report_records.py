@@ -249,6 +249,28 @@ class AttentionCall:
 
 
 @dataclass(frozen=True)
+class RepeatedBlocks:
+    """Blocks of a model that are alike, and how often tracing ran their code.
+
+    Attributes:
+        first: Fqn of the first of them.
+        last: Fqn of the last.
+        count: How many there are.
+        traced: How many had to be traced.
+        reused: How many calls used what another was traced to.
+        reason: Why one was traced by itself, if one was.
+    """
+
+    first: str
+    last: str
+    _: KW_ONLY
+    count: int
+    traced: int
+    reused: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Timing:
     """Seconds spent in each stage of the port, summed over methods and retraces."""
 
@@ -292,6 +314,7 @@ Record = (
     | HoistedConstant
     | Branch
     | AttentionCall
+    | RepeatedBlocks
     | Divergence
 )
 

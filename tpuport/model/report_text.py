@@ -85,6 +85,9 @@ def _compilation(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
     if report.attention:
         items = [(fmt.attention(a), fmt.attention_detail(a)) for a in report.attention]
         yield f"Attention ({len(items)})", _items(items)
+    if report.blocks:
+        items = [(fmt.blocks(b), fmt.blocks_detail(b)) for b in report.blocks]
+        yield f"Repeated blocks ({len(items)})", _items(items)
     if report.constants:
         largest = sorted(report.constants, key=lambda c: -c.bytes)
         total = fmt.size(sum(c.bytes for c in largest))

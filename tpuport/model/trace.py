@@ -317,6 +317,25 @@ class Counters:
     shims: dict[str, int] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)
 
+    def copy(self) -> "Counters":
+        """What has happened so far."""
+        return Counters(dict(self.ops), dict(self.shims), list(self.attention))
+
+    def since(self, before: "Counters") -> "Counters":
+        """What has happened since a copy was made."""
+        ops, shims = (
+            {name: count - then.get(name, 0) for name, count in now.items()}
+            for now, then in ((self.ops, before.ops), (self.shims, before.shims))
+        )
+        return Counters(ops, shims, self.attention[len(before.attention) :])
+
+    def add(self, other: "Counters") -> None:
+        """Count what is done once more."""
+        for ours, theirs in ((self.ops, other.ops), (self.shims, other.shims)):
+            for name, count in theirs.items():
+                ours[name] = ours.get(name, 0) + count
+        self.attention += other.attention
+
 
 def current() -> Trace | None:
     """The trace running in this thread, if any."""

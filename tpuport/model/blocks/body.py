@@ -19,7 +19,7 @@ from tpuport.model.inside import version
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.state import python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
-from tpuport.model.trace import Effects, KeyStream, Trace
+from tpuport.model.trace import Counters, Effects, KeyStream, Trace
 
 NAME = "tpuport_block"
 
@@ -54,6 +54,7 @@ class Entry:
         read: the attributes that its code read and that other blocks may have otherwise.
         places: the activations that it gave a place on the mesh: module within the block, side,
             number of dims, spec.
+        counts: what the report counts of it.
         keep: what the key of the arguments refers to by address.
     """
 
@@ -63,6 +64,7 @@ class Entry:
     draws: list[int]
     read: dict[tuple[str, str], Any]
     places: list[tuple[str, str, int, Any]]
+    counts: Counters
     keep: Any = None
 
 
@@ -89,6 +91,7 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
     """
     snapshot = Snapshot([member.module, given.spec.containers])
     promoted, checks = dict(trace.promoted), len(trace.checks)
+    counted = trace.counters.copy()
     before = state_tree(member.module, objects=True)
     result = _Result()
     reads: set[tuple[str, str]] = set()
@@ -134,7 +137,8 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
     result.spec.keep, result.spec.containers = [], {}
     taken_apart = {id(container) for container in given.spec.containers.values()}
     keep = [k for k in given.spec.keep if not (id(k) in taken_apart or is_traced(k))]
-    return Entry(program, result.outputs, result.spec, result.draws, read, within, keep)
+    counts = trace.counters.since(counted)
+    return Entry(program, result.outputs, result.spec, result.draws, read, within, counts, keep)
 
 
 def is_traced(value: Any) -> bool:

@@ -20,13 +20,13 @@ from tpuport.model.trace import Trace
 
 @dataclass
 class BlockRecord:
-    """What became of the blocks of one family, for the report.
+    """What became of the blocks of one family.
 
     Attributes:
         names: the fqns of the blocks.
         traced: how often a block was traced as a function.
         reused: how many calls reused one.
-        reason: why the blocks were traced each by itself, if they were.
+        reason: why blocks were traced each by itself, if they were.
     """
 
     names: list[str]
@@ -97,6 +97,7 @@ class BlockCalls:
             self.known.setdefault(key, []).append(entry)
         else:
             record.reused += 1
+            self.trace.counters.add(entry.counts)
         return self._emit(entry, member, given)
 
     def release(self) -> None:
