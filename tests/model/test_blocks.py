@@ -231,7 +231,6 @@ class Counts(Block):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Norm, "writes state"),
         (Writes, "writes in place"),
         (Keeps, "keeps a tensor elsewhere"),
         (Views, "view of its state or of an argument"),
@@ -248,6 +247,27 @@ def test_a_block_with_effects_is_traced_by_itself(kind: Any, reason: str):
     ported, found = check(Top(kind).train(), x_of())
     assert found == []
     assert reason in records(ported)[0].reason
+
+
+def test_blocks_whose_running_statistics_change():
+    ported, found = check(Stack(Norm).train(), x_of())
+    assert (found, records(ported)) == ([], [])
+    assert check(Stack(Norm).eval(), x_of())[1] == [5]
+
+
+def test_a_block_that_writes_a_buffer():
+    class Buffered(Block):
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += x.amax()
+            return super().forward(x)
+
+    ported, found = check(Stack(Buffered), x_of())
+    assert found == []
+    assert "writes state" in records(ported)[0].reason
 
 
 def test_a_list_that_blocks_append_to():
@@ -354,3 +374,41 @@ def test_bfloat16_blocks():
 def test_an_unknown_choice_is_refused():
     with pytest.raises(UsageError, match="blocks is one of 'auto', 'scan'"):
         tpuport.convert(Stack(Block), blocks="all")
+
+
+def test_a_result_that_something_else_keeps():
+    kept: list[Any] = []
+
+    class Keeps(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            kept.append(x)
+            return x
+
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> Any:
+            kept.clear()
+            for block in self.blocks:
+                x = block(x)
+            states = list(kept)
+            kept.clear()
+            return self.head(x), states
+
+    ported, found = check(Top(Keeps), x_of())
+    assert found == []
+    assert "keeps a tensor elsewhere" in records(ported)[0].reason
+
+
+def test_hooks_that_come_during_the_call():
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> Any:
+            states: list[torch.Tensor] = []
+            keep = lambda module, given, out: states.append(out)  # noqa: E731
+            handles = [block.register_forward_hook(keep) for block in self.blocks]
+            for block in self.blocks:
+                x = block(x)
+            for handle in handles:
+                handle.remove()
+            return self.head(x), states
+
+    check(Top(Block), x_of())

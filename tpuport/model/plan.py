@@ -20,7 +20,8 @@ class Undecided(BaseException):
 class Restart(BaseException):
     """Trace again from the start with more known.
 
-    Which code to rewrite, which module calls to explore.
+    Which code to rewrite, which module calls to explore, which repeated blocks to trace each by
+    itself, and why (`apart`).
 
     `site` is the code object that ran and the place in it; None where rewriting cannot help.
     """
@@ -31,9 +32,11 @@ class Restart(BaseException):
         site: tuple[CodeType, Site] | None = None,
         explore: str | None = None,
         host_state: bool = False,
+        apart: tuple[str, str] | None = None,
     ) -> None:
         super().__init__("trace again")
         self.site, self.explore, self.host_state = site, explore, host_state
+        self.apart = apart
 
 
 @dataclass
@@ -43,7 +46,7 @@ class Plan:
     `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the
     module calls to run once for each outcome, `host_state` whether small state stays concrete,
     `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became
-    state.
+    state, `apart` the families of repeated blocks (by their first) that are no pure functions.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -52,6 +55,7 @@ class Plan:
     numbers: set[str] = field(default_factory=set)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
+    apart: dict[str, str] = field(default_factory=dict)
 
     def widen(self, candidates: list[int]) -> bool:
         """Read one more argument's value while tracing: each alone, smallest first, then all.
@@ -73,6 +77,8 @@ class Plan:
         if restart.explore is not None:
             self.explore.add(restart.explore)
         self.host_state = self.host_state or restart.host_state
+        if restart.apart is not None:
+            self.apart.update([restart.apart])
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met.

@@ -90,6 +90,17 @@ def families(module: torch.nn.Module) -> list[Family]:
     return found
 
 
+def has_hooks(block: torch.nn.Module) -> bool:
+    """Whether calls of a block, or of a module in it, run code that is not its own."""
+    return any(getattr(module, hooks, None) for module in block.modules() for hooks in _HOOKS)
+
+
+def _keeps_statistics(module: torch.nn.Module) -> bool:
+    """Whether it writes a buffer at each call."""
+    norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    return norm and module.training and bool(module.track_running_stats)
+
+
 def _shapes(module: torch.nn.Module) -> Any:
     return tuple((name, tuple(value.shape)) for name, value in module.named_parameters())
 
@@ -172,7 +183,7 @@ def _outline(block: torch.nn.Module) -> _Outline | None:
     parts: list[Any] = []
     for fqn, module in block.named_modules(remove_duplicate=False):
         cls = type(module)
-        if any(getattr(module, hooks, None) for hooks in _HOOKS) or id(module) in shared:
+        if id(module) in shared or _keeps_statistics(module):
             return None
         if "__getattribute__" in cls.__dict__ or "forward" in module.__dict__:
             return None

@@ -105,7 +105,9 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
         ):
             result.effects = effects
             try:
-                return _call(trace, member, given, values, run, result)
+                outputs = _call(trace, member, given, values, run, result)
+                _check_gone(result)
+                return outputs
             finally:
                 for storage, value, version in effects.before.values():
                     storage.value, storage.version = value, version + 1
@@ -134,7 +136,6 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
         if placement is not None
     ]
     # Tensors kept alive would be taken for results of what the call stands in.
-    result.spec.keep, result.spec.containers = [], {}
     taken_apart = {id(container) for container in given.spec.containers.values()}
     keep = [k for k in given.spec.keep if not (id(k) in taken_apart or is_traced(k))]
     counts = trace.counters.since(counted)
@@ -206,7 +207,8 @@ def _call(
         result.outputs.append(description)
         outputs += value
     _check_results(result, out_leaves)
-    _check_created(result, [*leaves, *out_leaves])
+    # These hold the results, which nothing may hold when this is over.
+    result.spec.keep, result.spec.containers = [], {}
     return outputs
 
 
@@ -239,12 +241,10 @@ def _described(
     return ("value", meta_of(leaf), leaf._frozen, leaf._bounds), [_strong(leaf._elem)]
 
 
-def _check_created(result: _Result, seen: list[Any]) -> None:
-    """Note values that outlive the call elsewhere than in its results."""
+def _check_gone(result: _Result) -> None:
+    """Note values that outlive the call: something of elsewhere holds them."""
     assert result.effects is not None
-    known = {leaf._storage.serial for leaf in seen if isinstance(leaf, TracedTensor)}
-    alive = [ref() for ref in result.effects.created.values()]
-    if any(storage is not None and storage.serial not in known for storage in alive):
+    if any(storage() is not None for storage in result.effects.created.values()):
         result.changed = result.changed or "it keeps a tensor elsewhere than in its results"
     if any(number() is not None for number in result.effects.numbers):
         result.changed = result.changed or "it keeps a number that depends on data"

@@ -10,10 +10,10 @@ from tpuport.errors import TpuportError
 from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
-from tpuport.model.blocks.alike import Member, families, same_value
+from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
 from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, trace_block
 from tpuport.model.bounded.extents import extents_of
-from tpuport.model.plan import Undecided
+from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
 
@@ -48,7 +48,6 @@ class BlockCalls:
         self.members: dict[int, Member] = {}
         self.records: dict[int, BlockRecord] = {}
         self.known: dict[Any, list[Entry]] = {}
-        self.refused: dict[Any, str] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
         for family in families(module):
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
@@ -65,20 +64,22 @@ class BlockCalls:
         """Call a block: as a function that is known already, as one that is traced now, or as it
         is if it is none.
         """
+        record = self.records[id(member.family)]
+        apart = self.trace.explorer.plan.apart
+        first = member.family.members[0].fqn
         taken = take_apart(self.trace, args, kwargs)
-        if taken is None:
+        # Hooks may come while the model runs: transformers' that collect hidden states do.
+        if taken is None or first in apart or has_hooks(member.module):
+            record.reason = apart.get(first, record.reason)
             return run(*args, **kwargs)
         given, key = taken
         key = (id(member.family), self._policies(member), *key)
-        record = self.records[id(member.family)]
-        if key in self.refused:
-            return run(*args, **kwargs)
         entry = next((e for e in self.known.get(key, ()) if self._fits(e, member)), None)
         if entry is None:
             try:
                 entry = trace_block(self.trace, member, given, run)
             except NotPure as error:
-                record.reason = self.refused[key] = f"{member.fqn}: {error}"
+                reason = str(error)
             except (
                 Undecided,
                 TpuportError,
@@ -90,9 +91,10 @@ class BlockCalls:
             ) as error:
                 # Either the stand-ins of this call are at fault or the code itself is: then it
                 # fails again as it is, with the message that belongs there.
-                record.reason = self.refused[key] = f"{member.fqn}: {type(error).__name__}"
+                reason = f"it raised {type(error).__name__}"
             if entry is None:
-                return run(*args, **kwargs)
+                # What it did to anything outside of the model is undone by starting again.
+                raise Restart(apart=(first, f"{member.fqn}: {reason}"))
             record.traced += 1
             self.known.setdefault(key, []).append(entry)
         else:
@@ -104,7 +106,6 @@ class BlockCalls:
         """Drop what belongs to the trace; the records stay."""
         self.members.clear()
         self.known.clear()
-        self.refused.clear()
 
     def _policies(self, member: Member) -> tuple[str | None, ...]:
         """The remat policies of a block and what is in it."""
