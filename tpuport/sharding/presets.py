@@ -128,12 +128,14 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
 
 
 def sequence_activations(model: Any) -> Activations:
-    """Tokens (dim 1) spread along sequence where they leave each repeated block.
+    """Tokens (dim 1) spread along sequence where they leave each repeated block, and where they
+    enter its last projections: attention that exchanged tokens for heads gives tokens back there.
 
     Blocks with convolutions in them work on images, whose dim 1 is no sequence: they have none.
     """
     module = module_of(model)
     spec = P(BATCH, MeshAxis.SEQUENCE.value, None)
+    entering = P(BATCH, MeshAxis.SEQUENCE.value, P.UNCONSTRAINED)
     table = {
         block: spec
         for block in blocks_of(module)
@@ -141,7 +143,15 @@ def sequence_activations(model: Any) -> Activations:
             isinstance(part, torch.nn.modules.conv._ConvNd) for part in _first(module, block)
         )
     }
-    return Activations(table).optional()
+    rows = (
+        generalised(name.rpartition(".")[0])
+        for name, use in uses_of(module).items()
+        if use.role is Role.ROW and name.endswith(".weight")
+    )
+    inputs = {
+        row: entering for row in rows if any(matches(f"{block}.**", row) for block in table)
+    }
+    return Activations(table, inputs=inputs).optional()
 
 
 def _first(module: torch.nn.Module, block: str) -> Iterator[torch.nn.Module]:
