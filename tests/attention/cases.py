@@ -113,35 +113,35 @@ def _keys(valid: np.ndarray) -> np.ndarray:
 CASES = {
     "full": Case(),
     "odd sizes": Case(queries=1, keys=131, heads=(3, 3), sizes=(72, 80), batch=1),
-    "causal": Case(dict(causal=True), _J_MINUS_I <= 0),
-    "first rows empty": Case(dict(causal=True, offset=-150), _J_MINUS_I <= -150),
+    "causal": Case({"causal": True}, _J_MINUS_I <= 0),
+    "first rows empty": Case({"causal": True, "offset": -150}, _J_MINUS_I <= -150),
     "window": Case(
-        dict(window=(40, 10), offset=50), (_J_MINUS_I >= 10) & (_J_MINUS_I <= 60), heads=(4, 1)
+        {"window": (40, 10), "offset": 50}, (_J_MINUS_I >= 10) & (_J_MINUS_I <= 60), heads=(4, 1)
     ),
     "causal window, capped": Case(
-        dict(causal=True, window=(60, None), offset=100),
+        {"causal": True, "window": (60, None), "offset": 100},
         (_J_MINUS_I >= 40) & (_J_MINUS_I <= 100),
         softcap=2.0,
         scale=0.7,
     ),
     "causal segments": Case(
-        dict(
-            causal=True,
-            offset=100,
-            q_segments=jnp.asarray(_Q_IDS),
-            kv_segments=jnp.asarray(_K_IDS),
-        ),
+        {
+            "causal": True,
+            "offset": 100,
+            "q_segments": jnp.asarray(_Q_IDS),
+            "kv_segments": jnp.asarray(_K_IDS),
+        },
         (_J_MINUS_I <= 100) & _SAME,
     ),
-    "padded keys": Case(dict(key_valid=jnp.asarray(_COUNTED)), _keys(_COUNTED)),
-    "known padded keys": Case(dict(key_valid=_COUNTED[:1]), _keys(_COUNTED[:1])),
-    "one example empty": Case(dict(key_valid=jnp.asarray(_EMPTY)), _keys(_EMPTY)),
-    "scattered keys": Case(dict(key_valid=jnp.asarray(_SCATTERED)), _keys(_SCATTERED)),
+    "padded keys": Case({"key_valid": jnp.asarray(_COUNTED)}, _keys(_COUNTED)),
+    "known padded keys": Case({"key_valid": _COUNTED[:1]}, _keys(_COUNTED[:1])),
+    "one example empty": Case({"key_valid": jnp.asarray(_EMPTY)}, _keys(_EMPTY)),
+    "scattered keys": Case({"key_valid": jnp.asarray(_SCATTERED)}, _keys(_SCATTERED)),
     "causal, scattered keys": Case(
-        dict(causal=True, offset=100, key_valid=jnp.asarray(_SCATTERED)),
+        {"causal": True, "offset": 100, "key_valid": jnp.asarray(_SCATTERED)},
         (_J_MINUS_I <= 100) & _keys(_SCATTERED),
     ),
     "padded queries": Case(
-        dict(query_valid=jnp.asarray(_QUERIES)), _QUERIES[:, None, :, None], batch=2
+        {"query_valid": jnp.asarray(_QUERIES)}, _QUERIES[:, None, :, None], batch=2
     ),
 }

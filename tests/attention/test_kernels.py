@@ -17,7 +17,9 @@ RTOL_BF16 = 2e-2
 def assert_equal(found: list[np.ndarray], wanted: list[np.ndarray], rtol: float) -> None:
     for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         assert np.isfinite(one).all(), name
-        np.testing.assert_allclose(one, other, rtol=0, atol=rtol * np.abs(other).max(), err_msg=name)
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=rtol * np.abs(other).max(), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
