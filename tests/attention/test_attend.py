@@ -134,6 +134,20 @@ def test_the_gradient_under_dropout_is_that_of_the_function(options: AttentionOp
 # What is chosen, and what is said.
 
 
+def test_keys_that_end_within_a_block_take_the_sizes_of_a_masked_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked = []
+    tiles = dispatch.choose_tiles
+    monkeypatch.setattr(
+        dispatch, "choose_tiles", lambda **kw: asked.append(kw["mask"]) or tiles(**kw)
+    )
+    for length in (256, 200):
+        x = jnp.zeros((1, 1, length, 8))
+        jax.eval_shape(lambda x: attend(x, x, x, options=SPLASH), x)
+    assert asked == ["full", "full", "padding"]
+
+
 @pytest.fixture
 def kernels_used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that run, in order; and nothing has been said before."""

@@ -1,6 +1,7 @@
 """Splash in interpret mode and blockwise attention equal eager PyTorch's, gradients included."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -28,9 +29,18 @@ def test_plain_jax_equals_torch(name: str, options: AttentionOptions):
     assert_equal(ours(CASES[name], options), torchs(CASES[name]), RTOL)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What the others have in them, too.
+COVERED = {"full", "padded queries"}
+
+
+@functools.cache
+def by_splash(name: str) -> list[np.ndarray]:
+    return ours(CASES[name], SPLASH)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - COVERED))
 def test_splash_equals_torch(name: str):
-    assert_equal(ours(CASES[name], SPLASH), torchs(CASES[name]), RTOL)
+    assert_equal(by_splash(name), torchs(CASES[name]), RTOL)
 
 
 @pytest.mark.parametrize("options", [SPLASH, BLOCKWISE], ids=lambda options: options.kernel)
@@ -40,8 +50,7 @@ def test_bf16_equals_torch_in_fp32(options: AttentionOptions):
 
 
 def test_rows_with_nothing_to_attend_to_are_zero():
-    case = CASES["first rows empty"]
-    out, dq, *_ = ours(case, SPLASH)
+    out, dq, *_ = by_splash("first rows empty")
     assert not out[:, :, :150].any()
     assert not dq[:, :, :150].any()
     assert np.abs(out[:, :, 150:]).min() > 0

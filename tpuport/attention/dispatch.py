@@ -1,6 +1,7 @@
 """`attend`: checks its arguments and hands them to the kernel that serves."""
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any
@@ -75,14 +76,7 @@ def attend(
     kernel = _choose_kernel(q, mask, dropout, options, shards)
     low, high = mask.band()
     problem = Problem(
-        kernel=kernel,
-        scale=scale,
-        softcap=softcap,
-        low=low,
-        high=high,
-        num_queries=q.shape[2],
-        num_keys=k.shape[2],
-        tiles=_BLOCKWISE,
+        *(kernel, scale, softcap, low, high, q.shape[2], k.shape[2], _BLOCKWISE),
         interpret=options.interpret,
         dropout=dropout,
         shards=shards,
@@ -147,15 +141,19 @@ def _choose_tiles(
 ) -> KernelTiles:
     """Tile sizes for one chip's share of the sequences."""
     if problem.kernel == "splash":
-        return choose_tiles(
+        choose = functools.partial(
+            choose_tiles,
             chip=_chip(options, problem.shards),
             head_dim=q.shape[-1],
             dtype=q.dtype.name,
-            mask=mask.kind,
             num_queries=own_q,
             num_keys=own_k,
             override=options.blocks,
         )
+        tiles = choose(mask=mask.kind)
+        ends_within = own_k % tiles.kv or problem.num_keys < own_k or not problem.keys_whole
+        # The last block is then masked, which takes more fast memory than what is tuned unmasked.
+        return choose(mask="padding") if mask.kind == "full" and ends_within else tiles
     if options.blocks is None:
         return _BLOCKWISE
     sizes = options.blocks
