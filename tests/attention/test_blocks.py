@@ -88,6 +88,15 @@ def test_the_best_entry_of_the_table_is_taken(monkeypatch: pytest.MonkeyPatch):
     assert tiles(mask="window", num_queries=8192).q == 2048
 
 
+def test_a_masked_kernel_has_no_more_queries_than_fit(monkeypatch: pytest.MonkeyPatch):
+    sizes = {"block_q": 3072, "block_kv": 2048, "block_kv_compute": 1024, "share_of_ceiling": 0.8}
+    key = {"chip": "v6e", "head_dim": 128, "dtype": "bfloat16"}
+    entries = tuple({**key, **sizes, "mask": mask} for mask in ("full", "padding"))
+    monkeypatch.setattr(blocks, "table", lambda: entries)
+    assert tiles(num_queries=30_720).q == 3072
+    assert tiles(num_queries=30_720, mask="padding").q <= 2048
+
+
 def test_the_table_is_as_its_readers_need_it():
     text = Path(blocks.__file__).with_name("block_table.json").read_text(encoding="utf-8")
     assert tuple(json.loads(text)) == blocks.table()
