@@ -33,6 +33,9 @@ CHIPS = {
 _SMALL = KernelTiles(q=1024, kv=1024, kv_compute=512, q_back=512, kv_back=512)
 _LARGE = KernelTiles(q=2048, kv=2048, kv_compute=1024, q_back=1024, kv_back=1024)
 _LARGE_CHIPS = ("v6e", "v7x")
+# Queries a step of a kernel that masks. 3072 by 2048 fits a v6e in some programs alone: at 112,856
+# keys libtpu 0.0.42 runs out of fast memory.
+_MOST_MASKED = 2048
 
 
 def chip_of(device_kind: str) -> str:
@@ -118,7 +121,11 @@ def _find(chip: str, head_dim: int, dtype: str, mask: str) -> KernelTiles:
     """The best entry of the table for exactly this kernel, or what is known to compile."""
     default = _LARGE if chip in _LARGE_CHIPS and dtype == "bfloat16" else _SMALL
     key = {"chip": chip, "head_dim": head_dim, "dtype": dtype, "mask": mask}
-    found = [e for e in table() if key.items() <= e.items()]
+    found = [
+        entry
+        for entry in table()
+        if key.items() <= entry.items() and (mask == "full" or entry["block_q"] <= _MOST_MASKED)
+    ]
     if not found:
         return default
     best = max(found, key=lambda e: e["share_of_ceiling"])
@@ -147,8 +154,10 @@ def _fit_keys(wanted: int, compute: int, length: int) -> tuple[int, int]:
     return size, _largest_part(size, compute)
 
 
-def _candidates(wanted: int) -> range:
-    return range(LANES, wanted + 1, LANES)
+def _candidates(wanted: int) -> list[int]:
+    """Sizes to choose from; large ones only where their parts fill the matrix unit."""
+    fine = range(LANES, min(wanted, 8 * LANES) + 1, LANES)
+    return [*fine, *range(12 * LANES, wanted, 4 * LANES), wanted]
 
 
 def _padded(size: int, length: int) -> int:

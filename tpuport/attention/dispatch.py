@@ -1,6 +1,7 @@
 """`attend`: checks its arguments and hands them to the kernel that serves."""
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any
@@ -75,14 +76,7 @@ def attend(
     kernel = _choose_kernel(q, mask, dropout, options, shards)
     low, high = mask.band()
     problem = Problem(
-        kernel=kernel,
-        scale=scale,
-        softcap=softcap,
-        low=low,
-        high=high,
-        num_queries=q.shape[2],
-        num_keys=k.shape[2],
-        tiles=_BLOCKWISE,
+        *(kernel, scale, softcap, low, high, q.shape[2], k.shape[2], _BLOCKWISE),
         interpret=options.interpret,
         dropout=dropout,
         shards=shards,
@@ -126,7 +120,8 @@ def _attend(
         further, captured = hoist(mask.blocks, sizes, within)
         problem = dataclasses.replace(problem, further=further)
         parts = dataclasses.replace(parts, captured=captured)
-    return attention(problem, q, k, v, parts)[:, :, :num_queries]
+    out: Any = attention(problem, q, k, v, parts)
+    return out[:, :, :num_queries]
 
 
 def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
@@ -134,7 +129,7 @@ def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
     valid: Any = mask.key_valid
     if not isinstance(valid, np.ndarray):
         return problem, None if valid is None else valid.astype(bool)
-    valid = valid.astype(bool)
+    valid = np.asarray(valid, bool)
     count = int(valid[0].sum())
     if np.array_equal(valid, np.broadcast_to(np.arange(valid.shape[1]) < count, valid.shape)):
         return dataclasses.replace(problem, num_keys=count), None
@@ -146,15 +141,19 @@ def _choose_tiles(
 ) -> KernelTiles:
     """Tile sizes for one chip's share of the sequences."""
     if problem.kernel == "splash":
-        return choose_tiles(
+        choose = functools.partial(
+            choose_tiles,
             chip=_chip(options, problem.shards),
             head_dim=q.shape[-1],
             dtype=q.dtype.name,
-            mask=mask.kind,
             num_queries=own_q,
             num_keys=own_k,
             override=options.blocks,
         )
+        tiles = choose(mask=mask.kind)
+        ends_within = own_k % tiles.kv or problem.num_keys < own_k or not problem.keys_whole
+        # The last block is then masked, which takes more fast memory than what is tuned unmasked.
+        return choose(mask="padding") if mask.kind == "full" and ends_within else tiles
     if options.blocks is None:
         return _BLOCKWISE
     sizes = options.blocks
