@@ -67,6 +67,27 @@ def attention_call(
     q, k, v = (_four(x, lead) for x in (query, key, value))
     shape = (*q.shape[:3], k.shape[2])
     found = _structure(trace, _four_mask(call.mask, lead, shape), shape, call.frozen)
+    out = structured_call(trace, (q, k, v), found, call, options)
+    return out.reshape(*query.shape[:-1], v.shape[-1])
+
+
+def structured_call(
+    trace: Trace,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    found: Structure,
+    call: Call,
+    options: AttentionOptions,
+) -> jax.Array:
+    """Attention [batch, heads, queries, size] with a mask whose structure is known.
+
+    Args:
+        trace: The running trace.
+        operands: Queries, keys and values, each [batch, heads, sequence, size].
+        found: The mask; `call.mask` is not read.
+        call: The rest of the call.
+        options: How it is computed.
+    """
+    q, k, v = operands
     if call.is_causal:
         found = replace(found, band=found.band & Band(high=0))
     mask = to_mask(found)
@@ -84,8 +105,8 @@ def attention_call(
         shards=shards,
     )
     kernel, reason = _served(options, mask, call, found, q.dtype)
-    _note(trace, query, key, kernel, reason, described(mask, found), spread(shards))
-    return out.reshape(*query.shape[:-1], v.shape[-1])
+    _note(trace, q, k, kernel, reason, described(mask, found), spread(shards))
+    return out
 
 
 def described(mask: Mask, found: Structure) -> str:

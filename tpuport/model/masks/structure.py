@@ -1,6 +1,6 @@
 """The structure of one traced mask, as `tpuport.attention.Mask` says it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -77,6 +77,14 @@ def read(value: Any, shape: tuple[int, int, int, int], *, frozen: bool) -> Struc
     _sort(found, parts.conditions)
     if parts.is_finite and not found.covers():
         return Structure(shape, bias=node)
+    return found
+
+
+def with_conditions(found: Structure, node: Node) -> Structure:
+    """The structure, and a boolean node that broadcasts to the scores holds too."""
+    found = replace(found, keys=[*found.keys], queries=[*found.queries], rest=[*found.rest])
+    lead = 4 - len(node.shape)
+    _sort(found, conditions(broadcast(node, (1,) * lead + node.shape)))
     return found
 
 
