@@ -59,7 +59,7 @@ def attention_call(
         if choice() is not None:
             _note(trace, query, key, "full", "chosen")
         return _full(query, key, value, call)
-    refused = _refused(query, call)
+    refused = _refused(query, key, call, options)
     if refused:
         _note(trace, query, key, "full", refused)
         return _full(query, key, value, call)
@@ -138,12 +138,19 @@ def spread(shards: Shards | None) -> str:
     return ", ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items() if axes)
 
 
-def _refused(query: jax.Array, call: Call) -> str:
-    """Why no kernel can take the call; empty if one can."""
+# Matrices of so many weights are dropped as a whole, by the random numbers that verification has.
+_DROPPED_WHOLE = 1 << 26
+
+
+def _refused(query: jax.Array, key: jax.Array, call: Call, options: AttentionOptions) -> str:
+    """Why the matrix of scores is used after all; empty if it is not."""
     if query.ndim < 3:
         return "queries without heads"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
+    weights = query.size // max(query.shape[-1], 1) * key.shape[-2]
+    if call.dropout and options.kernel == "auto" and weights <= _DROPPED_WHOLE:
+        return "dropout of weights that are few"
     return ""
 
 

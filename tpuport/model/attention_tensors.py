@@ -9,7 +9,7 @@ import torch
 from tpuport.attention import AttentionOptions
 from tpuport.model.attention_call import Call, structured_call
 from tpuport.model.attention_choice import options_for
-from tpuport.model.masks.graph import Graph, Node
+from tpuport.model.masks.graph import Graph
 from tpuport.model.masks.score_function import Changed, changed
 from tpuport.model.masks.structure import Structure, read, with_conditions
 from tpuport.model.tensor import TracedTensor, wrap
@@ -121,7 +121,7 @@ def _change(trace: Trace, score_mod: Any, indices: list[Any], shape: Any) -> Cha
     if not isinstance(result, TracedTensor):
         return None
     graph = Graph(frozen=grad_frozen([result]))
-    placeholder: Node = graph.of(scores)
+    placeholder = graph.of(scores).cut()
     return changed(graph.of(result._elem), placeholder)
 
 

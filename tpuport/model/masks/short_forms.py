@@ -1,4 +1,4 @@
-"""Known matrices of the scores' size in short: by diagonal, by the run of each row, or one number."""
+"""Known matrices of the scores' size in short: by diagonal, by row, or as one number."""
 
 from typing import Any
 
