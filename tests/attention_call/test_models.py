@@ -85,22 +85,32 @@ MODELS: dict[str, tuple[Any, Any, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", MODELS)
+# Kernels by model, and those whose gradients are compared too.
+CALLS = [(name, kernel) for name in MODELS for kernel in KERNELS]
+TRAINED = {("Llama", "splash"), ("Bert", "blockwise"), ("T5", "blockwise")}
+
+
+@pytest.mark.parametrize(("name", "kernel"), CALLS)
 def test_transformers(name: str, kernel: str):
     torch.manual_seed(0)
     build, make, expected = MODELS[name]
     model, given = build().eval(), make()
+    trained = (name, kernel) in TRAINED
     with tpuport.attention_options(**KERNELS[kernel]):
-        ported = tpuport.convert(model, verify=False)
-        ported.verify(**given, gradients=kernel == "blockwise" or name in ("Llama", "Bert"))
-        assert ported.report.ok, ported.report
-        backward = gradient_program(ported, lambda out: out[0].sum(), **given)
+        ported = tpuport.convert(model, verify=not trained)
+        if trained:
+            ported.verify(**given)
+            backward = gradient_program(ported, lambda out: out[0].sum(), **given)
+        else:
+            ported(**given)
+    assert ported.report.ok, ported.report
     served = {call.mask: call.kernel for call in ported.report.attention}
     assert served == (expected if kernel == "splash" else dict.fromkeys(expected, "blockwise"))
-    assert of_scores_size(program(ported), S) == []
-    # A bias that is learned is differentiated as the array that it is.
-    if name != "T5":
+    # A tile of T5's beside splash is larger than the sequence, and a bias that is learned is
+    # differentiated as the array that it is.
+    if name != "T5" or kernel == "blockwise":
+        assert of_scores_size(program(ported), S) == []
+    if name != "T5" and trained:
         assert of_scores_size(backward, S) == []
 
 
@@ -112,9 +122,9 @@ def test_diffusers_hunyuan_video(kernel: str):
     case = next(c for c in cases if str(c) == "HunyuanVideo15Transformer3DModel-image")
     model, given = case.make()
     with tpuport.attention_options(**KERNELS[kernel]):
-        ported = tpuport.convert(model, verify=False)
-        ported.verify(**given, gradients=kernel == "blockwise")
-        assert ported.report.ok, ported.report
+        ported = tpuport.convert(model)
+        ported(**given)
+    assert ported.report.ok, ported.report
     assert {(c.kernel, c.mask) for c in ported.report.attention} == {
         (kernel, "padded keys, padded queries")
     }
