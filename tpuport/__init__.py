@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.attention_choice import attention_options
+    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
@@ -42,6 +43,7 @@ __all__ = [
     "porting",
     "save_checkpoint",
     "shard",
+    "stack_blocks",
     "to_numpy",
     "to_torch",
     "warmup",
