@@ -147,8 +147,10 @@ def _fit_keys(wanted: int, compute: int, length: int) -> tuple[int, int]:
     return size, _largest_part(size, compute)
 
 
-def _candidates(wanted: int) -> range:
-    return range(LANES, wanted + 1, LANES)
+def _candidates(wanted: int) -> list[int]:
+    """Sizes to choose from; large ones only where their parts fill the matrix unit."""
+    fine = range(LANES, min(wanted, 8 * LANES) + 1, LANES)
+    return [*fine, *range(12 * LANES, wanted, 4 * LANES), wanted]
 
 
 def _padded(size: int, length: int) -> int:

@@ -126,7 +126,8 @@ def _attend(
         further, captured = hoist(mask.blocks, sizes, within)
         problem = dataclasses.replace(problem, further=further)
         parts = dataclasses.replace(parts, captured=captured)
-    return attention(problem, q, k, v, parts)[:, :, :num_queries]
+    out: Any = attention(problem, q, k, v, parts)
+    return out[:, :, :num_queries]
 
 
 def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
@@ -134,7 +135,7 @@ def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
     valid: Any = mask.key_valid
     if not isinstance(valid, np.ndarray):
         return problem, None if valid is None else valid.astype(bool)
-    valid = valid.astype(bool)
+    valid = np.asarray(valid, bool)
     count = int(valid[0].sum())
     if np.array_equal(valid, np.broadcast_to(np.arange(valid.shape[1]) < count, valid.shape)):
         return dataclasses.replace(problem, num_keys=count), None

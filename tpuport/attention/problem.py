@@ -130,9 +130,10 @@ def hoist(
         within: lengths of the sequences that `blocks` knows, where tiles may lie beyond them; what
             such a tile holds there is of no meaning.
     """
-    q_size, k_size = sizes
+    # A tile of padding and all may be longer than the sequence itself.
+    known = sizes if within is None else tuple(map(min, sizes, within))
     start = jax.ShapeDtypeStruct((), jnp.int32)
-    closed = jax.make_jaxpr(lambda q, k: blocks(q, q_size, k, k_size))(start, start)
+    closed = jax.make_jaxpr(lambda q, k: blocks(q, known[0], k, known[1]))(start, start)
     jaxpr = closed.jaxpr
 
     def further(captured: Sequence[jax.Array], q_start: Any, k_start: Any) -> jax.Array:
@@ -140,13 +141,13 @@ def hoist(
         if within is None:
             return jax.core.eval_jaxpr(jaxpr, captured, *starts)[0]
         inside = [
-            jnp.clip(s, 0, max(most - size, 0))
-            for s, most, size in zip(starts, within, sizes, strict=True)
+            jnp.clip(start, 0, most - size)
+            for start, most, size in zip(starts, within, known, strict=True)
         ]
         tile = jax.core.eval_jaxpr(jaxpr, captured, *inside)[0]
         for axis, now, want, size in zip((-2, -1), inside, starts, sizes, strict=True):
             if tile.ndim >= -axis and tile.shape[axis] > 1:
-                rows = jnp.clip(want - now + jnp.arange(size), 0, size - 1)
+                rows = jnp.clip(want - now + jnp.arange(size), 0, tile.shape[axis] - 1)
                 tile = jnp.take(tile, rows, axis=axis)
         return tile
 
