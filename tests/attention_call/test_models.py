@@ -10,6 +10,8 @@ import torch
 from transformers import (
     BertConfig,
     BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
@@ -152,3 +154,18 @@ def test_hyvideo(mode: str):
         "torch": {("splash", "segments"), ("splash", "padded keys, padded queries")},
         "flash": {("splash", "segments")},
     }[mode]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_repeated_blocks_know_their_masks(kernel: str):
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = GROUPED | {"num_hidden_layers": 4, "head_dim": 4, "layer_types": kinds}
+    model = Gemma3TextModel(Gemma3TextConfig(**sizes, sliding_window=9, use_cache=False)).eval()
+    with tpuport.attention_options(**KERNELS[kernel]):
+        ported = tpuport.convert(model, blocks="scan")
+        ported(**_prompts())
+    assert ported.report.ok, ported.report
+    served = {(call.kernel, call.mask) for call in ported.report.attention}
+    assert served == {(kernel, "window -8 to 0, padded keys"), (kernel, "causal, padded keys")}
+    assert of_scores_size(program(ported), S) == []
