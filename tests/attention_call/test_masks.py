@@ -7,6 +7,7 @@ Contents:
     others    what has no short form, flex attention, packed sequences, options, records
 """
 
+import importlib
 import re
 import warnings
 from typing import Any
@@ -313,6 +314,7 @@ SCORE_MODS = {
 
 @pytest.mark.parametrize("name", SCORE_MODS)
 def test_flex_attention_is_read(name: str):
+    make: Any
     make, expected = SCORE_MODS[name]
     args = (*_operands(), VALID, torch.rand(H))
 
@@ -345,7 +347,7 @@ def test_flex_attention_with_another_function_of_scores_is_computed_as_before():
 
 def test_packed_causal_sequences_are_segments():
     with tpuport.porting("nothing_of_that_name", flash_attn={}):
-        from flash_attn import flash_attn_varlen_func
+        flash_attn_varlen_func = importlib.import_module("flash_attn").flash_attn_varlen_func
 
         def call(q: Any, k: Any, v: Any, starts: torch.Tensor) -> Any:
             return flash_attn_varlen_func(q, k, v, starts, starts, 20, 20, causal=True)

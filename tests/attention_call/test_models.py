@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 B, S = 2, 40
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 31,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -41,7 +41,14 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
-T5 = {"vocab_size": 31, "d_model": 16, "d_ff": 24, "d_kv": 4, "num_layers": 1, "num_heads": 4}
+T5: dict[str, Any] = {
+    "vocab_size": 31,
+    "d_model": 16,
+    "d_ff": 24,
+    "d_kv": 4,
+    "num_layers": 1,
+    "num_heads": 4,
+}
 
 
 def _prompts(left: bool = True) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def test_hyvideo(mode: str):
 def test_repeated_blocks_know_their_masks(kernel: str):
     torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention"] * 2
-    sizes = GROUPED | {"num_hidden_layers": 4, "head_dim": 4, "layer_types": kinds}
+    sizes: dict[str, Any] = GROUPED | {"num_hidden_layers": 4, "head_dim": 4, "layer_types": kinds}
     model = Gemma3TextModel(Gemma3TextConfig(**sizes, sliding_window=9, use_cache=False)).eval()
     with tpuport.attention_options(**KERNELS[kernel]):
         ported = tpuport.convert(model, blocks="scan")

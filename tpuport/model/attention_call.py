@@ -174,15 +174,13 @@ def _four(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
-def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, int, int, int]) -> Any:
+def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     if mask is None or mask.ndim <= 3 or len(lead) <= 1:
         return mask
     return jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
 
 
-def _structure(
-    trace: Trace, mask: Any, shape: tuple[int, int, int, int], frozen: bool
-) -> Structure:
+def _structure(trace: Trace, mask: Any, shape: tuple[int, ...], frozen: bool) -> Structure:
     """What the mask consists of; a mask that several layers share is read once."""
     if mask is None:
         return Structure(shape)

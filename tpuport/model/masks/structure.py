@@ -33,7 +33,7 @@ class Structure:
         bias: What is added to the scores, or None.
     """
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     band: Band = field(default_factory=Band)
     segments: tuple[Node, Node] | None = None
     keys: list[Node] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Structure:
         return not dynamic and self.band.covers(*self.shape[2:])
 
 
-def read(value: Any, shape: tuple[int, int, int, int], *, frozen: bool) -> Structure:
+def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
     """The structure of a mask array or tracer.
 
     Args:

@@ -91,16 +91,9 @@ def attend(
         mask = own if seen is None else seen if own is None else seen & own
         bias = None if rule.slopes is None else _alibi(rule.slopes, distance)
     if not with_lse:
-        served = attend_tensors(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            scale=rule.scale,
-            softcap=rule.softcap if rule.softcap > 0 else None,
-            dropout=rule.dropout,
-        )
+        softcap = rule.softcap if rule.softcap > 0 else None
+        how = {"scale": rule.scale, "softcap": softcap, "dropout": rule.dropout}
+        served = attend_tensors(query, key, value, mask=mask, bias=bias, **how)
         if served is not None:
             return served, None
     if bias is not None or rule.softcap > 0 or with_lse:
