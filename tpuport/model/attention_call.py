@@ -59,7 +59,7 @@ def attention_call(
         if choice() is not None:
             _note(trace, query, key, "full", "chosen")
         return _full(query, key, value, call)
-    refused = _refused(query, call)
+    refused = _refused(query, key, call, options)
     if refused:
         _note(trace, query, key, "full", refused)
         return _full(query, key, value, call)
@@ -67,6 +67,27 @@ def attention_call(
     q, k, v = (_four(x, lead) for x in (query, key, value))
     shape = (*q.shape[:3], k.shape[2])
     found = _structure(trace, _four_mask(call.mask, lead, shape), shape, call.frozen)
+    out = structured_call(trace, (q, k, v), found, call, options)
+    return out.reshape(*query.shape[:-1], v.shape[-1])
+
+
+def structured_call(
+    trace: Trace,
+    operands: tuple[jax.Array, jax.Array, jax.Array],
+    found: Structure,
+    call: Call,
+    options: AttentionOptions,
+) -> jax.Array:
+    """Attention [batch, heads, queries, size] with a mask whose structure is known.
+
+    Args:
+        trace: The running trace.
+        operands: Queries, keys and values, each [batch, heads, sequence, size].
+        found: The mask; `call.mask` is not read.
+        call: The rest of the call.
+        options: How it is computed.
+    """
+    q, k, v = operands
     if call.is_causal:
         found = replace(found, band=found.band & Band(high=0))
     mask = to_mask(found)
@@ -84,8 +105,8 @@ def attention_call(
         shards=shards,
     )
     kernel, reason = _served(options, mask, call, found, q.dtype)
-    _note(trace, query, key, kernel, reason, described(mask, found), spread(shards))
-    return out.reshape(*query.shape[:-1], v.shape[-1])
+    _note(trace, q, k, kernel, reason, described(mask, found), spread(shards))
+    return out
 
 
 def described(mask: Mask, found: Structure) -> str:
@@ -117,12 +138,19 @@ def spread(shards: Shards | None) -> str:
     return ", ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items() if axes)
 
 
-def _refused(query: jax.Array, call: Call) -> str:
-    """Why no kernel can take the call; empty if one can."""
+# Matrices of so many weights are dropped as a whole, by the random numbers that verification has.
+_DROPPED_WHOLE = 1 << 26
+
+
+def _refused(query: jax.Array, key: jax.Array, call: Call, options: AttentionOptions) -> str:
+    """Why the matrix of scores is used after all; empty if it is not."""
     if query.ndim < 3:
         return "queries without heads"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
+    weights = query.size // max(query.shape[-1], 1) * key.shape[-2]
+    if call.dropout and options.kernel == "auto" and weights <= _DROPPED_WHOLE:
+        return "dropout of weights that are few"
     return ""
 
 
@@ -146,15 +174,13 @@ def _four(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
-def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, int, int, int]) -> Any:
+def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     if mask is None or mask.ndim <= 3 or len(lead) <= 1:
         return mask
     return jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
 
 
-def _structure(
-    trace: Trace, mask: Any, shape: tuple[int, int, int, int], frozen: bool
-) -> Structure:
+def _structure(trace: Trace, mask: Any, shape: tuple[int, ...], frozen: bool) -> Structure:
     """What the mask consists of; a mask that several layers share is read once."""
     if mask is None:
         return Structure(shape)

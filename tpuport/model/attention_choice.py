@@ -111,7 +111,7 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
         for axis in named.get(dim, usual):
             size = mesh.shape.get(axis)
             if size is None and dim in named:
-                known = ", ".join(map(repr, mesh.axis_names))
+                known = ", ".join(map(repr, mesh.shape))
                 raise UsageError(
                     f"attention_options(axes=...) puts {dim} over {axis!r}, and the axes of the"
                     f" mesh are {known}"

@@ -163,6 +163,7 @@ class Executable:
 
     def __init__(self, closed: Any, shape: Any, name: str) -> None:
         closed = _without_dead_code(closed)
+        self.jaxpr = closed.jaxpr
         big, small = [], {}
         for i, const in enumerate(closed.consts):
             if getattr(const, "nbytes", 0) < HOIST_BYTES:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from tpuport.model.attention_tensors import flex_attention as by_kernel
 from tpuport.model.trace import current
 from tpuport.running.settings import active
 from tpuport.shims._shim import Replacement, Scope, Shim, copies
@@ -113,6 +114,11 @@ def _attend(
 
     Rows that attend to nothing give zeros, as the kernel does.
     """
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    if not return_lse and (enable_gqa or query.shape[1] == key.shape[1]):
+        served = by_kernel(query, key, value, score_mod, mask_mod, scale)
+        if served is not None:
+            return served
     if enable_gqa and query.shape[1] != key.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -124,8 +130,8 @@ def _attend(
     ]
     if score_mod is not None:
         scores = score_mod(scores, *indices)
-    if block_mask is not None and block_mask.mask_mod is not None:
-        allowed = block_mask.mask_mod(*indices)
+    if mask_mod is not None:
+        allowed = mask_mod(*indices)
         scores = torch.where(allowed, scores, torch.full((), float("-inf")))
     peak = scores.amax(-1, keepdim=True).detach()
     peak = torch.where(peak == float("-inf"), torch.zeros(()), peak)

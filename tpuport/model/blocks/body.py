@@ -16,6 +16,7 @@ from tpuport.model.arguments import Watch, program_leaf
 from tpuport.model.blocks.alike import Member
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.inside import version
+from tpuport.model.masks.recipes import Recipe
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.state import python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
@@ -34,6 +35,8 @@ class Arguments:
 
     leaves: list[Any]
     spec: structure.Spec
+    # By number of those that are traced: masks, and what they are computed from.
+    recipes: dict[int, Recipe] = field(default_factory=dict)
 
     @property
     def traced(self) -> list[TracedTensor]:
@@ -160,7 +163,10 @@ def _named(closed: Any, treedef: Any) -> Callable[..., Any]:
 def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]:
     """What the function of a block takes for one call."""
     state = [_strong(leaf._storage.value) for leaf in member.state.values()]
-    values = [_strong(leaf._elem) for leaf in given.traced]
+    values = [
+        given.recipes[i].inputs if i in given.recipes else _strong(leaf._elem)
+        for i, leaf in enumerate(given.traced)
+    ]
     bases = [stream.base for stream in trace.streams]
     starts = [stream.number for stream in trace.streams]
     return state, values, bases, starts
@@ -182,7 +188,10 @@ def _call(
     result: _Result,
 ) -> list[jax.Array]:
     """Make the call on stand-ins of its arguments; the values of its results."""
-    rest = iter(values)
+    rest = iter(
+        given.recipes[i].made(value) if i in given.recipes else value
+        for i, value in enumerate(values)
+    )
     leaves = [
         _stand_in(trace, leaf, next(rest)) if isinstance(leaf, TracedTensor) else leaf
         for leaf in given.leaves

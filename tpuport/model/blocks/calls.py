@@ -9,10 +9,12 @@ import torch
 from tpuport.errors import TpuportError
 from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
+from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
 from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, trace_block
 from tpuport.model.bounded.extents import extents_of
+from tpuport.model.masks.recipes import Recipe, recipe_of
 from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
@@ -180,4 +182,19 @@ def take_apart(
         len(trace.streams),
         trace.error_code is None,
     )
-    return Arguments(leaves, spec), (spec.key, tuple(kinds), modes)
+    given = Arguments(leaves, spec)
+    if options_for(trace.target) is not None:
+        given.recipes = _recipes(given)
+    made = tuple((i, recipe.key) for i, recipe in given.recipes.items())
+    return given, (spec.key, tuple(kinds), modes, made)
+
+
+def _recipes(given: Arguments) -> dict[int, Recipe]:
+    """The masks among the arguments, which attention is to know the structure of."""
+    found = {}
+    for index, leaf in enumerate(given.traced):
+        frozen = leaf._frozen or not leaf.dtype.is_floating_point
+        recipe = recipe_of(leaf._elem, frozen=frozen)
+        if recipe is not None:
+            found[index] = recipe
+    return found

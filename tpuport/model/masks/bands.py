@@ -61,7 +61,8 @@ def band_of(node: Node, tiles: Tiles) -> Band | None:
     left, right = _linear(x, tiles), _linear(y, tiles)
     if left is None or right is None:
         return None
-    return _below(*(m - n for m, n in zip(left, right, strict=True)), strict)
+    a, b, c = (m - n for m, n in zip(left, right, strict=True))
+    return _below(a, b, c, strict)
 
 
 def _below(a: int, b: int, c: int, strict: bool) -> Band | None:

@@ -73,6 +73,11 @@ class Node:
         """What it is computed from."""
         return self._get()[2]
 
+    def cut(self) -> "Node":
+        """Take the array as it is from here on, however it was computed."""
+        self._make, self._made = None, (None, None, ())
+        return self
+
     @property
     def size(self) -> int:
         """The number of elements."""

@@ -1,8 +1,9 @@
-"""Known matrices of the scores' size in a short form: by diagonal, or by the run of each row."""
+"""Known matrices of the scores' size in short: by diagonal, by row, or as one number."""
 
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from tpuport.model.masks.graph import Node, computed, leaf
@@ -30,10 +31,14 @@ def short_form(node: Node) -> Node | None:
 def _found(node: Node) -> Node | None:
     if isinstance(node.value, jax.core.Tracer) or len(node.shape) < 2:
         return None
-    if any(n != 1 for n in node.shape[:-2]) or node.dtype == jax.dtypes.float0:
+    array = np.asarray(node.value)
+    if bool((array == array.reshape(-1)[:1]).all()):
+        params = {"shape": node.shape, "broadcast_dimensions": (), "sharding": None}
+        return computed(jax.lax.broadcast_in_dim_p, params, (leaf(array.reshape(-1)[0]),), node)
+    if any(n != 1 for n in node.shape[:-2]):
         return None
-    array = np.asarray(node.value).reshape(node.shape[-2:])
-    if array.size and bool((array[1:, 1:] == array[:-1, :-1]).all()):
+    array = array.reshape(node.shape[-2:])
+    if bool((array[1:, 1:] == array[:-1, :-1]).all()):
         by_diagonal = np.concatenate([array[::-1, 0], array[0, 1:]])
         return computed(DIAGONALS, {}, (leaf(by_diagonal),), node)
     return runs(array, node.shape) if node.is_bool else None

@@ -1,6 +1,6 @@
 """The structure of one traced mask, as `tpuport.attention.Mask` says it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ class Structure:
         bias: What is added to the scores, or None.
     """
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     band: Band = field(default_factory=Band)
     segments: tuple[Node, Node] | None = None
     keys: list[Node] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Structure:
         return not dynamic and self.band.covers(*self.shape[2:])
 
 
-def read(value: Any, shape: tuple[int, int, int, int], *, frozen: bool) -> Structure:
+def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
     """The structure of a mask array or tracer.
 
     Args:
@@ -77,6 +77,14 @@ def read(value: Any, shape: tuple[int, int, int, int], *, frozen: bool) -> Struc
     _sort(found, parts.conditions)
     if parts.is_finite and not found.covers():
         return Structure(shape, bias=node)
+    return found
+
+
+def with_conditions(found: Structure, node: Node) -> Structure:
+    """The structure, and a boolean node that broadcasts to the scores holds too."""
+    found = replace(found, keys=[*found.keys], queries=[*found.queries], rest=[*found.rest])
+    lead = 4 - len(node.shape)
+    _sort(found, conditions(broadcast(node, (1,) * lead + node.shape)))
     return found
 
 

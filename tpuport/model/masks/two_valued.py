@@ -73,7 +73,7 @@ def _negated(node: Node) -> list[Node]:
     if inner.name == "not":
         return conditions(inner.inputs[0])
     if inner.name == "or":
-        return [c for x in inner.inputs for c in conditions(_inverse(x))]
+        return [c for x in inner.inputs for c in conditions(inverse(x))]
     flipped = _FLIPPED.get(inner.name)
     if flipped is None or not _is_ordered(inner):
         return [node]
@@ -88,7 +88,8 @@ def _is_ordered(compare: Node) -> bool:
     )
 
 
-def _inverse(node: Node) -> Node:
+def inverse(node: Node) -> Node:
+    """The opposite of a boolean node."""
     aval = jax.ShapeDtypeStruct(node.shape, np.dtype(bool))
     return computed(jax.lax.not_p, {}, (node,), aval)
 
@@ -101,7 +102,7 @@ def _selected(node: Node) -> list[Node]:
     if low is not None and not low:
         return conditions(chooser) + conditions(on_true)
     if high is not None and not high:
-        return conditions(_inverse(chooser)) + conditions(on_false)
+        return conditions(inverse(chooser)) + conditions(on_false)
     return [node]
 
 
@@ -115,7 +116,7 @@ def _compared(node: Node) -> list[Node]:
     if found.yes and not found.no:
         return found.conditions
     if found.no and not found.yes and len(found.conditions) == 1:
-        return conditions(_inverse(found.conditions[0]))
+        return conditions(inverse(found.conditions[0]))
     return [node]
 
 
@@ -173,7 +174,7 @@ def _two_selected(node: Node) -> Two | None:
     if low is not None:
         inner, other, value = two(on_true), chooser, low
     elif high is not None:
-        inner, other, value = two(on_false), _inverse(chooser), high
+        inner, other, value = two(on_false), inverse(chooser), high
     else:
         return None
     if inner is None or inner.no != value:
@@ -224,11 +225,13 @@ def split(node: Node) -> Split:
     found = two(node)
     if found is not None and found.yes == 0 and found.no <= _NOTHING:
         return Split(found.conditions, None, bool(np.isfinite(found.no)))
+    if uniform(node) == 0:
+        return Split([], None)
     if node.name == "select_n" and node.inputs[0].is_bool:
         chooser, on_false, on_true = node.inputs
         for value, seen, rest in (
             (uniform(on_false), chooser, on_true),
-            (uniform(on_true), _inverse(chooser), on_false),
+            (uniform(on_true), inverse(chooser), on_false),
         ):
             if value is not None and np.isneginf(value):
                 inner = split(rest)
@@ -238,8 +241,7 @@ def split(node: Node) -> Split:
         return replace(inner, bias=None if inner.bias is None else node.over(inner.bias))
     if node.name == "add":
         a, b = (split(x) for x in node.inputs)
-        if (a.conditions or b.conditions) and not (a.is_finite or b.is_finite):
-            both = [x for x in (a.bias, b.bias) if x is not None]
-            bias = node.over(*both) if len(both) == 2 else (both or [None])[0]
-            return Split(a.conditions + b.conditions, bias)
+        both = [x for x in (a.bias, b.bias) if x is not None]
+        bias = node.over(*both) if len(both) == 2 else (both or [None])[0]
+        return Split(a.conditions + b.conditions, bias, a.is_finite or b.is_finite)
     return Split([], node)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 from tpuport.model.masks.graph import Node, computed

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from tpuport.errors import UsageError
+from tpuport.model.attention_tensors import attend_tensors, places
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ def attend(
         own = rule.mask(distance)
         mask = own if seen is None else seen if own is None else seen & own
         bias = None if rule.slopes is None else _alibi(rule.slopes, distance)
+    if not with_lse:
+        softcap = rule.softcap if rule.softcap > 0 else None
+        how = {"scale": rule.scale, "softcap": softcap, "dropout": rule.dropout}
+        served = attend_tensors(query, key, value, mask=mask, bias=bias, **how)
+        if served is not None:
+            return served, None
     if bias is not None or rule.softcap > 0 or with_lse:
         out, lse = _attend_by_hand(query, key, value, rule, bias, mask)
         return out, lse if with_lse else None
@@ -119,8 +126,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _aligned_at_the_end(queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    own = torch.arange(queries, device=device) + (keys - queries)
-    return torch.arange(keys, device=device)[None, :] - own[:, None]
+    own = places(queries, device) + (keys - queries)
+    return places(keys, device)[None, :] - own[:, None]
 
 
 def _alibi(slopes: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
@@ -180,7 +187,7 @@ class Packed:
     def of(cls, starts: torch.Tensor, rows: int) -> "Packed":
         """From `cu_seqlens` [N + 1]; its values may be traced, its length may not."""
         starts = starts.to(torch.int64)
-        at = torch.arange(rows, device=starts.device)
+        at = places(rows, starts.device)
         # Not searchsorted, which a program with a data-dependent number of rows would fix by value.
         sequence = (at[:, None] >= starts[1:]).sum(-1)
         lengths = torch.cat([starts[1:] - starts[:-1], torch.zeros_like(starts[:1])])
@@ -223,6 +230,9 @@ def attend_packed(
     seen = (rows.sequence[:, None] == columns.sequence) & inside & real[:, None]
     own = rows.position + lengths[rows.sequence] - rows.lengths[rows.sequence]
     distance = columns.position - own[:, None]
+    if starts[0] is starts[1] and used is None and query.shape[0] == key.shape[0]:
+        # The same within a sequence, and known when the program is compiled.
+        distance = _aligned_at_the_end(query.shape[0], key.shape[0], query.device)
     if rule.slopes is not None and rule.slopes.dim() == 2:
         last = rule.slopes.shape[0] - 1
         by_row = rule.slopes[rows.sequence.clamp(max=last)].transpose(0, 1)
