@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
+    from tpuport.program.compiling import compile_for
+    from tpuport.program.report import CompileReport
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting
     from tpuport.running.warmup import warmup
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompileReport",
     "Diagnosis",
     "ParityError",
     "PortError",
@@ -31,6 +34,7 @@ __all__ = [
     "PortedModel",
     "TpuportError",
     "compile_cache",
+    "compile_for",
     "convert",
     "explain_error",
     "explaining",

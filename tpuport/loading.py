@@ -5,10 +5,12 @@ import importlib
 from tpuport.errors import MissingExtraError
 
 MODULE_OF = {
+    "CompileReport": "tpuport.program.report",
     "Diagnosis": "tpuport.diagnosis.explain",
     "PortReport": "tpuport.model.report",
     "PortedModel": "tpuport.model.ported",
     "compile_cache": "tpuport.running.compile_cache",
+    "compile_for": "tpuport.program.compiling",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",

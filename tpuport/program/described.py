@@ -1,8 +1,8 @@
-"""A ported model as shapes on a mesh that may only be described; the model itself stays as it is."""
+"""A ported model as shapes on a mesh that may only be described; the model stays as it is."""
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,13 @@ def as_mesh(
 
 
 def on_mesh(
-    ported: PortedModel, mesh: Mesh, rules: Any, *, inputs: Any = None, strict: bool = False
+    ported: PortedModel,
+    mesh: Mesh,
+    rules: Any,
+    *,
+    policy: Callable[[PortedModel], Any] | None = None,
+    inputs: Any = None,
+    strict: bool = False,
 ) -> tuple[PortedModel, ShardingPlan]:
     """A copy of a ported model that has shapes for weights, spread over a mesh.
 
@@ -49,6 +55,7 @@ def on_mesh(
         ported: what `tpuport.convert` gave, with weights or without.
         mesh: the mesh, of devices that may only be described.
         rules: as for `tpuport.shard`.
+        policy: called with the copy before it is spread; it may return another model.
         inputs: specs of arguments, as for `tpuport.shard`.
         strict: as for `tpuport.shard`.
 
@@ -56,17 +63,15 @@ def on_mesh(
         The copy, and what the rules did.
 
     Raises:
-        UsageError: it is no ported model, or a strict check failed.
+        UsageError: a strict check failed.
     """
-    if not isinstance(ported, PortedModel):
-        raise UsageError(
-            f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
-        )
-    made = copy.copy(ported)
+    made: Any = copy.copy(ported)
     made.params = {name: shape_of(value) for name, value in ported.params.items()}
     made.buffers = {name: shape_of(value) for name, value in ported.buffers.items()}
     made._cache = {}
     made._program = dataclasses.replace(ported._program, placement=NOWHERE)
+    changed = None if policy is None else policy(made)
+    made = changed if isinstance(changed, PortedModel) else made
     return made, shard(made, mesh, rules, inputs=inputs, strict=strict)
 
 

@@ -5,16 +5,16 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from tpuport.errors import UsageError
 from tpuport.program.aot import Ahead
 from tpuport.program.cost.chips import GIB, chip_of
+from tpuport.program.cost.kernels import sub_jaxprs
 from tpuport.program.cost.modules import innermost, operation_names, scope_names
-from tpuport.program.hlo import Program
 from tpuport.program.live import live_at_peak, parameter_bytes
 from tpuport.program.records import Held, Memory
+from tpuport.sharding.hlo_text import Program
 from tpuport.sharding.patterns import generalised
 
 # What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
@@ -43,7 +43,7 @@ def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
         program: its text; None if it was refused.
         device: one of those it is for.
     """
-    held = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
+    held: dict[str, int] = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
     for name, shape in zip(ahead.names, ahead.shapes, strict=True):
         held[_CATEGORY.get(name.partition("[")[0], "inputs")] += bytes_a_chip(shape)
     there = available_bytes(device)
@@ -91,17 +91,18 @@ def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ..
 
 def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[Held, ...]:
     """The largest arrays that a traced program computes, on all chips together: what may have to be
-    held where the compiler says nothing more.
+    held where the compiler says nothing more. Those of one shape in one module are one, by whatever
+    they are computed.
     """
-    found: list[tuple[str, str, str, int]] = []
+    found: list[tuple[str, str, int]] = []
     _visit(jaxpr.jaxpr, (), modules, found)
-    return _grouped(found)
+    return _grouped((module, "", shape, size) for module, shape, size in found)
 
 
 def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found: list) -> None:
     for eqn in jaxpr.eqns:
         names = around + scope_names(eqn.source_info.name_stack)
-        inner = list(jax.core.jaxprs_in_params(eqn.params))
+        inner = list(sub_jaxprs(eqn))
         for one in inner:
             _visit(one, names, modules, found)
         for var in () if inner else eqn.outvars:
@@ -111,9 +112,7 @@ def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found:
             size = math.prod(dims) * var.aval.dtype.itemsize
             module = innermost(names, modules) or _outside(names)
             shape = f"{var.aval.dtype}{list(dims)}"
-            backward = "transpose(" in str(eqn.source_info.name_stack)
-            operation = f"{eqn.primitive.name}{' backward' if backward else ''}"
-            found.append((module, operation, shape, size))
+            found.append((module, shape, size))
 
 
 def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:

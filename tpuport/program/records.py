@@ -154,8 +154,8 @@ class Work:
     """
 
     model_flops: int
-    chip_flops: int
-    hbm_bytes: int
+    chip_flops: int = 0
+    hbm_bytes: int = 0
     products: tuple[Product, ...] = ()
     fp32_products: tuple[Product, ...] = ()
     collectives: tuple[Moved, ...] = ()

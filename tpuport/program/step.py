@@ -1,4 +1,4 @@
-"""What is compiled: a call of a ported model, or a step of its training, as a function of shapes."""
+"""What is compiled: a call of a ported model or a step of its training, as a function of shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,9 +87,7 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
     return Step(forward, given, (), None, hoisted)
 
 
-def training_step(
-    ported: PortedModel, method: str, inputs: Any, loss: Any, optimiser: Any
-) -> Step:
+def training_step(ported: PortedModel, method: str, inputs: Any, loss: Any, optimiser: Any) -> Step:
     """Loss, gradients, and the optimiser's update in the memory of the old parameters and state.
 
     Args:
@@ -210,7 +208,7 @@ def _scalar(out: Any, loss: Any) -> jax.Array:
     Raises:
         UsageError: there is none, or it is no scalar.
     """
-    value = loss(out) if callable(loss) else _own_loss(out)
+    value: Any = loss(out) if callable(loss) else _own_loss(out)
     if value is None or not hasattr(value, "dtype"):
         raise UsageError(
             f"the output is a {type(out).__name__} and has no loss. What to do: pass"
