@@ -23,6 +23,7 @@ class KernelCall:
         flops: of one call.
         exact: whether the FLOPs are the cost estimate of the kernel's author; otherwise they are
             what its body multiplies, at every step of the grid.
+        products: what the body multiplies at every step of the grid, in FLOP.
         bytes: its operands and results, each once.
         step_bytes: what a step of the grid transfers, on average.
         parallel: whether a dim of the grid may be split over the cores of a chip.
@@ -35,6 +36,7 @@ class KernelCall:
     run: Callable[..., Any] = field(compare=False)
     flops: int
     exact: bool
+    products: int
     bytes: int
     step_bytes: float
     parallel: bool
@@ -74,7 +76,7 @@ def read_call(eqn: Any) -> KernelCall:
     grid = tuple(int(size) for size in mapping.grid)
     cost = params["cost_estimate"]
     body = params["jaxpr"]
-    flops = int(cost.flops) if cost else body_flops(body) * math.prod(grid)
+    products = body_flops(body) * math.prod(grid)
     arrays = [*(v.aval for v in eqn.invars), *(v.aval for v in eqn.outvars)]
     semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
     return KernelCall(
@@ -82,7 +84,8 @@ def read_call(eqn: Any) -> KernelCall:
         grid=grid,
         args=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars),
         run=lambda *args: eqn.primitive.bind(*args, **params),
-        flops=flops,
+        flops=int(cost.flops) if cost and cost.flops else products,
+        products=products,
         exact=bool(cost and cost.flops),
         bytes=sum(_bytes(aval) for aval in arrays),
         step_bytes=sum(_block_bytes(block, grid) for block in mapping.block_mappings),
@@ -149,9 +152,7 @@ def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
 def _changing_dims(index_map: Any, num_dims: int) -> list[int]:
     """The dims of the grid that a block's index depends on."""
     jaxpr = open_jaxpr(index_map)
-    depends: dict[Any, set[int]] = {
-        var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])
-    }
+    depends: dict[Any, set[int]] = {var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])}
     for eqn in jaxpr.eqns:
         inputs = [depends.get(v, set()) for v in eqn.invars if not isinstance(v, core.Literal)]
         for var in eqn.outvars:

@@ -200,11 +200,15 @@ class CompiledCost:
         dot_flops: of matrix products and convolutions, as the partitioner left them. Work that
             several chips repeat is in it.
         collectives: each once, with the number of its runs.
-        copies: results of copies and transposes that change a layout, and of copies within HBM.
-        copied_bytes: what those write in a step.
-        padding_bytes: what tiles add to the arrays of `buffers`.
+        copies: results of copies and transposes that change a layout, in HBM or on the chip, and of
+            copies within one memory; the most written first.
+        copied_bytes: what those write in a step, padding included.
+        padding_bytes: what tiles add to all arrays in HBM (not all are there at the same time).
         buffers: arrays in HBM, the largest first.
         kernels: the calls of Pallas kernels.
+        dot_flops_by_module: `dot_flops`, the most first.
+        estimated_cycles: XLA's own estimate for what it scheduled on a TPU, loops by their trip
+            counts. Kernels and collectives are not in it. 0 where the text has none, as on a CPU.
         unknown: what could not be counted, in sentences.
     """
 
@@ -216,6 +220,7 @@ class CompiledCost:
     buffers: tuple[Buffer, ...] = ()
     kernels: tuple[Custom, ...] = ()
     dot_flops_by_module: dict[str, int] = field(default_factory=dict)
+    estimated_cycles: int = 0
     unknown: tuple[str, ...] = ()
 
     def bytes_by_kind(self) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """How long a Pallas kernel takes, from the schedule that libtpu makes when it compiles it.
 
 No TPU is needed and nothing is run. A bundle takes one cycle if nothing stalls, so these are lower
-bounds of a kernel whose data arrives in time; a step of the grid never takes less than its transfers
-from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with them every pass
-of every kernel (some hundred MB), so each kernel is compiled alone in a process of its own.
+bounds of a kernel whose data arrives in time; a step of the grid never takes less than its
+transfers from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with
+them every pass of every kernel (some hundred MB), so each kernel is compiled alone in a process of
+its own.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import importlib.util
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,7 @@ class KernelSchedule:
         parallel: whether a dim of the grid may be split over the cores of a chip.
         step_bytes: what one step of the grid reads from HBM and writes to it.
         trips: how often each loop within a step runs, in the order of the schedule.
+        flops: of one call in which no step is skipped.
     """
 
     name: str
@@ -56,6 +59,7 @@ class KernelSchedule:
     parallel: bool = False
     step_bytes: float = 0.0
     trips: tuple[int, ...] = ()
+    flops: int = 0
 
     @property
     def steps(self) -> int:
@@ -65,10 +69,11 @@ class KernelSchedule:
     @property
     def step(self) -> Span:
         """The loop over the grid; of a kernel without one, everything."""
-        loops = [span for span in self.bundles.whole.inner if span.is_loop]
+        # On a chip of two cores the loop stands in what the second one may skip.
+        loops = [span for span in self.bundles.whole.walk() if span.is_loop]
         if self.steps == 1 or not loops:
             return self.bundles.whole
-        return max(loops, key=lambda span: (span.products, span.stop - span.start))
+        return max(loops, key=lambda span: (span.products, len(span)))
 
     def cycles_a_step(self, active: float = 1.0, row_steps: int | None = None) -> float:
         """Bundles of one step of the grid, on average.
@@ -91,8 +96,8 @@ class KernelSchedule:
             trip = next(trips, None)
             if trip is None:
                 raise UsageError(
-                    f"Kernel {self.name} has a loop within a step of its grid, and how often it runs"
-                    " is not in its schedule. What to do: give trips=, one number a loop"
+                    f"Kernel {self.name} has a loop within a step of its grid, and how often it"
+                    " runs is not in its schedule. What to do: give trips=, one number a loop"
                 )
             times = trip
         total = float(span.own)
@@ -105,16 +110,22 @@ class KernelSchedule:
         return total * times
 
     def seconds(self, active: float = 1.0, row_steps: int | None = None) -> float:
-        """Of one call; the arguments are those of `cycles_a_step`."""
+        """Of one call; the arguments are those of `cycles_a_step`.
+
+        That is what its bundles take, or its transfers, or its products at the peak of the matrix
+        units, whichever takes the longest: before v6e a bundle can start more products than a cycle
+        completes.
+        """
         cycles = self.cycles_a_step(active, row_steps)
         cores = self.chip.cores if self.parallel else 1
-        outside = self.bundles.whole.own if self.step is not self.bundles.whole else 0
+        outside = len(self.bundles.whole) - len(self.step)
         compute = (outside + self.steps / cores * cycles) / self.chip.clock_hz
         transfer = self.steps * active * self.step_bytes / self.chip.hbm_bandwidth
-        return max(compute, transfer)
+        products = active * self.flops / (self.chip.bf16_flops * cores / self.chip.cores)
+        return max(compute, transfer, products)
 
 
-def schedule(
+def schedule_function(
     function: Callable[..., Any],
     args: Sequence[jax.ShapeDtypeStruct],
     chip: str,
@@ -146,7 +157,9 @@ def schedule(
         dump = Path(folder, "dump")
         _compile(program, _SLICES[facts.name], dump, timeout)
         found = {
-            _kernel_name(path.name): read_bundles(path.read_text(encoding="utf-8", errors="replace"))
+            _kernel_name(path.name): read_bundles(
+                path.read_text(encoding="utf-8", errors="replace")
+            )
             for path in sorted(dump.glob(f"*{_BUNDLES}"))
             if "schedule-analysis" not in path.name
         }
@@ -187,9 +200,11 @@ def _compile(program: Path, topology: str, dump: Path, timeout: float) -> None:
 
 
 def _reason(stderr: str) -> str:
+    """The last exception's message, which may have several lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
-    return (errors or lines or ["it gave no reason"])[-1][:400]
+    starts = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    said = lines[starts[-1] :] if starts else lines[-3:]
+    return " ".join(said)[:500] or "it gave no reason"
 
 
 def _kernel_name(file: str) -> str:
@@ -197,9 +212,7 @@ def _kernel_name(file: str) -> str:
     return file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0].rpartition(".")[0]
 
 
-def schedule_kernels(
-    jaxpr: Any, chip: str, *, timeout: float = 600.0
-) -> dict[str, KernelSchedule]:
+def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[str, KernelSchedule]:
     """The schedule of every Pallas call of a traced program, by kernel name.
 
     Calls of the same name, grid and shapes are compiled once; where one name has several, the later
@@ -228,10 +241,16 @@ def schedule_kernels(
 
 def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSchedule:
     """The schedule of one Pallas call, a `kernels.KernelCall`; errors as of `schedule_kernels`."""
-    schedules = schedule(call.run, call.args, chip, timeout=timeout)
-    bundles = _only(schedules.values(), call.name)
+    schedules = schedule_function(call.run, call.args, chip, timeout=timeout)
     return KernelSchedule(
-        call.name, chip_of(chip), call.grid, bundles, call.parallel, call.step_bytes, call.trips
+        call.name,
+        chip_of(chip),
+        call.grid,
+        _only(schedules.values(), call.name),
+        parallel=call.parallel,
+        step_bytes=call.step_bytes,
+        trips=call.trips,
+        flops=call.products,
     )
 
 
