@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from tpuport import ops
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
+    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
-    from tpuport.program.compiling import compile_for
-    from tpuport.program.report import CompileReport
+    from tpuport.program.compiling import CompileReport, compile_for
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting
     from tpuport.running.warmup import warmup
@@ -44,6 +44,7 @@ __all__ = [
     "porting",
     "save_checkpoint",
     "shard",
+    "stack_blocks",
     "to_numpy",
     "to_torch",
     "warmup",

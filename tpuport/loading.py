@@ -20,6 +20,7 @@ MODULE_OF = {
     "porting": "tpuport.running.porting",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
+    "stack_blocks": "tpuport.model.blocks.at_rest",
     "to_numpy": "tpuport.model.structure",
     "to_torch": "tpuport.model.structure",
     "warmup": "tpuport.running.warmup",

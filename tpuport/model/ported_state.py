@@ -11,6 +11,7 @@ import torch
 
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend
+from tpuport.model.blocks import at_rest
 from tpuport.model.compiled import Compiled
 from tpuport.model.program import Program
 from tpuport.model.state import clone_module, state_tree
@@ -77,7 +78,8 @@ class PortedState:
     def frozen(self) -> dict[str, jax.Array]:
         """The part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
         owners = dict(self.module.named_parameters())
-        return {name: value for name, value in self.buffers.items() if name in owners}
+        first = {name: at_rest.members_of(name) or [name] for name in self.buffers}
+        return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
     @property
     def sharding(self) -> Any:
@@ -116,6 +118,10 @@ class PortedState:
     def _values(self) -> dict[str, Any]:
         return {**self.buffers, **self.params}
 
+    def by_fqn(self) -> dict[str, Any]:
+        """All of `params` and `buffers`, each weight by its own fqn also where they are stacked."""
+        return at_rest.unstack(self._values())
+
     def to_torch(self) -> torch.nn.Module:
         """A plain PyTorch module with the current weights and buffers, of the user's own class
         (`save_pretrained` works).
@@ -124,7 +130,7 @@ class PortedState:
             UsageError: a function was ported, or the model was on the meta device (there are no
                 weights).
         """
-        values = self._values()
+        values = self.by_fqn()
         tree = state_tree(self.module)
         names = {id(leaf): name for name, leaf in tree.leaves.items()}
 
@@ -150,7 +156,8 @@ class PortedState:
 
     def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
         values = {**buffers, **params}
-        missing = [name for name in self._values() if name not in values]
+        names = [n for name in self._values() for n in at_rest.members_of(name) or [name]]
+        missing = [name for name in names if name not in values]
         if missing:
             msg = (
                 "apply() got no value for"
@@ -208,8 +215,10 @@ class PortedState:
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, or the model has buffers
                 that no checkpoint holds and no values for them.
-            UsageError: a function was ported, or its module has loading hooks of its own.
+            UsageError: a function was ported, its module has loading hooks of its own, or its
+                blocks are stacked already.
         """
+        at_rest.refuse_stacks(self._values(), "loading weights")
         from tpuport.checkpoints.model_state import load_model
 
         where = {"variant": variant, "subfolder": subfolder, "key": key}
@@ -263,7 +272,7 @@ class PortedState:
     def _adopt(self, master: torch.nn.Module) -> None:
         """Sort the state again after a call that exchanged submodules."""
         tree = state_tree(master)
-        values = self._values()
+        values = self.by_fqn()
         trainable = {n for n, p in master.named_parameters() if p.requires_grad}
         kept = {name: values[name] for name in tree.leaves if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}

@@ -1,20 +1,22 @@
 """`tpuport.compile_for`: does it compile for this slice, does it fit, and what does it cost."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from jax.sharding import Mesh
 
 from tpuport.diagnosis.explain import explaining
-from tpuport.errors import UsageError
 from tpuport.markup import plural
 from tpuport.model import report_format as fmt
 from tpuport.model.ported import PortedModel
 from tpuport.program.advice import advise
 from tpuport.program.aot import Ahead, compile_ahead
-from tpuport.program.described import as_mesh, on_mesh
+from tpuport.program.cost.records import Estimate
+from tpuport.program.described import spread_out
 from tpuport.program.memory import (
     held_at_peak,
     largest_computed,
@@ -45,13 +47,10 @@ def compile_for(
     train: bool | Callable[[Any], Any] = False,
     optimiser: Any = "adamw",
     method: str = "forward",
-    input_specs: Any = None,
-    dcn: Mapping[str, int] | None = None,
-    policy: Callable[[PortedModel], Any] | None = None,
-    strict: bool = False,
-    options: dict[str, Any] | None = None,
     constant_budget: int = CONSTANT_BUDGET,
     kernel_times: bool = True,
+    options: dict[str, Any] | None = None,
+    **spreading: Any,
 ) -> CompileReport:
     """Compile a ported model for a TPU that need not be there, and say what it takes and costs.
 
@@ -62,7 +61,7 @@ def compile_for(
         ported: what `tpuport.convert` gave.
         topology: a slice: `v6e-8`, `v5p-16`, `v5e-4`, or libtpu's name such as `v6e:2x4`.
         inputs: the arguments of the call: a tuple of positional ones, a dict of keyword ones, or a
-            pair (tuple, dict). Of tensors and arrays the shape will do: meta tensors,
+            pair (tuple, dict). Of tensors the shape will do: meta tensors,
             `jax.ShapeDtypeStruct`. Their sizes are those of all chips together.
         mesh: sizes by axis (all chips along fsdp if left out), or a mesh instead of a topology.
         rules: as for `tpuport.shard`: a preset's name, or a table.
@@ -70,15 +69,11 @@ def compile_for(
             output that gives one.
         optimiser: of a training step: one of optax's, the name of one, or None for gradients alone.
         method: which method of the model.
-        input_specs: where arguments go, as `inputs=` of `tpuport.shard`.
-        dcn: sizes across slices, as for `tpuport.sharding.make_mesh`.
-        policy: called with the copy of the model that is compiled, before it is spread: to set
-            dtypes, or what is kept for the backward pass. It may return another model.
-        strict: raise what of the rules may not be meant.
-        options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
         constant_budget: bytes of constants of the host that are nothing to report.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
+        options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
+        **spreading: arguments of `Spreading`.
 
     Returns:
         A report; `report.fits` is the answer. A program that does not fit is an answer, no error.
@@ -88,75 +83,54 @@ def compile_for(
         UsageError: an argument is wrong, or there is no such topology.
         MissingExtraError: libtpu is not installed.
     """
-    if not isinstance(ported, PortedModel):
-        raise UsageError(
-            f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
-        )
-    mesh = as_mesh(mesh, topology, dcn)
-    with warnings.catch_warnings():
-        # They are in the report.
-        warnings.simplefilter("ignore", ShardingWarning)
-        spread, plan = on_mesh(
-            ported, mesh, rules, policy=policy, inputs=input_specs, strict=strict
-        )
+    spread, plan = spread_out(ported, topology, mesh, rules, **spreading)
+    placement: Any = spread._program.placement
+    with _quiet():
         if train:
             step = training_step(spread, method, inputs, train, optimiser)
         else:
             step = forward_step(spread, method, inputs)
-        ahead = compile_ahead(step, mesh, options)
-    modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
-    read = _read(ahead, modules, spread._program.placement, kernel_times)
-    named = optimiser if isinstance(optimiser, str) else "" if optimiser is None else "of your own"
-    return _reported(
-        ahead,
-        read,
-        plan,
-        captured_constants(ahead, modules),
-        constant_budget,
-        model=type(spread.module).__name__,
-        what="training step" if train else method,
-        topology=topology or "",
-        optimiser=named if train else "",
-    )
+        ahead = compile_ahead(step, placement.mesh, options)
+    names = {"what": "training step" if train else method, "topology": topology or ""}
+    names["optimiser"] = _optimiser_name(optimiser) if train else ""
+    return _reported(ahead, spread, plan, constant_budget, kernel_times, names)
 
 
-class _Read:
-    """What was read from a compiled program."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of rules are in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardingWarning)
+        yield
 
-    def __init__(self, program: Program | None, held: tuple[Held, ...], work: Any, time: Any):
-        self.program, self.held, self.work, self.time = program, held, work, time
 
-
-def _read(ahead: Ahead, modules: set[str], placement: Any, kernel_times: bool) -> _Read:
-    if ahead.too_large is not None:
-        listed = listed_by_compiler(ahead.too_large.largest, modules)
-        held = listed or largest_computed(ahead.jaxpr, modules)
-        return _Read(None, held, read_traced(ahead, modules), None)
-    assert isinstance(placement, OnMesh)
-    text = ahead.compiled.as_text()
-    program = read_program(text)
-    work, time = read_work(ahead, text, modules, placement, kernel_times=kernel_times)
-    return _Read(program, held_at_peak(program, modules), work, time)
+def _optimiser_name(optimiser: Any) -> str:
+    if isinstance(optimiser, str):
+        return optimiser
+    return "" if optimiser is None else "of your own"
 
 
 def _reported(
     ahead: Ahead,
-    read: _Read,
+    spread: PortedModel,
     plan: ShardingPlan,
-    captured: tuple[Captured, ...],
     constant_budget: int,
-    **names: Any,
+    kernel_times: bool,
+    names: dict[str, str],
 ) -> CompileReport:
-    mesh: Any = ahead.shapes[0].sharding.mesh
-    device = mesh.devices.flat[0]
-    memory = read_memory(ahead, read.program, device)
-    refused = ahead.too_large
+    modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
+    placement: Any = spread._program.placement
+    read = _read(ahead, modules, placement, kernel_times)
+    captured = captured_constants(ahead, modules)
+    device, refused = placement.mesh.devices.flat[0], ahead.too_large
     report = CompileReport(
-        **names,
+        model=type(spread.module).__name__,
+        what=names["what"],
+        topology=names["topology"],
         device=str(device.device_kind),
-        mesh=sizes_of(mesh),
+        mesh=sizes_of(placement.mesh),
         rules=plan.rules,
-        memory=memory,
+        memory=read_memory(ahead, read.program, device),
         seconds=Seconds(**ahead.seconds),
         held=read.held,
         held_is_whole=refused is not None and not refused.largest,
@@ -164,6 +138,7 @@ def _reported(
         estimate=read.time,
         captured=captured,
         constant_budget=constant_budget,
+        optimiser=names["optimiser"],
         equations=len(ahead.jaxpr.jaxpr.eqns),
         refused="" if refused is None else refused.message,
         findings=tuple(_findings(plan, captured, constant_budget, read.work)),
@@ -172,8 +147,29 @@ def _reported(
     return report if report.fits else advise(report, plan)
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What was read from a compiled program, or from the traced one if it was refused."""
+
+    program: Program | None
+    held: tuple[Held, ...]
+    work: Work
+    time: Estimate | None
+
+
+def _read(ahead: Ahead, modules: set[str], placement: OnMesh, kernel_times: bool) -> _Read:
+    if ahead.too_large is not None:
+        listed = listed_by_compiler(ahead.too_large.largest, modules)
+        held = listed or largest_computed(ahead.jaxpr, modules)
+        return _Read(None, held, read_traced(ahead, modules), None)
+    text = ahead.compiled.as_text()
+    program = read_program(text)
+    work, time = read_work(ahead, text, modules, placement, kernel_times=kernel_times)
+    return _Read(program, held_at_peak(program, modules), work, time)
+
+
 def _findings(
-    plan: ShardingPlan, captured: tuple[Captured, ...], budget: int, work: Work | None
+    plan: ShardingPlan, captured: tuple[Captured, ...], budget: int, work: Work
 ) -> list[str]:
     found = [str(finding) for finding in plan.findings]
     total = sum(one.bytes for one in captured)
@@ -183,9 +179,7 @@ def _findings(
             f" program: {captured[0].shape} {captured[0].name} is the largest. Make them buffers,"
             " or arguments of the call"
         )
-    if work is not None:
-        found += _products_in_fp32(work)
-    return found
+    return found + _products_in_fp32(work)
 
 
 def _products_in_fp32(work: Work) -> list[str]:

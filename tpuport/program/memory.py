@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tpuport.errors import UsageError
 from tpuport.program.aot import Ahead
-from tpuport.program.cost.chips import GIB, chip_of
+from tpuport.program.cost.chips import chip_of
 from tpuport.program.cost.kernels import sub_jaxprs
 from tpuport.program.cost.modules import innermost, operation_names, scope_names
 from tpuport.program.live import live_at_peak, parameter_bytes
@@ -18,6 +18,7 @@ from tpuport.sharding.hlo_text import Program
 from tpuport.sharding.patterns import generalised
 
 # What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
+_GIB = 1 << 30
 _AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 _CATEGORY = {"params": "parameters", "optimiser": "optimiser", "buffers": "buffers"}
 _NUM_HELD = 100
@@ -32,7 +33,7 @@ def available_bytes(device: Any) -> int:
         chip = chip_of(device.device_kind)
     except UsageError:
         return 0
-    return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / GIB) * GIB)
+    return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / _GIB) * _GIB)
 
 
 def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:

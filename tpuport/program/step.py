@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
-from tpuport.model import ahead, arguments, structure
+from tpuport.model import ahead, arguments, pure, structure
+from tpuport.model.blocks import at_rest
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.random_keys import unused_key
@@ -154,7 +155,7 @@ def _call(
 ) -> tuple[Callable[..., Any], list[Any], Any]:
     """The pure function of a method, the places of its arguments, and the shape of its key."""
     taken = ahead.take_apart(*as_call(inputs))
-    placement, program = ported._program.placement, ported._program
+    placement = ported._program.placement
     known = {
         index: value
         for index, value in enumerate(taken.values)
@@ -167,9 +168,10 @@ def _call(
     values = placement.arguments(shapes, taken.paths)
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
+        given = {**buffers, **params}
         request = Request(
             method,
-            {**buffers, **params},
+            at_rest.unstack(given),
             key,
             values,
             taken.metas,
@@ -179,8 +181,8 @@ def _call(
             known_leaves=known,
         )
         with ported._precision_scope():
-            outcome = program.trace(request)
-        outcome.state = placement.state(outcome.state)
+            outcome = pure._traced(ported, request, given)
+        outcome.state = at_rest.restack(placement.state(outcome.state), given)
         return outcome
 
     whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
@@ -195,6 +197,13 @@ def _optimiser_state(
     placement: Any = ported._program.placement
     state = jax.eval_shape(optimiser.init, ported.params)
     places = placement.rules.for_state(state, ported, placement.mesh)
+
+    def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:
+        # The rules know weights by fqn; blocks may be stacked.
+        owner: Any = ported.params.get(getattr(path[-1], "key", "")) if path else None
+        return otherwise if owner is None or owner.shape != leaf.shape else owner.sharding
+
+    places = jax.tree_util.tree_map_with_path(place, state, places)
 
     def placed(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)

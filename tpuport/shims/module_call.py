@@ -32,7 +32,7 @@ class ModuleCall(Shim):
 
             # The compiled program names its instructions and buffers after the user's modules.
             @jax.named_scope(known or type(module).__name__)
-            def run() -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
                 if fqn is None:
                     return original(module, *args, **kwargs)
                 constrain(trace, fqn, "input", (args, kwargs))
@@ -40,7 +40,14 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
+            member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
+
+            def thunk() -> Any:
+                if member is None:
+                    return run(*args, **kwargs)
+                return trace.blocks.call(member, args, kwargs, run)
+
             name = f"{type(module).__module__}.{type(module).__qualname__}"
-            return trace.explorer.run_module(name, run, [module, args, kwargs])
+            return trace.explorer.run_module(name, thunk, [module, args, kwargs])
 
         return [Replacement(torch.nn.Module, "__call__", call)]
