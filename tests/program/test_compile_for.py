@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tpuport
-from tests.program.small import BATCH, WIDTH, Small, batch, needs_libtpu, on_meta, squared
+from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
 from tpuport.errors import UsageError
 from tpuport.program.records import Memory
 from tpuport.program.step import as_call
@@ -192,6 +192,35 @@ def test_a_mesh_has_its_devices():
     mesh = make_mesh({"fsdp": 4}, "v5e-4")
     with pytest.raises(UsageError, match="a mesh has devices already"):
         tpuport.compile_for(on_meta(), "v5e-4", mesh=mesh, inputs=batch())
+
+
+def test_several_slices_are_named_and_what_passes_between_them_is_not_counted():
+    report = tpuport.compile_for(
+        on_meta(), "v5e-4", mesh={"fsdp": 4}, dcn={"data": 2}, inputs=batch()
+    )
+    assert (report.topology, report.num_chips) == ("2 x v5e-4", 8)
+    assert report.work is not None
+    assert any("between slices" in line for line in report.work.unknown)
+
+
+def test_an_unknown_argument_is_said():
+    with pytest.raises(UsageError, match="compile_for has no argument 'mehs'; it has input_specs"):
+        tpuport.compile_for(on_meta(), "v5e-4", inputs=batch(), mehs={})
+
+
+def test_repeated_blocks_compile_as_one_loop_and_so_does_their_state():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[Block() for _ in range(3)])
+    ported = tpuport.convert(model)
+    given = {"inputs": batch(), "train": squared}
+    stacked = tpuport.compile_for(ported, "v5e-4", **given)
+    each = tpuport.compile_for(ported, "v5e-4", **given, stack=False)
+    assert stacked.memory.parameters == each.memory.parameters
+    assert stacked.memory.optimiser == each.memory.optimiser == 2 * each.memory.parameters + 4
+    assert stacked.work is not None
+    assert each.work is not None
+    assert stacked.work.model_flops == each.work.model_flops
+    assert sorted(ported.params) == sorted(dict(model.named_parameters()))
 
 
 def test_arguments_are_positional_named_or_both():

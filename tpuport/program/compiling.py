@@ -16,7 +16,7 @@ from tpuport.model.ported import PortedModel
 from tpuport.program.advice import advise
 from tpuport.program.aot import Ahead, compile_ahead
 from tpuport.program.cost.records import Estimate
-from tpuport.program.described import spread_out
+from tpuport.program.described import num_slices, spread_out
 from tpuport.program.memory import (
     held_at_peak,
     largest_computed,
@@ -91,7 +91,10 @@ def compile_for(
         else:
             step = forward_step(spread, method, inputs)
         ahead = compile_ahead(step, placement.mesh, options)
-    names = {"what": "training step" if train else method, "topology": topology or ""}
+    names = {"what": "training step" if train else method, "topology": ""}
+    if topology is not None:
+        slices = num_slices(placement.mesh)
+        names["topology"] = topology if slices == 1 else f"{slices} x {topology}"
     names["optimiser"] = _optimiser_name(optimiser) if train else ""
     return _reported(ahead, spread, plan, constant_budget, kernel_times, names)
 

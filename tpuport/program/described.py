@@ -109,6 +109,11 @@ def spread_out(
     return made, plan
 
 
+def num_slices(mesh: Mesh) -> int:
+    """How many slices the devices of a mesh belong to."""
+    return len({getattr(device, "slice_index", None) for device in mesh.devices.flat})
+
+
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array, without where it is."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)

@@ -1,6 +1,7 @@
 """What a step does: FLOPs, bytes, collectives with their causes, and the time that this takes."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ from tpuport.program.cost import chip_of, count_jaxpr, estimate_step, read_compi
 from tpuport.program.cost.modules import innermost, scope_names
 from tpuport.program.cost.records import Collective, CompiledCost, Dot, Estimate, JaxprCost
 from tpuport.program.cost.schedule import KernelCompileError, schedule_kernels
+from tpuport.program.described import num_slices
 from tpuport.program.records import Attention, Captured, Moved, Product, Work
 from tpuport.sharding.fitting import shown
 from tpuport.sharding.on_mesh import OnMesh
@@ -47,6 +49,9 @@ def read_work(
     )
     if placement.platform != "tpu":
         return work, None
+    if num_slices(placement.mesh) > 1:
+        more = "what passes between slices, over the data centre's network; a step takes longer"
+        work = dataclasses.replace(work, unknown=(*work.unknown, more))
     return _estimated(ahead, work, traced, compiled, placement, kernel_times)
 
 
@@ -122,13 +127,28 @@ def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
         key = (generalised(kernel.module), kernel.name, "")
         count, total = groups.get(key, (0, 0))
         groups[key] = (count + kernel.times, total)
+    smallest = _score_elements(traced)
     for score in traced.scores:
+        # Other arrays may end in the same two sizes, where a sequence is as long as a layer wide.
+        if score.dtype != "bool" and math.prod(score.shape) < smallest:
+            continue
         shape = f"{score.dtype}{list(score.shape)}"
         key = (generalised(score.module), FULL_SCORES, shape)
         count, total = groups.get(key, (0, 0))
         groups[key] = (count + 1, total + score.bytes)
     made = [Attention(*key, count, total) for key, (count, total) in groups.items()]
     return tuple(sorted(made, key=lambda one: -one.bytes)[:_NUM_ROWS])
+
+
+def _score_elements(traced: JaxprCost) -> int:
+    """Elements of the smallest product of queries and keys that has one of `traced.scores`."""
+    ends = {score.shape[-2:] for score in traced.scores}
+    found = [
+        dot.batch * dot.rows * dot.columns
+        for dot in traced.dots
+        if dot.batch > 1 and {(dot.rows, dot.columns), (dot.columns, dot.rows)} & ends
+    ]
+    return min(found, default=0)
 
 
 def _collectives(found: Iterable[Collective], placement: OnMesh) -> tuple[Moved, ...]:
