@@ -72,6 +72,7 @@ def test_most_is_held_where_three_arrays_live():
 def test_a_loop_counts_with_the_temporaries_of_its_body():
     live = live_at_peak(read_program(LOOP))
     assert {(one.name, one.bytes // MIB) for one in live} == {("t", 8), ("start", 4)}
+    assert {one.name for one in live if one.is_carried} == {"start"}
 
 
 def test_an_operand_stays_until_an_asynchronous_operation_is_done():

@@ -1,5 +1,6 @@
 """What lies in a chip's HBM when most does, read from the schedule of a compiled program."""
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class Live:
         op_name: the operation of the jaxpr that it comes from.
         shape: dtype and sizes.
         bytes: what it takes, tiles included.
+        is_carried: a loop reads or writes it from round to round.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Live:
     op_name: str
     shape: str
     bytes: int
+    is_carried: bool = False
 
 
 @dataclass
@@ -73,6 +76,8 @@ def _peak(program: Program, computation: Computation) -> list[Live]:
         for operand in one.operands:
             for buffer in filter(None, sweep.values.get(operand, ())):
                 buffer.dies = time
+                if one.opcode == "while":
+                    buffer.live = dataclasses.replace(buffer.live, is_carried=True)
         sweep.origins[one.name] = _origin(sweep, one)
         sweep.values[one.name] = _value(sweep, one, time)
         inside = _inside(program, one)

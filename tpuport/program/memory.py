@@ -79,10 +79,13 @@ def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
 
 def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]:
     """The temporaries of a program when they take most, those that are alike together."""
-    return _grouped(
-        (*_place(live.op_name or live.opcode, modules), live.shape, live.bytes)
-        for live in live_at_peak(program)
-    )
+    found = []
+    for live in live_at_peak(program):
+        module, operation = _place(live.op_name or live.opcode, modules)
+        if live.is_carried and not module:
+            operation = "carried by a loop"
+        found.append((module, operation, live.shape, live.bytes))
+    return _grouped(found)
 
 
 def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ...]:

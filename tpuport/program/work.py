@@ -173,7 +173,9 @@ def cause_of(one: Collective, placement: OnMesh) -> str:
     """
     rows = [row for row in placement.plan.rows if row.name.rpartition(".")[0] == one.module]
     for row in rows:
-        if row.axes and _num_chips(row, placement) == one.group_size:
+        # A gathering that overlaps with a product goes round a ring, a neighbour at a time.
+        ring = one.kind == "collective-permute"
+        if row.axes and (ring or _num_chips(row, placement) == one.group_size):
             return f"{row.rule}: {shown(row.spec)}"
     for side in ("output", "input"):
         spec = placement.rules.activations.spec(one.module, side) if one.module else None
