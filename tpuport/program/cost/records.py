@@ -53,8 +53,8 @@ class Kernel:
         grid: its grid.
         flops: of one call: the call's own cost estimate, or what its body multiplies at each step
             of the grid.
-        exact: whether the figure is a cost estimate of the kernel's author. Otherwise it is an
-            upper bound: a step of the grid that a mask skips is counted.
+        exact: whether the figure is a cost estimate of the kernel's author, or of the steps that a
+            constant mask does not skip. Otherwise it is an upper bound: every step is counted.
         bytes: what one call reads and writes at least, each operand once.
         times: how often it is run in a step, on all chips together.
     """
