@@ -209,6 +209,8 @@ class CompiledCost:
         dot_flops_by_module: `dot_flops`, the most first.
         estimated_cycles: XLA's own estimate for what it scheduled on a TPU, loops by their trip
             counts. Kernels and collectives are not in it. 0 where the text has none, as on a CPU.
+        hbm_bytes: read from memory and written to it by everything but kernels, loops by their trip
+            counts. What stays in a TPU's on-chip memory is not in it.
         unknown: what could not be counted, in sentences.
     """
 
@@ -221,6 +223,7 @@ class CompiledCost:
     kernels: tuple[Custom, ...] = ()
     dot_flops_by_module: dict[str, int] = field(default_factory=dict)
     estimated_cycles: int = 0
+    hbm_bytes: int = 0
     unknown: tuple[str, ...] = ()
 
     def bytes_by_kind(self) -> dict[str, int]:
