@@ -122,6 +122,19 @@ def test_flops_of_a_convolution(mesh):
     assert found.dot_flops == 2 * 2 * 16 * 6 * 22 * 22
 
 
+def test_batch_dims_that_became_positions_of_a_convolution():
+    """Each of 16 heads meets only itself: 16 positions, dilated so that no other one is read."""
+    text = (
+        "ENTRY %main (q: f32[16,64,32], k: f32[16,48,32]) -> f32[16,64,48] {\n"
+        "  %q = f32[16,64,32] parameter(0)\n"
+        "  %k = f32[16,48,32] parameter(1)\n"
+        "  ROOT %s = f32[16,64,48] convolution(%q, %k), window={size=16 stride=15 lhs_dilate=16},"
+        " dim_labels=0bf_0oi->0bf\n"
+        "}\n"
+    )
+    assert read_compiled(text).dot_flops == 2 * 16 * 64 * 48 * 32
+
+
 TPU_TEXT = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
 
