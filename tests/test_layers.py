@@ -21,6 +21,7 @@ GROUPS = (
     {"source", "rules"},
     {"lint"},
     {"diagnosis"},
+    {"attention"},
     {"shims", "model", "checkpoints", "running", "ops", *(f"ops_{n}" for n in OPS)},
     {"sharding"},
     {"program"},

@@ -109,6 +109,21 @@ class Instruction:
         return arrays(self.shape)
 
     @property
+    def results(self) -> list[Array]:
+        """The arrays that it makes.
+
+        The start of an asynchronous one has (operands, results, ...); a copy's result comes first,
+        and an all-reduce has only results.
+        """
+        found = self.arrays
+        if self.opcode == "copy-start":
+            return found[:1]
+        if not self.opcode.endswith("-start") or self.opcode == "all-reduce-start":
+            return found
+        num = len(self.operands)
+        return found[num : 2 * num] or found
+
+    @property
     def op_name(self) -> str:
         """The operation of the jaxpr that it was made for, with the names around it."""
         found = _OP_NAME.search(self.attributes)

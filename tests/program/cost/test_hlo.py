@@ -122,6 +122,19 @@ def test_flops_of_a_convolution(mesh):
     assert found.dot_flops == 2 * 2 * 16 * 6 * 22 * 22
 
 
+def test_batch_dims_that_became_positions_of_a_convolution():
+    """Each of 16 heads meets only itself: 16 positions, dilated so that no other one is read."""
+    text = (
+        "ENTRY %main (q: f32[16,64,32], k: f32[16,48,32]) -> f32[16,64,48] {\n"
+        "  %q = f32[16,64,32] parameter(0)\n"
+        "  %k = f32[16,48,32] parameter(1)\n"
+        "  ROOT %s = f32[16,64,48] convolution(%q, %k), window={size=16 stride=15 lhs_dilate=16},"
+        " dim_labels=0bf_0oi->0bf\n"
+        "}\n"
+    )
+    assert read_compiled(text).dot_flops == 2 * 16 * 64 * 48 * 32
+
+
 TPU_TEXT = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
 
@@ -220,6 +233,43 @@ def test_only_copies_that_change_a_layout_or_nothing_count(on_tpu):
     # `copy.5` brings an array to the chip, which costs no layout change.
     assert {one.name for one in on_tpu.copies} == {"copy.4"}
     assert on_tpu.copied_bytes == 12 * 2 * 1200 * 384
+
+
+def test_traffic_of_memory_counts_runs(on_tpu):
+    h, w = 300 * 1200 * 2, 1200 * 1200 * 2
+    each = [
+        w + 4,  # the broadcast of a number
+        h + w + h,  # the fusion
+        2 * h,  # a copy, and one to the chip
+        h,
+        h + 8 * h,  # collectives: all-gather, all-reduce, permute
+        2 * h,
+        2 * h,
+    ]
+    # With each run of the body one comparison of the counter; a copy of a number before all.
+    assert on_tpu.hbm_bytes == 12 * sum(each) + 12 * 9 + 8
+
+
+SLICED = """\
+%read (p0: f32[9,8,128], p1: s32[], p2: f32[9,8,128]) -> f32[9,8,128] {
+  %p0 = f32[9,8,128] parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[9,8,128] parameter(2)
+  %slice = f32[1,8,128] dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,8,128}
+  ROOT %update = f32[9,8,128] dynamic-update-slice(%p2, %slice, %p1)
+}
+
+ENTRY %main (a: f32[9,8,128], i: s32[], b: f32[9,8,128]) -> f32[9,8,128] {
+  %a = f32[9,8,128] parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[9,8,128] parameter(2)
+  ROOT %f = f32[9,8,128] fusion(%a, %i, %b), kind=kLoop, calls=%read
+}
+"""
+
+
+def test_of_a_stack_one_slice_is_read_and_one_is_written():
+    assert read_compiled(SLICED).hbm_bytes == 2 * 8 * 128 * 4 + 4
 
 
 def test_buffers_have_their_padding(on_tpu):

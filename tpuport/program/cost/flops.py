@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.extend import core
 
-from tpuport.program.cost.kernels import PALLAS, dot_sizes, open_jaxpr, read_call, sub_jaxprs
+from tpuport.program.cost.kernel_masks import active_shares
+from tpuport.program.cost.kernels import dot_sizes, read_call
 from tpuport.program.cost.modules import innermost, scope_names
 from tpuport.program.cost.records import (
     Constant,
@@ -19,6 +20,7 @@ from tpuport.program.cost.records import (
     ModuleCost,
     ScoreArray,
 )
+from tpuport.program.cost.walking import PALLAS, inner_jaxprs, open_jaxpr, sub_jaxprs
 
 # A contraction no longer than this makes scores of queries and keys, not a layer's output.
 _LONGEST_HEAD = 512
@@ -42,7 +44,7 @@ def count_jaxpr(
         branch, what is within `shard_map` once a shard, and the body of a `while` once, which
         `unknown` says. Backward passes are in it if they are in the jaxpr.
     """
-    counter = _Counter(modules)
+    counter = _Counter(modules, active_shares(jaxpr))
     counter.visit(open_jaxpr(jaxpr), 1, ())
     scores = _Scores(counter, score_size)
     scores.visit(open_jaxpr(jaxpr), ())
@@ -65,8 +67,9 @@ def count_jaxpr(
 class _Counter:
     """Collects products and kernels, equation by equation."""
 
-    def __init__(self, modules: Collection[str] | None):
+    def __init__(self, modules: Collection[str] | None, shares: dict[int, float]):
         self.modules = modules
+        self.shares = shares
         self.dots: list[tuple[Dot, int]] = []
         self.kernels: list[Kernel] = []
         self.unknown: list[str] = []
@@ -124,7 +127,7 @@ class _Counter:
     def _visit_branches(self, eqn: Any, times: int, names: tuple[str, ...]) -> None:
         best = None
         for branch in eqn.params["branches"]:
-            counter = _Counter(self.modules)
+            counter = _Counter(self.modules, self.shares)
             counter.visit(open_jaxpr(branch), times, names)
             if best is None or _flops(counter) > _flops(best):
                 best = counter
@@ -134,7 +137,7 @@ class _Counter:
             self.unknown += best.unknown
 
     def _add_kernel(self, eqn: Any, module: str, times: int) -> None:
-        call = read_call(eqn)
+        call = read_call(eqn, self.shares.get(id(eqn)))
         if not call.flops:
             self.unknown.append(f"the FLOPs of the kernel {call.name}{_within(module)}")
         self.kernels.append(
@@ -253,9 +256,7 @@ def _constants(jaxpr: Any) -> tuple[Constant, ...]:
         if isinstance(one, core.ClosedJaxpr):
             arrays.update({id(value): value for value in one.consts})
         for eqn in open_jaxpr(one).eqns:
-            for value in eqn.params.values():
-                several = value if isinstance(value, tuple | list) else (value,)
-                pending += [v for v in several if isinstance(v, core.Jaxpr | core.ClosedJaxpr)]
+            pending += inner_jaxprs(eqn)
     found = [
         Constant(tuple(value.shape), str(value.dtype), int(value.nbytes))
         for value in arrays.values()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from tpuport.program.cost.hlo_products import product_flops
 from tpuport.program.cost.hlo_runs import Runs, count_runs
+from tpuport.program.cost.hlo_traffic import traffic
 from tpuport.program.cost.modules import innermost, operation_names
 from tpuport.program.cost.records import Buffer, Collective, CompiledCost, Custom
 from tpuport.sharding.collectives import collective_id, collective_kind
@@ -47,6 +48,7 @@ def read_compiled(text: str, *, modules: Collection[str] | None = None) -> Compi
         kernels=tuple(reader.kernels),
         dot_flops_by_module=dict(sorted(reader.flops.items(), key=lambda item: -item[1])),
         estimated_cycles=reader.cycles,
+        hbm_bytes=reader.hbm_bytes,
         unknown=tuple(dict.fromkeys(runs.unknown + reader.unknown)),
     )
 
@@ -64,6 +66,7 @@ class _Reader:
         self.buffers: list[Buffer] = []
         self.kernels: list[Custom] = []
         self.cycles = 0
+        self.hbm_bytes = 0
         self.unknown: list[str] = []
 
     def read(self, computation: Computation, times: int) -> None:
@@ -88,7 +91,7 @@ class _Reader:
             known = self.collectives.setdefault(collective_id(one), found)
             if found.times > known.times:
                 self.collectives[collective_id(one)] = found
-        if one.opcode == "custom-call" and f'"{PALLAS_TARGET}"' in one.attributes:
+        if _is_kernel(one):
             name = re.sub(r"(?:\.\d+|\.clone)+$", "", one.name)
             self.kernels.append(Custom(name, PALLAS_TARGET, module, times))
 
@@ -100,7 +103,9 @@ class _Reader:
             return
         if one.opcode == "parameter" and not is_argument:
             return
-        held = [array for array in _results(one) if array.size > 1]
+        if one.opcode not in ("parameter", "constant") and not _is_kernel(one):
+            self.hbm_bytes += traffic(self.program, computation, one) * times
+        held = [array for array in one.results if array.size > 1]
         in_memory = [array for array in held if array.space == 0]
         if in_memory:
             self.buffers.append(self._buffer(one, in_memory))
@@ -132,14 +137,14 @@ class _Reader:
         source = computation.instructions.get(one.operands[0])
         if source is None or not source.arrays:
             return True
-        before, after = source.arrays[0], _results(one)[0]
+        before, after = source.arrays[0], one.results[0]
         moved = before.space != after.space
         return before.order != after.order or before.tile != after.tile or not moved
 
     def _collective(
         self, computation: Computation, one: Instruction, kind: str, times: int
     ) -> Collective:
-        held = _results(one)
+        held = one.results
         if kind == "reduce-scatter":
             sources = [computation.instructions.get(name) for name in one.operands]
             held = [array for source in sources if source for array in source.arrays]
@@ -159,19 +164,8 @@ class _Reader:
         return size or 2
 
 
-def _results(one: Instruction) -> list[Array]:
-    """The arrays that an instruction makes.
-
-    The start of an asynchronous one has (operands, results, ...): a copy's result comes first, an
-    all-reduce has only results.
-    """
-    found = one.arrays
-    if one.opcode == "copy-start":
-        return found[:1]
-    if not one.opcode.endswith("-start") or one.opcode == "all-reduce-start":
-        return found
-    num = len(one.operands)
-    return found[num : 2 * num] or found
+def _is_kernel(one: Instruction) -> bool:
+    return one.opcode == "custom-call" and f'"{PALLAS_TARGET}"' in one.attributes
 
 
 def group_size(attributes: str) -> int | None:

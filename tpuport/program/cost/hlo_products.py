@@ -102,7 +102,11 @@ def _meeting(size: int, kernel: int, out: int, window: _Window) -> int:
     """Pairs of an output position and a kernel position that read an element and no padding."""
     if kernel == 1 and window.pad == 0 and window.lhs_dilate == 1:
         return out
-    at = np.arange(out)[:, None] * window.stride - window.pad
-    at = at + np.arange(kernel)[None, :] * window.rhs_dilate
-    inside = (at >= 0) & (at <= (size - 1) * window.lhs_dilate) & (at % window.lhs_dilate == 0)
-    return int(inside.sum())
+    ends = np.arange(out) * window.stride - window.pad, np.arange(kernel) * window.rhs_dilate
+    few, many = sorted(ends, key=len)
+    total = 0
+    for start in few:
+        at = many + start
+        inside = (at >= 0) & (at <= (size - 1) * window.lhs_dilate)
+        total += int((inside & (at % window.lhs_dilate == 0)).sum())
+    return total

@@ -50,6 +50,8 @@ class KernelSchedule:
         step_bytes: what one step of the grid reads from HBM and writes to it.
         trips: how often each loop within a step runs, in the order of the schedule.
         flops: of one call in which no step is skipped.
+        active: the share of the steps in which its matrix products are run; the others are skipped,
+            as a causal mask does with blocks above the diagonal. None if it is not known.
     """
 
     name: str
@@ -60,6 +62,7 @@ class KernelSchedule:
     step_bytes: float = 0.0
     trips: tuple[int, ...] = ()
     flops: int = 0
+    active: float | None = None
 
     @property
     def steps(self) -> int:
@@ -75,18 +78,22 @@ class KernelSchedule:
             return self.bundles.whole
         return max(loops, key=lambda span: (span.products, len(span)))
 
-    def cycles_a_step(self, active: float = 1.0, row_steps: int | None = None) -> float:
+    def cycles_a_step(self, active: float | None = None, row_steps: int | None = None) -> float:
         """Bundles of one step of the grid, on average.
 
         Args:
-            active: the share of the steps in which the matrix products are run; the others are
-                skipped, as a causal mask does with blocks above the diagonal.
+            active: in place of the kernel's own, which counts as 1 if it is not known.
             row_steps: after how many steps the parts without matrix products run that a jump can
                 skip (such as `pl.when(j == 0)`). Default: the grid's innermost dim.
         """
+        active = self._active(active)
         row_steps = row_steps or (self.grid[-1] if self.grid else 1)
         trips = iter(self.trips)
         return self._cycles(self.step, active, 1 / row_steps, trips, top=True)
+
+    def _active(self, given: float | None) -> float:
+        known = 1.0 if self.active is None else self.active
+        return known if given is None else given
 
     def _cycles(
         self, span: Span, active: float, seldom: float, trips: Any, top: bool = False
@@ -109,13 +116,14 @@ class KernelSchedule:
             total += cycles
         return total * times
 
-    def seconds(self, active: float = 1.0, row_steps: int | None = None) -> float:
+    def seconds(self, active: float | None = None, row_steps: int | None = None) -> float:
         """Of one call; the arguments are those of `cycles_a_step`.
 
         That is what its bundles take, or its transfers, or its products at the peak of the matrix
         units, whichever takes the longest: before v6e a bundle can start more products than a cycle
         completes.
         """
+        active = self._active(active)
         cycles = self.cycles_a_step(active, row_steps)
         cores = self.chip.cores if self.parallel else 1
         outside = len(self.bundles.whole) - len(self.step)
@@ -251,6 +259,7 @@ def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSche
         step_bytes=call.step_bytes,
         trips=call.trips,
         flops=call.products,
+        active=call.active,
     )
 
 

@@ -1,0 +1,285 @@
+"""`attend`: checks its arguments and hands them to the kernel that serves."""
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuport.attention.blocks import chip_of, choose_tiles
+from tpuport.attention.full import attend_full
+from tpuport.attention.mask import Mask
+from tpuport.attention.options import AttentionOptions, Shards
+from tpuport.attention.problem import Parts, Problem, hoist
+from tpuport.attention.sharded import attention
+from tpuport.attention.tiles import KernelTiles
+from tpuport.errors import UsageError
+
+# Rows of queries and of keys that blockwise attention handles at a time.
+_BLOCKWISE = KernelTiles(q=512, kv=1024, kv_compute=1024, q_back=512, kv_back=1024)
+_SPLASH_DTYPES = ("bfloat16", "float32")
+
+
+class AttentionWarning(UserWarning):
+    """Attention that is computed otherwise, and slower, than was asked for; the result is right."""
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask = Mask(),  # noqa: B008 - frozen
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    key: Any = None,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008 - frozen
+    shards: Shards | None = None,
+) -> jax.Array:
+    """softmax(scale q k^T, where the mask allows) v, by the kernel that the options name.
+
+    Reverse-mode gradients reach q, k, v and the numbers that `mask.blocks` captured.
+
+    Args:
+        q: queries (B, Hq, Sq, D).
+        k: keys (B, Hkv, Sk, D); Hkv divides Hq, and query head h uses key head h // (Hq // Hkv).
+        v: values (B, Hkv, Sk, Dv).
+        mask: who attends to whom. A query that may attend to nothing gives 0.
+        scale: factor of the scores; 1 / sqrt(D) if None.
+        softcap: scores s become softcap * tanh(s / softcap), before mask and bias.
+        dropout: share of the weights that is dropped, the others scaled up.
+        key: a `jax.random` key; needed for dropout.
+        options: kernel, block sizes, and how a sharded sequence meets.
+        shards: the mesh axes that the arrays lie over; None where nothing is sharded.
+
+    Returns:
+        (B, Hq, Sq, Dv), of q's dtype.
+
+    Raises:
+        UsageError: shapes or options that do not go together.
+
+    Warns:
+        AttentionWarning: once for each reason that splash cannot serve, or an axis cannot be used.
+    """
+    check_arguments(q, k, v, mask, dropout=dropout, key=key)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if 0 in q.shape or 0 in k.shape or 0 in v.shape:
+        return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
+    if options.kernel == "full":
+        return attend_full(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
+    shards = _usable(shards, q.shape)
+    kernel = _choose_kernel(q, mask, dropout, options, shards)
+    low, high = mask.band()
+    problem = Problem(
+        kernel=kernel,
+        scale=scale,
+        softcap=softcap,
+        low=low,
+        high=high,
+        num_queries=q.shape[2],
+        num_keys=k.shape[2],
+        tiles=_BLOCKWISE,
+        interpret=options.interpret,
+        dropout=dropout,
+        shards=shards,
+        way=options.sequence,
+    )
+    out = _attend(problem, q, k, v, mask, key, options)
+    if mask.query_valid is not None:
+        out = jnp.where(jnp.asarray(mask.query_valid)[:, None, :, None], out, 0)
+    return out
+
+
+def _attend(
+    problem: Problem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    key: Any,
+    options: AttentionOptions,
+) -> jax.Array:
+    """Pads the sequences to the chips, chooses tiles, and runs."""
+    batch, num_queries = q.shape[0], q.shape[2]
+    problem, valid = _known_keys(problem, mask)
+    pieces = _sequence_pieces(problem)
+    q, k, v = (_pad_sequence(x, pieces, 2) for x in (q, k, v))
+    # Queries that are padding have no id that matters; keys that are padding are past `num_keys`.
+    parts = Parts(
+        q_segments=_pad_sequence(_ids(mask.q_segments, batch), pieces, 1),
+        kv_segments=_pad_sequence(_ids(mask.kv_segments, batch), pieces, 1),
+        key_valid=_pad_sequence(_of_batch(valid, batch), pieces, 1),
+        key=key,
+    )
+    problem = dataclasses.replace(problem, keys_whole=k.shape[2] == problem.num_keys)
+    own_q, own_k = _own_lengths(problem, q.shape[2], k.shape[2], pieces)
+    tiles = _choose_tiles(problem, q, mask, options, own_q, own_k)
+    problem = dataclasses.replace(problem, tiles=tiles)
+    if mask.blocks is not None:
+        padded = q.shape[2] != num_queries or not problem.keys_whole
+        sizes = min(tiles.q, own_q), min(tiles.kv, own_k)
+        within = (num_queries, problem.num_keys) if padded else None
+        further, captured = hoist(mask.blocks, sizes, within)
+        problem = dataclasses.replace(problem, further=further)
+        parts = dataclasses.replace(parts, captured=captured)
+    out: Any = attention(problem, q, k, v, parts)
+    return out[:, :, :num_queries]
+
+
+def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
+    """Keys that are known to be padding at the end need no mask, only a shorter sequence."""
+    valid: Any = mask.key_valid
+    if not isinstance(valid, np.ndarray):
+        return problem, None if valid is None else valid.astype(bool)
+    valid = np.asarray(valid, bool)
+    count = int(valid[0].sum())
+    if np.array_equal(valid, np.broadcast_to(np.arange(valid.shape[1]) < count, valid.shape)):
+        return dataclasses.replace(problem, num_keys=count), None
+    return problem, valid
+
+
+def _choose_tiles(
+    problem: Problem, q: jax.Array, mask: Mask, options: AttentionOptions, own_q: int, own_k: int
+) -> KernelTiles:
+    """Tile sizes for one chip's share of the sequences."""
+    if problem.kernel == "splash":
+        return choose_tiles(
+            chip=_chip(options, problem.shards),
+            head_dim=q.shape[-1],
+            dtype=q.dtype.name,
+            mask=mask.kind,
+            num_queries=own_q,
+            num_keys=own_k,
+            override=options.blocks,
+        )
+    if options.blocks is None:
+        return _BLOCKWISE
+    sizes = options.blocks
+    return KernelTiles(sizes.q, sizes.kv, sizes.kv_compute, sizes.q, sizes.kv)
+
+
+def _own_lengths(problem: Problem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
+    """Queries, and keys at a time, that one chip handles."""
+    if problem.way == "heads":
+        return num_q, num_k
+    return num_q // pieces, num_k // pieces if problem.way == "ring" else num_k
+
+
+def _sequence_pieces(problem: Problem) -> int:
+    """How many chips share the sequence."""
+    if problem.shards is None:
+        return 1
+    return math.prod(problem.shards.mesh.shape[axis] for axis in problem.shards.sequence)
+
+
+def _pad_sequence(x: Any, pieces: int, axis: int) -> Any:
+    """Zeros at the end of the sequence, so that it divides among the chips."""
+    if x is None or x.shape[axis] % pieces == 0:
+        return x
+    more = -x.shape[axis] % pieces
+    return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
+
+
+def _of_batch(x: Any, batch: int) -> Any:
+    """(1 or B, S) as (B, S)."""
+    return None if x is None else jnp.broadcast_to(jnp.asarray(x), (batch, x.shape[1]))
+
+
+def _ids(segments: Any, batch: int) -> Any:
+    return None if segments is None else _of_batch(segments, batch).astype(jnp.int32)
+
+
+def _choose_kernel(
+    q: jax.Array, mask: Mask, dropout: float, options: AttentionOptions, shards: Shards | None
+) -> str:
+    """ "splash" or "blockwise"; says why it is not the one that was to be."""
+    if options.kernel == "blockwise":
+        return "blockwise"
+    reasons = (
+        ("an arbitrary mask or bias", mask.blocks is not None),
+        ("dropout", bool(dropout)),
+        (f"{q.dtype.name} operands", q.dtype.name not in _SPLASH_DTYPES),
+    )
+    reason = next((name for name, holds in reasons if holds), None)
+    if options.kernel == "splash":
+        if reason is None:
+            return "splash"
+        raise UsageError(
+            f"Splash attention cannot serve {reason}. What to do: leave the kernel to 'auto', or"
+            " choose 'blockwise'"
+        )
+    if not (options.interpret or _platform(options, shards) == "tpu"):
+        return "blockwise"
+    if reason is None:
+        return "splash"
+    _say_once(f"Splash attention cannot serve {reason}: blockwise attention is used, slower")
+    return "blockwise"
+
+
+def _platform(options: AttentionOptions, shards: Shards | None) -> str:
+    if options.platform is not None:
+        return options.platform
+    return jax.default_backend() if shards is None else shards.mesh.devices.flat[0].platform
+
+
+def _chip(options: AttentionOptions, shards: Shards | None) -> str:
+    if options.chip is not None:
+        return options.chip
+    device = jax.devices()[0] if shards is None else shards.mesh.devices.flat[0]
+    return chip_of(device.device_kind)
+
+
+def _usable(shards: Shards | None, shape: tuple[int, ...]) -> Shards | None:
+    """The axes that divide batch and heads; the chips of the others do the same work."""
+    if shards is None:
+        return None
+    kept = {}
+    for name, length in (("batch", shape[0]), ("heads", shape[1])):
+        axes = tuple(a for a in getattr(shards, name) if shards.mesh.shape[a] > 1)
+        while axes and length % math.prod(shards.mesh.shape[a] for a in axes):
+            _say_once(
+                f"Attention has {name} of {length}, which the mesh axis {axes[-1]!r} of"
+                f" {shards.mesh.shape[axes[-1]]} does not divide: its chips compute the same"
+            )
+            axes = axes[:-1]
+        kept[name] = axes
+    sequence = tuple(a for a in shards.sequence if shards.mesh.shape[a] > 1)
+    return Shards(shards.mesh, kept["batch"], kept["heads"], sequence)
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        warnings.warn(message, AttentionWarning, stacklevel=4)
+
+
+def check_arguments(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, *, dropout: float, key: Any
+) -> None:
+    """Raise `UsageError` for shapes that do not go together."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise UsageError(
+            "attend needs queries, keys and values of 4 dimensions (batch, heads, sequence, size),"
+            f" not {q.shape}, {k.shape} and {v.shape}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise UsageError(
+            "attend needs queries (B, Hq, Sq, D), keys (B, Hkv, Sk, D) and values (B, Hkv, Sk, Dv),"
+            f" not {q.shape}, {k.shape} and {v.shape}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise UsageError(
+            f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads. What to do: give a"
+            " number of key heads that divides that of the query heads"
+        )
+    if (mask.q_segments is None) != (mask.kv_segments is None):
+        raise UsageError("A Mask needs q_segments and kv_segments, or neither")
+    if dropout and key is None:
+        raise UsageError("Dropout needs a key. What to do: pass key=jax.random.key(seed)")

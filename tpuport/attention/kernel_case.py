@@ -1,0 +1,179 @@
+"""One attention kernel by itself, as a tuner of block sizes times it."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuport.attention.blocks import choose_tiles
+from tpuport.attention.dispatch import attend
+from tpuport.attention.mask import Mask
+from tpuport.attention.options import AttentionOptions, BlockSizes
+from tpuport.attention.schedule import Band, make_pieces
+from tpuport.errors import UsageError
+
+# The masks that block sizes are chosen by: `Mask.kind`.
+KINDS = ("full", "causal", "window", "padding", "segments")
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """What one chip computes of one attention, one example.
+
+    Args:
+        chip: short name, such as "v6e".
+        num_heads: query heads.
+        num_queries: queries.
+        num_keys: keys.
+        head_dim: size of a head.
+        dtype: of the operands.
+        mask: one of `KINDS`; a window reaches back an eighth of the keys, and padding is told to
+            the program only when it runs.
+        blocks: tile sizes; those that `attend` would choose if None.
+        num_kv_heads: key heads; as many as query heads if None.
+        backward: whether gradients are taken too.
+    """
+
+    chip: str
+    num_heads: int
+    num_queries: int
+    num_keys: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    mask: str = "full"
+    blocks: BlockSizes | None = None
+    num_kv_heads: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class CallSteps:
+    """The grid of one call of the forward kernel.
+
+    Args:
+        masked: whether it masks what it visits.
+        steps: steps of the grid.
+        active: how many of them compute; where the keys are counted only when the program runs, as
+            many as if all were valid.
+    """
+
+    masked: bool
+    steps: int
+    active: int
+
+
+@dataclass(frozen=True)
+class BuiltKernel:
+    """A case to trace, compile and time.
+
+    Args:
+        function: takes arrays as `args` say; gives the output, or the gradients of q, k and v.
+        args: shapes and dtypes.
+        blocks: the tile sizes that it has.
+        calls: its calls of the forward kernel, in the order in which it makes them.
+        flops: of the products of what is seen, forward.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[jax.ShapeDtypeStruct, ...]
+    blocks: BlockSizes
+    calls: tuple[CallSteps, ...]
+    flops: int
+
+
+def build_kernel(case: KernelCase) -> BuiltKernel:
+    """The kernel of a case, for one chip; lower it for that chip, or inside `shard_map`.
+
+    Raises:
+        UsageError: a mask that there is not, or block sizes that the kernel cannot have.
+    """
+    if case.mask not in KINDS:
+        raise UsageError(
+            f"There is no kind of mask {case.mask!r}. What to do: choose one of {', '.join(KINDS)}"
+        )
+    tiles = choose_tiles(
+        chip=case.chip,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        mask=case.mask,
+        num_queries=case.num_queries,
+        num_keys=case.num_keys,
+        override=case.blocks,
+    )
+    options = AttentionOptions(kernel="splash", chip=case.chip, blocks=case.blocks)
+    band = _band(case)
+    window = None if band.low is None else (-band.low, 0)
+    mask = Mask(causal=case.mask == "causal", offset=band.shift, window=window)
+
+    def forward(q: Any, k: Any, v: Any, extra: Any = None) -> jax.Array:
+        now = mask
+        if case.mask == "segments":
+            ids = extra[:, : case.num_queries], extra[:, : case.num_keys]
+            now = dataclasses.replace(mask, q_segments=ids[0], kv_segments=ids[1])
+        elif case.mask == "padding":
+            now = dataclasses.replace(mask, key_valid=extra)
+        return attend(q, k, v, now, options=options)
+
+    def gradients(q: Any, k: Any, v: Any, *extra: Any) -> Any:
+        out, pull = jax.vjp(lambda *qkv: forward(*qkv, *extra), q, k, v)
+        return pull(out)
+
+    num_blocks = -(-case.num_queries // tiles.q), -(-case.num_keys // tiles.kv)
+    pieces = make_pieces(band, num_blocks, (tiles.q, tiles.kv))
+    calls = tuple(
+        CallSteps(
+            masked=piece.function is not None,
+            steps=case.num_heads * int(np.prod(piece.info.block_mask.shape)),  # pyright: ignore
+            active=case.num_heads * int(piece.info.block_mask.sum()),  # pyright: ignore
+        )
+        for piece in pieces
+    )
+    return BuiltKernel(
+        function=gradients if case.backward else forward,
+        args=_args(case),
+        blocks=BlockSizes(tiles.q, tiles.kv, tiles.kv_compute),
+        calls=calls,
+        flops=4 * case.head_dim * case.num_heads * _seen(band),
+    )
+
+
+def _band(case: KernelCase) -> Band:
+    """What the case's queries see; the last query stands at the last key."""
+    shift = case.num_keys - case.num_queries
+    low = -(case.num_keys // 8) if case.mask == "window" else None
+    high = 0 if case.mask in ("causal", "window") else None
+    # Keys that may be padding: the last block is masked, as it is when the program runs.
+    num_keys = case.num_keys - 1 if case.mask == "padding" else case.num_keys
+    return Band(low, high, shift, case.num_queries, num_keys)
+
+
+def _seen(band: Band) -> int:
+    """How many pairs of a query and a key count."""
+    places = np.arange(band.num_queries, dtype=np.int64) + band.shift
+    last = np.full_like(places, band.num_keys - 1)
+    if band.high is not None:
+        last = np.minimum(last, places + band.high)
+    first = np.zeros_like(places) if band.low is None else np.maximum(places + band.low, 0)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
+def _args(case: KernelCase) -> tuple[jax.ShapeDtypeStruct, ...]:
+    kv_heads = case.num_kv_heads or case.num_heads
+    shape = jax.ShapeDtypeStruct
+    args = [
+        shape((1, heads, length, case.head_dim), jnp.dtype(case.dtype))
+        for heads, length in (
+            (case.num_heads, case.num_queries),
+            (kv_heads, case.num_keys),
+            (kv_heads, case.num_keys),
+        )
+    ]
+    if case.mask == "segments":
+        args.append(shape((1, max(case.num_queries, case.num_keys)), jnp.dtype("int32")))
+    elif case.mask == "padding":
+        args.append(shape((1, case.num_keys), jnp.dtype("bool")))
+    return tuple(args)

@@ -1,0 +1,79 @@
+"""What a caller of attention may choose, and over which axes of a mesh the arrays lie."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tpuport.errors import UsageError
+
+Kernel = Literal["auto", "splash", "blockwise", "full"]
+SequenceWay = Literal["gather", "ring", "heads"]
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Tile sizes of the splash kernel, in rows of queries and of keys.
+
+    Args:
+        q: queries of one grid step.
+        kv: keys brought into fast memory at a time.
+        kv_compute: keys of one multiplication; divides `kv`.
+    """
+
+    q: int
+    kv: int
+    kv_compute: int
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is to be computed.
+
+    Args:
+        kernel: "auto" takes splash on TPU where it can serve, and "blockwise" otherwise; "full"
+            builds the matrix of scores, as a reference.
+        interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
+        blocks: tile sizes instead of those of the table.
+        sequence: how keys and values meet queries where the sequence is sharded: "gather" them,
+            pass them round a "ring", or exchange the sequence for "heads" (all-to-all).
+        platform: where the program will run ("tpu", "cpu"); by default that of the mesh's devices,
+            or of jax's default backend.
+        chip: kind of TPU that block sizes are chosen for, such as "v6e"; by default the mesh's.
+
+    Raises:
+        UsageError: a name that there is not.
+    """
+
+    kernel: Kernel = "auto"
+    interpret: bool = False
+    blocks: BlockSizes | None = None
+    sequence: SequenceWay = "gather"
+    platform: str | None = None
+    chip: str | None = None
+
+    def __post_init__(self) -> None:
+        _check("kernel", self.kernel, Kernel)
+        _check("sequence", self.sequence, SequenceWay)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A mesh and the axes that each dimension of queries, keys and values is sharded over.
+
+    Args:
+        mesh: a `jax.sharding.Mesh`.
+        batch: names of its axes.
+        heads: names of its axes. Where they do not divide the key heads, each chip holds those key
+            heads that its query heads need.
+        sequence: names of its axes.
+    """
+
+    mesh: Any
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+
+
+def _check(name: str, value: str, literal: Any) -> None:
+    if value not in literal.__args__:
+        known = ", ".join(repr(a) for a in literal.__args__)
+        raise UsageError(f"There is no {name} {value!r}. What to do: choose one of {known}")

@@ -1,0 +1,153 @@
+"""One attention as the kernels take it: numbers that are fixed, arrays that are not."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from tpuport.attention.mask import Blocks
+from tpuport.attention.options import SequenceWay, Shards
+from tpuport.attention.tiles import KernelTiles
+
+# A tile of a further mask or bias, its captured arrays given: (arrays, q_start, k_start) -> tile.
+Further = Callable[[Sequence[jax.Array], Any, Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is known when the program is compiled.
+
+    Args:
+        kernel: "splash" or "blockwise".
+        scale: factor of the scores.
+        softcap: see `full.cap`.
+        low: lowest key position minus query position that is seen; None for no limit.
+        high: highest such; None for no limit.
+        num_queries: queries of the whole sequence, over all shards, without padding.
+        num_keys: keys of the whole sequence, likewise.
+        tiles: tile sizes of the kernel.
+        interpret: whether Pallas interprets the kernel.
+        dropout: share of dropped weights; only blockwise.
+        further: further mask or bias by tile; only blockwise.
+        further_size: rows of queries and of keys of one tile of it.
+        shards: the mesh and its axes, or None.
+        way: how a sharded sequence meets.
+        keys_whole: whether the chips' keys together are `num_keys`; else the last ones are padding.
+    """
+
+    kernel: str
+    scale: float
+    softcap: float | None
+    low: int | None
+    high: int | None
+    num_queries: int
+    num_keys: int
+    tiles: KernelTiles
+    interpret: bool = False
+    dropout: float = 0.0
+    further: Further | None = None
+    shards: Shards | None = None
+    way: SequenceWay = "gather"
+    keys_whole: bool = True
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Parts:
+    """Arrays of one attention besides queries, keys and values; each may be None.
+
+    Args:
+        q_segments: (B, Sq) int32.
+        kv_segments: (B, Sk) int32.
+        key_valid: (B, Sk) booleans.
+        captured: what `Problem.further` needs.
+        key: randomness of dropout.
+    """
+
+    q_segments: Any = None
+    kv_segments: Any = None
+    key_valid: Any = None
+    captured: tuple[Any, ...] = ()
+    key: Any = None
+
+    def with_keys(self, change: Callable[[jax.Array], jax.Array]) -> "Parts":
+        """What follows the keys of the sequence, changed as they are."""
+        kv = None if self.kv_segments is None else change(self.kv_segments)
+        valid = None if self.key_valid is None else change(self.key_valid)
+        return dataclasses.replace(self, kv_segments=kv, key_valid=valid)
+
+    def with_queries(self, change: Callable[[jax.Array], jax.Array]) -> "Parts":
+        """What follows the queries of the sequence, changed as they are."""
+        q = None if self.q_segments is None else change(self.q_segments)
+        return dataclasses.replace(self, q_segments=q)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the first local query and key stand in the whole sequences; numbers, maybe traced."""
+
+    q: Any = 0
+    k: Any = 0
+    batch: Any = 0
+    head: Any = 0
+
+
+@dataclass(frozen=True)
+class Local:
+    """What one chip works on: the problem, its arrays, and where they stand."""
+
+    problem: Problem
+    parts: Parts = Parts()
+    origin: Origin = Origin()
+
+
+class Gradients(NamedTuple):
+    """Gradients of queries, keys, values, and of the captured arrays that hold real numbers."""
+
+    q: Any
+    k: Any
+    v: Any
+    captured: tuple[Any, ...] = ()
+
+
+def is_float(array: Any) -> bool:
+    """Whether an array has gradients."""
+    return jnp.issubdtype(jnp.result_type(array), jnp.floating)
+
+
+def hoist(
+    blocks: Blocks, sizes: tuple[int, int], within: tuple[int, int] | None
+) -> tuple[Further, tuple[jax.Array, ...]]:
+    """A function of tiles as one of its captured arrays too, which gradients can reach.
+
+    Args:
+        blocks: as in `Mask`.
+        sizes: rows of queries and of keys of every tile.
+        within: lengths of the sequences that `blocks` knows, where tiles may lie beyond them; what
+            such a tile holds there is of no meaning.
+    """
+    q_size, k_size = sizes
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    closed = jax.make_jaxpr(lambda q, k: blocks(q, q_size, k, k_size))(start, start)
+    jaxpr = closed.jaxpr
+
+    def further(captured: Sequence[jax.Array], q_start: Any, k_start: Any) -> jax.Array:
+        starts = [jnp.asarray(q_start, jnp.int32), jnp.asarray(k_start, jnp.int32)]
+        if within is None:
+            return jax.core.eval_jaxpr(jaxpr, captured, *starts)[0]
+        inside = [
+            jnp.clip(s, 0, max(most - size, 0))
+            for s, most, size in zip(starts, within, sizes, strict=True)
+        ]
+        tile = jax.core.eval_jaxpr(jaxpr, captured, *inside)[0]
+        for axis, now, want, size in zip((-2, -1), inside, starts, sizes, strict=True):
+            if tile.ndim >= -axis and tile.shape[axis] > 1:
+                rows = jnp.clip(want - now + jnp.arange(size), 0, size - 1)
+                tile = jnp.take(tile, rows, axis=axis)
+        return tile
+
+    return further, tuple(jnp.asarray(const) for const in closed.consts)

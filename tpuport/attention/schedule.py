@@ -1,0 +1,190 @@
+"""Which blocks of keys splash visits for which block of queries, and how it masks them.
+
+The kernel masks every block it visits if it masks any, which costs a seventh to a third of its
+time. So one attention is two schedules: the blocks that are seen whole, unmasked, and those at an
+edge of what is seen. `merge` in `splash.py` puts their results together.
+
+A schedule is worked out from numbers alone. Where these are known it is numpy's, and as narrow as
+it can be; where they are traced (a chip's place in a sharded sequence, the length of one of a
+batch's sequences) it is arrays of the program.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+
+MaskInfo = splash_attention_mask_info.MaskInfo
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a query sees of the keys: those from `low` to `high` after it, of the first `num_keys`.
+
+    Args:
+        low: lowest key position minus query position; None for no limit.
+        high: highest such; None for no limit.
+        shift: position of the first query minus that of the first key; a number, maybe traced.
+        num_queries: how many queries there are, padding apart.
+        num_keys: how many keys are seen at all; a number, maybe traced.
+    """
+
+    low: int | None
+    high: int | None
+    shift: Any
+    num_queries: int
+    num_keys: Any
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all is known when the program is compiled."""
+        return not isinstance(self.shift, jax.Array) and not isinstance(self.num_keys, jax.Array)
+
+
+@dataclass(frozen=True)
+class InBand:
+    """The mask function of the kernel where limits and number of keys are known."""
+
+    low: int | None
+    high: int | None
+    num_keys: int | None
+
+    def __call__(self, q_ids: Any, k_ids: Any) -> Any:
+        """Booleans: whether the query at `q_ids` sees the key at `k_ids`."""
+        tests = []
+        if self.high is not None:
+            tests.append(k_ids <= (q_ids + self.high if self.high else q_ids))
+        if self.low is not None:
+            tests.append(k_ids >= (q_ids + self.low if self.low else q_ids))
+        if self.num_keys is not None:
+            tests.append(k_ids < self.num_keys)
+        seen = tests[0]
+        for test in tests[1:]:
+            seen = seen & test
+        return seen
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """The mask function where each query has its own last key, given in place of its position."""
+
+    def __call__(self, q_last: Any, k_ids: Any) -> Any:
+        """Booleans: whether the key at `k_ids` is not after `q_last`."""
+        return k_ids <= q_last
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The blocks that one call of the kernel visits, for one size of blocks."""
+
+    info: MaskInfo
+    function: InBand | UpTo | None
+
+
+def make_pieces(
+    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int], *, by_key: bool = False
+) -> list[Piece]:
+    """The calls that together see just what the band says.
+
+    Args:
+        band: what is seen.
+        num_blocks: blocks of queries and of keys.
+        sizes: rows of one block of queries and of keys.
+        by_key: order the blocks for the kernel of key gradients, which goes by blocks of keys.
+
+    Returns:
+        None, one or two pieces; none if nothing at all is seen.
+    """
+    xp = np if band.is_known else jnp
+    seen, whole = _classify(xp, band, num_blocks, sizes)
+    edge = seen & ~whole
+    most_edge = _most_edge_blocks(band, num_blocks, sizes, by_key)
+    pieces = []
+    for chosen, masked in ((whole, False), (edge, True)):
+        width = chosen.shape[0 if by_key else 1]
+        if band.is_known:
+            width = int(chosen.sum(0 if by_key else 1).max())
+        elif masked:
+            width = min(width, most_edge)
+        if width == 0:
+            continue
+        function, positions = _mask_function(band, num_blocks, sizes) if masked else (None, None)
+        data_next, block_mask = _order(xp, chosen, width, by_key)
+        info = MaskInfo(data_next, None, block_mask, None, positions)
+        pieces.append(Piece(info, function))
+    return pieces
+
+
+def _classify(
+    xp: Any, band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[Any, Any]:
+    """Which blocks (queries, keys) are seen at all, and which are seen whole.
+
+    Queries that are padding count as neither.
+    """
+    (q_size, k_size), (num_q, num_k) = sizes, num_blocks
+    q_first = xp.arange(num_q)[:, None] * q_size
+    q_last = xp.minimum(q_first + q_size, band.num_queries) - 1 + band.shift
+    q_first = q_first + band.shift
+    k_first = xp.arange(num_k)[None, :] * k_size
+    k_last = k_first + k_size - 1
+    seen = (k_first < band.num_keys) & (q_last >= q_first)
+    whole = (k_last < band.num_keys) & (q_last >= q_first)
+    if band.low is not None:
+        seen &= xp.minimum(k_last, band.num_keys - 1) - q_first >= band.low
+        whole &= k_first - q_last >= band.low
+    if band.high is not None:
+        seen &= k_first - q_last <= band.high
+        whole &= k_last - q_first <= band.high
+    return seen, seen & whole
+
+
+def _most_edge_blocks(
+    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int], by_key: bool
+) -> int:
+    """How many blocks of a row (of a column, by key) can be neither seen whole nor unseen."""
+    (q_size, k_size), (num_q, num_k) = sizes, num_blocks
+    edges = (band.low is not None) + (band.high is not None)
+    if by_key:
+        # The block where the keys end is at an edge for every block of queries.
+        return num_q
+    return min(num_k, edges * (-(-(q_size + k_size) // k_size) + 1) + 1)
+
+
+def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
+    """(blocks to visit, whether to) of each row, the chosen ones first, as the kernel wants them.
+
+    Places past the last chosen block repeat it, so that nothing is fetched for them.
+    """
+    rows = chosen.T if by_key else chosen
+    # numpy calls it by kind, jax.numpy by name; False sorts before True.
+    order = np.argsort(~rows, 1, kind="stable") if xp is np else jnp.argsort(~rows, 1, stable=True)
+    count = rows.sum(1)[:, None]
+    places = xp.arange(width)[None, :]
+    visited = xp.take_along_axis(order, xp.minimum(places, xp.maximum(count - 1, 0)), 1)
+    small = np.int8 if rows.shape[1] <= np.iinfo(np.int8).max else np.int16
+    visited, active = visited.astype(small), (places < count).astype(np.int8)
+    return (visited.T[None], active.T[None]) if by_key else (visited[None], active[None])
+
+
+def _mask_function(
+    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
+) -> tuple[InBand | UpTo, Any]:
+    """How the kernel masks a block, and the number it is to have for each query."""
+    num_rows = num_blocks[0] * sizes[0]
+    if not isinstance(band.num_keys, jax.Array):
+        all_keys = num_blocks[1] * sizes[1]
+        limit = None if band.num_keys >= all_keys else band.num_keys
+        if (band.low, band.high, limit) == (None, None, None):
+            limit = all_keys
+        positions = jnp.arange(num_rows, dtype=jnp.int32) + band.shift
+        return InBand(band.low, band.high, limit), positions
+    assert band.low is None, "a traced number of keys leaves no room for a lower limit"
+    last = jnp.asarray(band.num_keys, jnp.int32) - 1
+    if band.high is None:
+        return UpTo(), jnp.full(num_rows, last)
+    ends = jnp.arange(num_rows, dtype=jnp.int32) + band.shift + band.high
+    return UpTo(), jnp.minimum(ends, last)
