@@ -37,11 +37,10 @@ def read_work(
     """
     traced = count_jaxpr(ahead.jaxpr, modules=modules)
     compiled = read_compiled(text, modules=modules)
-    analysis = ahead.compiled.cost_analysis() or {}
     work = dataclasses.replace(
         _traced_work(traced),
         chip_flops=compiled.dot_flops,
-        hbm_bytes=int(analysis.get("bytes accessed", 0)),
+        hbm_bytes=compiled.hbm_bytes,
         collectives=_collectives(compiled.collectives, placement),
         copied_bytes=compiled.copied_bytes,
         padding_bytes=compiled.padding_bytes,
