@@ -279,7 +279,7 @@ def test_the_version_is_the_packages(invoke):
 def test_help_lists_every_command_and_the_exit_codes(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
-    commands = ("demo", "lint", "rewrite", "rules", "explain", "run", "warmup", "doctor")
+    commands = ("demo", "lint", "rewrite", "rules", "explain", "run", "compile", "warmup", "doctor")
     for word in (*commands, "Exit codes: 0 all is well"):
         assert word in result.stdout
 

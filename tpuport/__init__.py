@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
     from tpuport.model.structure import to_numpy, to_torch
+    from tpuport.program.compiling import CompileReport, compile_for
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting
     from tpuport.running.warmup import warmup
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport", "PortedModel",
-    "TpuportError", "attention_options", "cast", "compile_cache", "convert", "explain_error",
-    "explaining", "load_checkpoint", "open_checkpoint", "ops", "porting", "remat",
-    "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
+    "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport",
+    "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache", "compile_for",
+    "convert", "explain_error", "explaining", "load_checkpoint", "open_checkpoint", "ops",
+    "porting", "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch",
+    "warmup",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tpuport import __version__
-from tpuport.commands import doctor, lint, rewrite, rules, run, warmup
+from tpuport.commands import compile, doctor, lint, rewrite, rules, run, warmup
 from tpuport.commands._common import FAILED, WRONG_CALL, errors_as_exit_codes
 
 __all__ = ["FAILED", "WRONG_CALL", "app"]
@@ -51,6 +51,7 @@ app.command()(rules.explain)
 # What follows the script is the script's, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(warmup.warmup)
+app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)
 
 

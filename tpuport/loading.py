@@ -5,6 +5,7 @@ import importlib
 from tpuport.errors import MissingExtraError
 
 MODULE_OF = {
+    "CompileReport": "tpuport.program.report",
     "Diagnosis": "tpuport.diagnosis.explain",
     "DtypePolicy": "tpuport.model.precision.policy",
     "PortReport": "tpuport.model.report",
@@ -12,6 +13,7 @@ MODULE_OF = {
     "attention_options": "tpuport.model.attention_choice",
     "cast": "tpuport.model.precision.cast",
     "compile_cache": "tpuport.running.compile_cache",
+    "compile_for": "tpuport.program.compiling",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",

@@ -1,18 +1,21 @@
-"""A ported model as shapes on a mesh that may only be described; the model itself stays as it is."""
+"""A ported model as shapes on a mesh that may only be described; the model stays as it is."""
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from tpuport.errors import UsageError
+from tpuport.model.blocks import at_rest
 from tpuport.model.placing import NOWHERE
 from tpuport.model.ported import PortedModel
 from tpuport.sharding.mesh import MeshAxis, make_mesh
-from tpuport.sharding.on_mesh import shard
+from tpuport.sharding.on_mesh import ShardingWarning, shard
 from tpuport.sharding.plan import ShardingPlan
 
 # What a mesh is when nothing is said of it.
@@ -40,34 +43,75 @@ def as_mesh(
     return make_mesh(mesh or _ALL_FSDP, topology, dcn=dcn)
 
 
-def on_mesh(
-    ported: PortedModel, mesh: Mesh, rules: Any, *, inputs: Any = None, strict: bool = False
+@dataclass(frozen=True)
+class Spreading:
+    """How a model is put on a mesh, beyond its rules.
+
+    Attributes:
+        input_specs: where arguments go, as `inputs=` of `tpuport.shard`.
+        dcn: sizes across slices, as for `tpuport.sharding.make_mesh`.
+        policy: called with the copy of the model that is compiled, before it is spread: to set
+            dtypes, or what is kept for the backward pass. It may return another model.
+        strict: raise what of the rules may not be meant.
+        stack: as `tpuport.stack_blocks` does: on TPU repeated blocks compile as one loop.
+    """
+
+    input_specs: Any = None
+    dcn: Mapping[str, int] | None = None
+    policy: Callable[[PortedModel], Any] | None = None
+    strict: bool = False
+    stack: bool = True
+
+
+def spread_out(
+    ported: PortedModel, topology: str | None, mesh: Any, rules: Any, **options: Any
 ) -> tuple[PortedModel, ShardingPlan]:
     """A copy of a ported model that has shapes for weights, spread over a mesh.
 
     Args:
         ported: what `tpuport.convert` gave, with weights or without.
-        mesh: the mesh, of devices that may only be described.
+        topology: a slice, or None.
+        mesh: a mesh, or its sizes.
         rules: as for `tpuport.shard`.
-        inputs: specs of arguments, as for `tpuport.shard`.
-        strict: as for `tpuport.shard`.
+        **options: arguments of `Spreading`.
 
     Returns:
         The copy, and what the rules did.
 
     Raises:
-        UsageError: it is no ported model, or a strict check failed.
+        UsageError: it is no ported model, an argument is wrong, or a strict check failed.
+        MissingExtraError: libtpu is not installed.
     """
     if not isinstance(ported, PortedModel):
         raise UsageError(
             f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
         )
-    made = copy.copy(ported)
+    known = [field.name for field in dataclasses.fields(Spreading)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(f"compile_for has no argument {unknown[0]!r}; it has {', '.join(known)}")
+    how = Spreading(**options)
+    at_rest.refuse_stacks(ported._values(), "compiling it for another mesh")
+    devices = as_mesh(mesh, topology, how.dcn)
+    made: Any = copy.copy(ported)
     made.params = {name: shape_of(value) for name, value in ported.params.items()}
     made.buffers = {name: shape_of(value) for name, value in ported.buffers.items()}
     made._cache = {}
     made._program = dataclasses.replace(ported._program, placement=NOWHERE)
-    return made, shard(made, mesh, rules, inputs=inputs, strict=strict)
+    changed = None if how.policy is None else how.policy(made)
+    made = changed if isinstance(changed, PortedModel) else made
+    with warnings.catch_warnings():
+        # They are in the plan.
+        warnings.simplefilter("ignore", ShardingWarning)
+        plan = shard(made, devices, rules, inputs=how.input_specs, strict=how.strict)
+    if how.stack and made._program.rolls:
+        at_rest.stack_blocks(made)
+    return made, plan
+
+
+def num_slices(mesh: Mesh) -> int:
+    """How many slices the devices of a mesh belong to."""
+    return len({getattr(device, "slice_index", None) for device in mesh.devices.flat})
 
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:

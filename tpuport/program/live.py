@@ -1,18 +1,19 @@
 """What lies in a chip's HBM when most does, read from the schedule of a compiled program."""
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from tpuport.program.hlo import HBM, Array, Instruction, Program, arrays_of
+from tpuport.sharding.hlo_text import Array, Computation, Instruction, Program
 
+HBM = 0
 _ALIASED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _INDEX = re.compile(r"\bindex=(\d+)")
 # Their result is their operand, where it is.
-_SAME = {"bitcast", "optimization-barrier", "while", "add-dependency"}
+_SAME = {"bitcast", "optimization-barrier", "opt-barrier", "while", "add-dependency"}
 # They take no memory of a run: arguments are counted by themselves, constants with the program.
-_ELSEWHERE = {"parameter", "constant", "partition-id", "replica-id"}
+_ELSEWHERE = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
+_BRANCHES = ("to_apply", "true_computation", "false_computation", "branch_computations")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Live:
         op_name: the operation of the jaxpr that it comes from.
         shape: dtype and sizes.
         bytes: what it takes, tiles included.
+        is_carried: a loop reads or writes it from round to round.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Live:
     op_name: str
     shape: str
     bytes: int
+    is_carried: bool = False
 
 
 @dataclass
@@ -42,12 +45,16 @@ class _Buffer:
     is_result: bool = False
 
 
+# Where each array of a result lies; None for what is not in HBM or is no temporary.
+_Value = list[_Buffer | None]
+
+
 @dataclass
 class _Sweep:
     """The walk over one computation."""
 
     program: Program
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, _Value] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     buffers: list[_Buffer] = field(default_factory=list)
     inner: dict[int, list[Live]] = field(default_factory=dict)
@@ -57,29 +64,29 @@ def live_at_peak(program: Program) -> list[Live]:
     """The temporaries of a program at the moment when they take most, the largest first.
 
     Arguments, results and what lies in on-chip memory are not among them. A loop counts with the
-    temporaries of its body. Source: `HeapSimulator` of XLA; how it packs them is not modelled, so
-    the sum is a lower bound of what is set aside.
+    temporaries of its body. How they are packed is not modelled, so the sum is what XLA calls the
+    peak, and a lower bound of what it sets aside.
     """
-    found = _peak(program, program.entry)
-    return sorted(found, key=lambda one: -one.bytes)
+    return sorted(_peak(program, program.entry), key=lambda one: -one.bytes)
 
 
-def _peak(program: Program, name: str) -> list[Live]:
+def _peak(program: Program, computation: Computation) -> list[Live]:
     sweep = _Sweep(program)
-    instructions = program.instructions(name)
-    for time, one in enumerate(instructions):
+    for time, one in enumerate(computation.instructions.values()):
         for operand in one.operands:
-            for buffer in _flat(sweep.values.get(operand)):
+            for buffer in filter(None, sweep.values.get(operand, ())):
                 buffer.dies = time
-        sweep.values[one.name] = _value(sweep, one, time)
+                if one.opcode == "while":
+                    buffer.live = dataclasses.replace(buffer.live, is_carried=True)
         sweep.origins[one.name] = _origin(sweep, one)
+        sweep.values[one.name] = _value(sweep, one, time)
         inside = _inside(program, one)
         if inside:
             sweep.inner[time] = inside
         if one.is_root:
-            for buffer in _flat(sweep.values[one.name]):
+            for buffer in filter(None, sweep.values[one.name]):
                 buffer.is_result = True
-    return _largest(sweep, len(instructions))
+    return _largest(sweep, len(computation.instructions))
 
 
 def _largest(sweep: _Sweep, length: int) -> list[Live]:
@@ -99,150 +106,115 @@ def _largest(sweep: _Sweep, length: int) -> list[Live]:
     return live + sweep.inner.get(at, [])
 
 
-def _value(sweep: _Sweep, one: Instruction, time: int) -> Any:
-    """Where the result of an instruction lies: a buffer, None, or a list for a tuple."""
-
-    def operand(number: int = 0) -> Any:
-        return sweep.values.get(one.operands[number]) if number < len(one.operands) else None
-
+def _value(sweep: _Sweep, one: Instruction, time: int) -> _Value:
+    """Where the arrays of a result lie."""
+    operands = [sweep.values.get(name, []) for name in one.operands]
+    first = operands[0] if operands else []
     if one.opcode in _ELSEWHERE:
-        return _mapped(one.shape, lambda array: None)
+        return [None] * len(one.arrays)
     if one.opcode in _SAME:
-        return operand()
+        return first
+    if one.opcode.endswith("-done"):
+        return first[: len(one.arrays)]
     if one.opcode == "tuple":
-        return [sweep.values.get(name) for name in one.operands]
+        return [buffer for value in operands for buffer in value]
     if one.opcode == "get-tuple-element":
         found = _INDEX.search(one.attributes)
-        return _part(operand(), (int(found[1]),) if found else ())
-    if one.opcode.endswith("-done"):
-        return _part(operand(), (0 if one.opcode == "copy-done" else 1,))
-
-    def made(array: Array) -> _Buffer | None:
-        if array.space != HBM or not array.padded_bytes:
-            return None
-        live = Live(one.name, one.opcode, _origin(sweep, one), array.text, array.padded_bytes)
-        buffer = _Buffer(live, time, time)
-        sweep.buffers.append(buffer)
-        return buffer
-
-    if one.opcode.endswith("-start") and isinstance(one.shape, list):
-        return _started(one, operand(), made)
+        index = int(found[1]) if found else 0
+        return first[index : index + 1]
+    if one.opcode.endswith("-start"):
+        # Until it is done it needs its operands too.
+        made = [_made(sweep, one, array, time) for array in _started(one)]
+        return made + [buffer for value in operands for buffer in value]
     aliases = _aliases(one)
-    if not aliases and _updates_in_place(sweep.program, one, operand(), time):
-        return operand()
-    return _aliasing(one.shape, (), aliases, made, sweep.values, one.operands)
+    if not aliases and _updates_in_place(sweep.program, one, first, time):
+        return first
+    made = []
+    for index, array in enumerate(one.arrays):
+        if index in aliases:
+            number, at = aliases[index]
+            source = operands[number]
+            made.append(source[at] if at < len(source) else None)
+        else:
+            made.append(_made(sweep, one, array, time))
+    return made
+
+
+def _made(sweep: _Sweep, one: Instruction, array: Array, time: int) -> _Buffer | None:
+    if array.space != HBM or not array.padded_bytes:
+        return None
+    shape = f"{array.dtype}{list(array.dims)}"
+    live = Live(one.name, one.opcode, sweep.origins[one.name], shape, array.padded_bytes)
+    buffer = _Buffer(live, time, time)
+    sweep.buffers.append(buffer)
+    return buffer
 
 
 def _origin(sweep: _Sweep, one: Instruction) -> str:
     """The operation that an instruction comes from: its own, that of what it calls or reads."""
-    inside = sweep.program.instructions(one.called("calls")) if not one.op_name else []
+    if one.op_name:
+        return one.op_name
+    called = (sweep.program.computations.get(name) for name in one.called("calls"))
+    inside = [part for c in called if c is not None for part in c.instructions.values()]
     named = (part.op_name for part in reversed(inside))
-    read = (sweep.origins[name] for name in one.operands if name in sweep.origins)
-    return one.op_name or next(filter(None, named), "") or next(filter(None, read), "")
+    read = (sweep.origins.get(name, "") for name in one.operands)
+    return next(filter(None, named), "") or next(filter(None, read), "")
 
 
-def _started(one: Instruction, operand: Any, made: Callable[[Array], Any]) -> list[Any]:
-    """The tuple of an asynchronous operation: its operand, its result, and flags."""
-    result = 0 if one.opcode == "copy-start" else 1
-    assert isinstance(one.shape, list)
-    parts = []
-    for index, part in enumerate(one.shape):
-        if index == result:
-            parts.append(_mapped(part, made))
-        else:
-            parts.append(operand if index == 1 - result else None)
-    return parts
+def _started(one: Instruction) -> list[Array]:
+    """The results among the arrays of an asynchronous operation: (operands, results, flags), of a
+    copy (result, operand, flags), of an all-reduce results alone.
+    """
+    found, num = one.arrays, len(one.operands)
+    if one.opcode == "copy-start":
+        return found[:1]
+    if one.opcode == "all-reduce-start":
+        return found
+    return found[num : 2 * num]
 
 
-def _aliases(one: Instruction) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
+def _aliases(one: Instruction) -> dict[int, tuple[int, int]]:
     """The outputs that take over the memory of an operand: its number and the place in it."""
     start = one.attributes.find("output_to_operand_aliasing={")
     if start < 0:
         return {}
-    found = _ALIASED.findall(one.attributes[start : one.attributes.find("}, ", start + 28) + 400])
-    return {_index(to): (int(number), _index(at)) for to, number, at in found}
+    listed = one.attributes[start : one.attributes.find(")}", start) + 1]
+    found = _ALIASED.findall(listed)
+    return {int(to or 0): (int(number), int(at or 0)) for to, number, at in found}
 
 
-def _index(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def _aliasing(
-    shape: Any,
-    index: tuple[int, ...],
-    aliases: dict[tuple[int, ...], tuple[int, tuple[int, ...]]],
-    made: Callable[[Array], Any],
-    values: dict[str, Any],
-    operands: list[str],
-) -> Any:
-    if index in aliases:
-        number, at = aliases[index]
-        return _part(values.get(operands[number]), at)
-    if isinstance(shape, list):
-        return [
-            _aliasing(part, (*index, i), aliases, made, values, operands)
-            for i, part in enumerate(shape)
-        ]
-    return made(shape)
-
-
-def _updates_in_place(program: Program, one: Instruction, operand: Any, time: int) -> bool:
+def _updates_in_place(program: Program, one: Instruction, operand: _Value, time: int) -> bool:
     """Whether it writes a part of its first operand, which nothing reads later."""
-    if one.opcode == "fusion":
-        called = program.instructions(one.called("calls"))
-        if not called or called[-1].opcode != "dynamic-update-slice":
-            return False
-    elif one.opcode != "dynamic-update-slice":
+    opcode = one.opcode
+    if opcode == "fusion":
+        called = program.computations.get((one.called("calls") or [""])[0])
+        opcode = called.root.opcode if called is not None and called.root is not None else opcode
+    if opcode != "dynamic-update-slice" or len(operand) != 1 or len(one.arrays) != 1:
         return False
-    same = isinstance(operand, _Buffer) and isinstance(one.shape, Array)
-    return same and operand.dies == time and operand.live.bytes == one.shape.padded_bytes
+    (buffer,), (array,) = operand, one.arrays
+    same = buffer is not None and buffer.live.bytes == array.padded_bytes
+    return same and buffer is not None and buffer.dies == time
 
 
 def _inside(program: Program, one: Instruction) -> list[Live]:
     """The temporaries of a loop's body, or of the branch that has most."""
+    names: list[str] = []
     if one.opcode == "while":
-        return _peak(program, one.called("body"))
-    if one.opcode in ("conditional", "call"):
-        names = re.findall(
-            r"(?:to_apply|true_computation|false_computation)=%?([\w.\-]+)", one.attributes
-        )
-        listed = re.search(r"branch_computations=\{([^}]*)\}", one.attributes)
-        names += re.findall(r"%?([\w.\-]+)", listed[1]) if listed else []
-        found = [_peak(program, name) for name in names]
-        return max(found, key=lambda live: sum(b.bytes for b in live), default=[])
-    return []
-
-
-def _mapped(shape: Any, made: Callable[[Array], Any]) -> Any:
-    return [_mapped(part, made) for part in shape] if isinstance(shape, list) else made(shape)
-
-
-def _part(value: Any, index: tuple[int, ...]) -> Any:
-    for number in index:
-        if not isinstance(value, list):
-            return value
-        value = value[number] if number < len(value) else None
-    return value
-
-
-def _flat(value: Any) -> Iterable[_Buffer]:
-    if isinstance(value, list):
-        for part in value:
-            yield from _flat(part)
-    elif value is not None:
-        yield value
+        names = one.called("body")
+    elif one.opcode in ("conditional", "call"):
+        names = [name for attribute in _BRANCHES for name in one.called(attribute)]
+    found = (_peak(program, program.computations[name]) for name in names)
+    return max(found, key=lambda live: sum(one.bytes for one in live), default=[])
 
 
 def parameter_bytes(program: Program) -> dict[str, tuple[int, int]]:
     """Bytes and padded bytes of each argument that the program takes, by its name."""
     found: dict[str, tuple[int, int]] = {}
-    for one in program.instructions(program.entry):
+    for one in program.entry.instructions.values():
         if one.opcode == "parameter":
-            arrays = arrays_of(one.shape)
-            name = one.op_name or one.name
+            name = one.op_name.replace("\\'", "'") or one.name
             plain, padded = found.get(name, (0, 0))
-            found[name] = (
-                plain + sum(a.bytes for a in arrays),
-                padded + sum(a.padded_bytes for a in arrays),
-            )
+            plain += sum(array.bytes for array in one.arrays)
+            padded += sum(array.padded_bytes for array in one.arrays)
+            found[name] = (plain, padded)
     return found

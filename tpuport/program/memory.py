@@ -5,19 +5,20 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from tpuport.errors import UsageError
 from tpuport.program.aot import Ahead
-from tpuport.program.cost.chips import GIB, chip_of
+from tpuport.program.cost.chips import chip_of
+from tpuport.program.cost.kernels import sub_jaxprs
 from tpuport.program.cost.modules import innermost, operation_names, scope_names
-from tpuport.program.hlo import Program
 from tpuport.program.live import live_at_peak, parameter_bytes
 from tpuport.program.records import Held, Memory
+from tpuport.sharding.hlo_text import Program
 from tpuport.sharding.patterns import generalised
 
 # What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
+_GIB = 1 << 30
 _AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 _CATEGORY = {"params": "parameters", "optimiser": "optimiser", "buffers": "buffers"}
 _NUM_HELD = 100
@@ -32,7 +33,7 @@ def available_bytes(device: Any) -> int:
         chip = chip_of(device.device_kind)
     except UsageError:
         return 0
-    return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / GIB) * GIB)
+    return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / _GIB) * _GIB)
 
 
 def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
@@ -43,7 +44,7 @@ def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
         program: its text; None if it was refused.
         device: one of those it is for.
     """
-    held = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
+    held: dict[str, int] = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
     for name, shape in zip(ahead.names, ahead.shapes, strict=True):
         held[_CATEGORY.get(name.partition("[")[0], "inputs")] += bytes_a_chip(shape)
     there = available_bytes(device)
@@ -78,10 +79,13 @@ def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
 
 def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]:
     """The temporaries of a program when they take most, those that are alike together."""
-    return _grouped(
-        (*_place(live.op_name or live.opcode, modules), live.shape, live.bytes)
-        for live in live_at_peak(program)
-    )
+    found = []
+    for live in live_at_peak(program):
+        module, operation = _place(live.op_name or live.opcode, modules)
+        if live.is_carried and not module:
+            operation = "carried by a loop"
+        found.append((module, operation, live.shape, live.bytes))
+    return _grouped(found)
 
 
 def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ...]:
@@ -91,17 +95,18 @@ def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ..
 
 def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[Held, ...]:
     """The largest arrays that a traced program computes, on all chips together: what may have to be
-    held where the compiler says nothing more.
+    held where the compiler says nothing more. Those of one shape in one module are one, by whatever
+    they are computed.
     """
-    found: list[tuple[str, str, str, int]] = []
+    found: list[tuple[str, str, int]] = []
     _visit(jaxpr.jaxpr, (), modules, found)
-    return _grouped(found)
+    return _grouped((module, "", shape, size) for module, shape, size in found)
 
 
 def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found: list) -> None:
     for eqn in jaxpr.eqns:
         names = around + scope_names(eqn.source_info.name_stack)
-        inner = list(jax.core.jaxprs_in_params(eqn.params))
+        inner = list(sub_jaxprs(eqn))
         for one in inner:
             _visit(one, names, modules, found)
         for var in () if inner else eqn.outvars:
@@ -111,9 +116,7 @@ def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found:
             size = math.prod(dims) * var.aval.dtype.itemsize
             module = innermost(names, modules) or _outside(names)
             shape = f"{var.aval.dtype}{list(dims)}"
-            backward = "transpose(" in str(eqn.source_info.name_stack)
-            operation = f"{eqn.primitive.name}{' backward' if backward else ''}"
-            found.append((module, operation, shape, size))
+            found.append((module, shape, size))
 
 
 def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:

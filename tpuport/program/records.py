@@ -143,7 +143,7 @@ class Work:
     Attributes:
         model_flops: of the traced program, on all chips: products, convolutions and kernels.
         chip_flops: of products on one chip, as they were partitioned: repeated work is in it.
-        hbm_bytes: what XLA says that one chip reads and writes; a loop's body counts once.
+        hbm_bytes: what one chip reads from HBM and writes to it, kernels left out.
         products: by dtypes, the most FLOPs first.
         fp32_products: where fp32 operands are multiplied, the most FLOPs first.
         collectives: the most bytes first.
@@ -154,8 +154,8 @@ class Work:
     """
 
     model_flops: int
-    chip_flops: int
-    hbm_bytes: int
+    chip_flops: int = 0
+    hbm_bytes: int = 0
     products: tuple[Product, ...] = ()
     fp32_products: tuple[Product, ...] = ()
     collectives: tuple[Moved, ...] = ()

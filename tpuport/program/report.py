@@ -25,10 +25,11 @@ class CompileReport:
         rules: the name of the table of rules.
         memory: what one chip holds.
         seconds: how long it took to trace, lower and compile.
-        held: what `memory.temporaries` consists of when most is held, the largest first. Of a
-            program that was refused without a list: the largest arrays that it computes, on all
-            chips together.
-        work: FLOPs, bytes and communication of a step; None if it was refused.
+        held: what `memory.temporaries` consists of when most is held, the largest first.
+        held_is_whole: `held` is instead the largest arrays that the program computes, on all chips
+            together: libtpu refused it and gave no list.
+        work: FLOPs, bytes and communication of a step; of one that was refused what its traced
+            program has.
         estimate: a time for a step with its assumptions; None if it was refused.
         captured: constants of the host that the program holds, the largest first.
         constant_budget: how many bytes of these are nothing to report.
@@ -49,6 +50,7 @@ class CompileReport:
     memory: Memory
     seconds: Seconds
     held: tuple[Held, ...] = ()
+    held_is_whole: bool = False
     work: Work | None = None
     estimate: Estimate | None = None
     captured: tuple[Captured, ...] = ()

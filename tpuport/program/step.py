@@ -1,4 +1,4 @@
-"""What is compiled: a call of a ported model, or a step of its training, as a function of shapes."""
+"""What is compiled: a call of a ported model or a step of its training, as a function of shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
 from tpuport.model import ahead, arguments, structure
+from tpuport.model.blocks import at_rest
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
@@ -155,7 +156,7 @@ def _call(
 ) -> tuple[Callable[..., Any], list[Any], Any]:
     """The pure function of a method, the places of its arguments, and the shape of its key."""
     taken = ahead.take_apart(*as_call(inputs))
-    placement, program = ported._program.placement, ported._program
+    placement = ported._program.placement
     known = {
         index: value
         for index, value in enumerate(taken.values)
@@ -168,10 +169,10 @@ def _call(
     values = placement.arguments(shapes, taken.paths)
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
-        state = {**buffers, **params}
+        given = {**buffers, **params}
         request = Request(
             method,
-            state,
+            at_rest.unstack(given),
             key,
             values,
             taken.metas,
@@ -181,7 +182,7 @@ def _call(
             known_leaves=known,
         )
         with ported._precision_scope():
-            outcome = traced(program, request, state)
+            outcome = traced(program, request, given)
         outcome.state = placement.state(outcome.state)
         return outcome
 
@@ -198,6 +199,13 @@ def _optimiser_state(
     state = jax.eval_shape(optimiser.init, ported.params)
     places = placement.rules.for_state(state, ported, placement.mesh)
 
+    def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:
+        # The rules know weights by fqn; blocks may be stacked.
+        owner: Any = ported.params.get(getattr(path[-1], "key", "")) if path else None
+        return otherwise if owner is None or owner.shape != leaf.shape else owner.sharding
+
+    places = jax.tree_util.tree_map_with_path(place, state, places)
+
     def placed(leaf: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
@@ -210,7 +218,7 @@ def _scalar(out: Any, loss: Any) -> jax.Array:
     Raises:
         UsageError: there is none, or it is no scalar.
     """
-    value = loss(out) if callable(loss) else _own_loss(out)
+    value: Any = loss(out) if callable(loss) else _own_loss(out)
     if value is None or not hasattr(value, "dtype"):
         raise UsageError(
             f"the output is a {type(out).__name__} and has no loss. What to do: pass"

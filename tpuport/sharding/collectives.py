@@ -1,10 +1,31 @@
 """What a compiled program communicates, counted in its text."""
 
 import re
+from collections import Counter
+
+from tpuport.sharding.hlo_text import Instruction, read_program
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# An asynchronous one is two instructions, of which the first counts.
-_INSTRUCTION = re.compile(rf"=\s+\S.*?\s({'|'.join(KINDS)})(?:-start)?\(")
+
+
+def collective_kind(opcode: str) -> str | None:
+    """The kind of collective that an HLO opcode is or starts.
+
+    An asynchronous one is two instructions or more, of which the first counts.
+    """
+    kind = opcode.removesuffix("-start").removeprefix("ragged-")
+    return kind if kind in KINDS else None
+
+
+def collective_id(one: Instruction) -> str:
+    """What names a collective among all of a program: most often its own name.
+
+    libtpu spreads one over the steps of several fusions, each with an instruction of its own of the
+    same channel and chain.
+    """
+    chain = re.search(r'\bchain_id="(\w+)"', one.attributes)
+    channel = re.search(r"\bchannel_id=(\d+)", one.attributes)
+    return f"channel {channel[1]}, chain {chain[1]}" if chain and channel else one.name
 
 
 def count_collectives(text: str) -> dict[str, int]:
@@ -12,14 +33,14 @@ def count_collectives(text: str) -> dict[str, int]:
 
     Args:
         text: `compiled.as_text()`, HLO after the SPMD partitioner. The body of a loop stands there
-            once, however often it runs.
+            once, however often it runs: `tpuport.program.cost.read_compiled` counts runs and bytes.
 
     Returns:
         Only the kinds that are there.
     """
-    counts: dict[str, int] = dict.fromkeys(KINDS, 0)
-    for line in text.splitlines():
-        found = _INSTRUCTION.search(line)
-        if found:
-            counts[found[1]] += 1
-    return {kind: num for kind, num in counts.items() if num}
+    found = {
+        (collective_kind(one.opcode), collective_id(one))
+        for one in read_program(text).instructions()
+    }
+    counts = Counter(kind for kind, _ in found)
+    return {kind: counts[kind] for kind in KINDS if counts[kind]}

@@ -167,9 +167,17 @@ class OnMesh:
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
         """The state that a program leaves, where the state before it was: a step compiles once."""
         return {
-            name: jax.lax.with_sharding_constraint(value, self.shardings.get(name, self._whole))
+            name: jax.lax.with_sharding_constraint(value, self._sharding(name))
             for name, value in values.items()
         }
+
+    def _sharding(self, name: str) -> NamedSharding:
+        """That of a parameter or buffer; a stack of several is not cut along its first dim."""
+        members = at_rest.members_of(name)
+        if not members:
+            return self.shardings.get(name, self._whole)
+        spec = self.shardings.get(members[0], self._whole).spec
+        return NamedSharding(self.mesh, P(None, *spec))
 
     def spec(self, module: str, side: str, ndim: int) -> P | None:
         """Which place the rules name for a module's input or output."""

@@ -38,8 +38,8 @@ TOPOLOGIES: dict[str, str] = {
 _ALIASES = {"v5litepod": "v5e", "v6litepod": "v6e", "trillium": "v6e"}
 _SHAPES = {"v5e": 2, "v5p": 3, "v6e": 2}
 
-# libtpu reads these when it is loaded: ask no metadata server, let two processes load it, and do not
-# wonder aloud which chip this machine has (any answer does: topologies are named in each call).
+# libtpu reads these when it is loaded: ask no metadata server, let two processes load it, and do
+# not wonder aloud which chip this machine has (any does: topologies are named in each call).
 _QUIET = {
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_SKIP_MDS_QUERY": "1",

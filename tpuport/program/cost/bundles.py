@@ -1,6 +1,6 @@
 """A kernel's schedule, read from the final bundles that libtpu writes.
 
-A bundle is what a TensorCore starts in one cycle. The text has one entry a bundle, `0x1f LB: > {...}`,
+A bundle is what a TensorCore starts in one cycle. The text has one entry a bundle, `0x1f LB: > {}`,
 in which a jump is `sbr.rel (%p) target = $region52`, and a region's first bundle says `Start region
 52`, or `Start/End empty region 52` where it is only a place to jump to. A jump forward skips what
 stands between; a jump backward makes a loop.
@@ -43,10 +43,13 @@ class Span:
     is_loop: bool
     inner: tuple["Span", ...] = ()
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     @property
     def own(self) -> int:
         """Its bundles without those of inner spans."""
-        return self.stop - self.start - sum(span.stop - span.start for span in self.inner)
+        return len(self) - sum(len(span) for span in self.inner)
 
     def walk(self) -> Iterator["Span"]:
         """Itself and everything within it."""
@@ -101,9 +104,8 @@ def _spans(
 ) -> list[Span]:
     found = []
     for at, label in jumps:
-        if label not in labels:
-            raise _unknown(f"bundle {at} jumps to region {label}, which is not in it")
-        target = labels[label]
+        # Behind the last bundle no region starts: a core that has nothing to do jumps there.
+        target = labels.get(label, num)
         after = min(at + 1 + _DELAY_SLOTS, num)
         if target <= at:
             found.append(Span(target, after, 0, True))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tpuport.errors import UsageError
 
-GIB = 1 << 30
+_MIB = 1 << 20
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Chip:
         """The share of the peak that a product can reach, from 0 to 1.
 
         Weights are held in the MXU, `mxu_width` of both dims at a time: a contraction or an output
-        of 128 fills half of a unit 256 wide, and one of 300 fills 300 of 512. Of the two dims of the
-        result either may be the one that is held, so give the smaller one.
+        of 128 fills half of a unit 256 wide, and one of 300 fills 300 of 512. Of the two dims of
+        the result either may be the one that is held, so give the smaller one.
         """
         return _share(contraction, self.mxu_width) * _share(columns, self.mxu_width)
 
@@ -91,12 +92,40 @@ def _share(size: int, width: int) -> float:
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v4", "TPU v4", 275e12, 0, 32 * GIB, 1.228e12, 4.5e10, 3, 2, 131072, 128, 16 << 20),
-        Chip("v5e", "TPU v5 lite", 197e12, 394e12, 16 * GIB, 8.19e11, 4.5e10, 2, 1, 131072, 128, 128 << 20),
-        Chip("v5p", "TPU v5", 459e12, 918e12, 95 * GIB, 2.765e12, 9e10, 3, 2, 131072, 128, 64 << 20),
-        Chip("v6e", "TPU v6 lite", 918e12, 1836e12, 32 * GIB, 1.638e12, 9e10, 2, 1, 524288, 256, 128 << 20),
+        Chip("v4", "TPU v4", 275e12, 0, 32 * _GIB, 1.228e12, 4.5e10, 3, 2, 131072, 128, 16 * _MIB),
+        Chip(
+            "v5e",
+            "TPU v5 lite",
+            197e12,
+            394e12,
+            16 * _GIB,
+            8.19e11,
+            4.5e10,
+            2,
+            1,
+            131072,
+            128,
+            128 * _MIB,
+        ),
+        Chip(
+            "v5p", "TPU v5", 459e12, 918e12, 95 * _GIB, 2.765e12, 9e10, 3, 2, 131072, 128, 64 * _MIB
+        ),
+        Chip(
+            "v6e",
+            "TPU v6 lite",
+            918e12,
+            1836e12,
+            32 * _GIB,
+            1.638e12,
+            9e10,
+            2,
+            1,
+            524288,
+            256,
+            128 * _MIB,
+        ),
     )
-}  # fmt: skip
+}
 
 
 def chip_of(name: str) -> Chip:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-PALLAS = "pallas_call"
+from tpuport.program.cost.kernel_masks import active_shares
+from tpuport.program.cost.walking import PALLAS, open_jaxpr, sub_jaxprs
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class KernelCall:
         args: shapes of its operands.
         run: the call as a function of its operands.
         flops: of one call.
-        exact: whether the FLOPs are the cost estimate of the kernel's author; otherwise they are
-            what its body multiplies, at every step of the grid.
+        exact: whether the FLOPs are the cost estimate of the kernel's author, or of the steps that
+            its mask does not skip; otherwise they are of every step of the grid.
+        products: what the body multiplies at every step of the grid, in FLOP.
         bytes: its operands and results, each once.
         step_bytes: what a step of the grid transfers, on average.
         parallel: whether a dim of the grid may be split over the cores of a chip.
         trips: how often each loop in the body that has products runs.
+        active: the share of the steps of the grid that are not skipped; None if it is not known.
     """
 
     name: str
@@ -35,46 +38,37 @@ class KernelCall:
     run: Callable[..., Any] = field(compare=False)
     flops: int
     exact: bool
+    products: int
     bytes: int
     step_bytes: float
     parallel: bool
     trips: tuple[int, ...]
-
-
-def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters, without those in a list of branches."""
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, core.Jaxpr | core.ClosedJaxpr):
-                yield open_jaxpr(one)
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr of a closed one, or itself."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    active: float | None = None
 
 
 def find_calls(jaxpr: Any) -> list[KernelCall]:
     """Every distinct Pallas call of a jaxpr, at any depth."""
     found: dict[KernelCall, None] = {}
+    shares = active_shares(jaxpr)
     pending = [open_jaxpr(jaxpr)]
     while pending:
         for eqn in pending.pop().eqns:
             if eqn.primitive.name == PALLAS:
-                found.setdefault(read_call(eqn))
+                found.setdefault(read_call(eqn, shares.get(id(eqn))))
             else:
                 pending += sub_jaxprs(eqn)
     return list(found)
 
 
-def read_call(eqn: Any) -> KernelCall:
-    """What a `pallas_call` equation says about itself."""
+def read_call(eqn: Any, active: float | None = None) -> KernelCall:
+    """What a `pallas_call` equation says about itself, and which share of its steps computes."""
     params = eqn.params
     mapping = params["grid_mapping"]
     grid = tuple(int(size) for size in mapping.grid)
     cost = params["cost_estimate"]
     body = params["jaxpr"]
-    flops = int(cost.flops) if cost else body_flops(body) * math.prod(grid)
+    products = body_flops(body) * math.prod(grid)
+    estimated = int(cost.flops) if cost else 0
     arrays = [*(v.aval for v in eqn.invars), *(v.aval for v in eqn.outvars)]
     semantics = getattr(params["compiler_params"], "dimension_semantics", None) or ()
     return KernelCall(
@@ -82,12 +76,14 @@ def read_call(eqn: Any) -> KernelCall:
         grid=grid,
         args=tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars),
         run=lambda *args: eqn.primitive.bind(*args, **params),
-        flops=flops,
-        exact=bool(cost and cost.flops),
+        flops=estimated or round(products * (1.0 if active is None else active)),
+        products=products,
+        exact=bool(estimated or active is not None),
         bytes=sum(_bytes(aval) for aval in arrays),
         step_bytes=sum(_block_bytes(block, grid) for block in mapping.block_mappings),
         parallel=any("parallel" in str(one) for one in semantics),
         trips=tuple(_trips(body)),
+        active=active,
     )
 
 

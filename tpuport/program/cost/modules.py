@@ -8,12 +8,13 @@ A program whose module calls are wrapped in `jax.named_scope(fqn)` carries the n
 import re
 from collections.abc import Collection, Iterable
 
-# What JAX adds: transformations around a name, and parts that are not names of modules.
+# What JAX adds: transformations around a name, and parts that are not names of modules (an einsum
+# is called by its formula).
 _AROUND = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\((.*)\)$")
 _STRUCTURE = re.compile(
     r"^(?:p?jit|xla_call|pmap|shmap)\(.*\)$|^(?:while|body|cond|scan|closed_call|checkpoint|remat\d?"
     r"|rematted_computation|shard_map|custom_[jv]+p_call(?:_jaxpr)?|core_call|pjit|jit"
-    r"|branch_\d+_fun|body_pred|)$"
+    r"|branch_\d+_fun|body_pred|.*->.*|)$"
 )
 
 

@@ -53,8 +53,8 @@ class Kernel:
         grid: its grid.
         flops: of one call: the call's own cost estimate, or what its body multiplies at each step
             of the grid.
-        exact: whether the figure is a cost estimate of the kernel's author. Otherwise it is an
-            upper bound: a step of the grid that a mask skips is counted.
+        exact: whether the figure is a cost estimate of the kernel's author, or of the steps that a
+            constant mask does not skip. Otherwise it is an upper bound: every step is counted.
         bytes: what one call reads and writes at least, each operand once.
         times: how often it is run in a step, on all chips together.
     """
@@ -200,11 +200,17 @@ class CompiledCost:
         dot_flops: of matrix products and convolutions, as the partitioner left them. Work that
             several chips repeat is in it.
         collectives: each once, with the number of its runs.
-        copies: results of copies and transposes that change a layout, and of copies within HBM.
-        copied_bytes: what those write in a step.
-        padding_bytes: what tiles add to the arrays of `buffers`.
+        copies: results of copies and transposes that change a layout, in HBM or on the chip, and of
+            copies within one memory; the most written first.
+        copied_bytes: what those write in a step, padding included.
+        padding_bytes: what tiles add to all arrays in HBM (not all are there at the same time).
         buffers: arrays in HBM, the largest first.
         kernels: the calls of Pallas kernels.
+        dot_flops_by_module: `dot_flops`, the most first.
+        estimated_cycles: XLA's own estimate for what it scheduled on a TPU, loops by their trip
+            counts. Kernels and collectives are not in it. 0 where the text has none, as on a CPU.
+        hbm_bytes: read from memory and written to it by everything but kernels, loops by their trip
+            counts. What stays in a TPU's on-chip memory is not in it.
         unknown: what could not be counted, in sentences.
     """
 
@@ -216,6 +222,8 @@ class CompiledCost:
     buffers: tuple[Buffer, ...] = ()
     kernels: tuple[Custom, ...] = ()
     dot_flops_by_module: dict[str, int] = field(default_factory=dict)
+    estimated_cycles: int = 0
+    hbm_bytes: int = 0
     unknown: tuple[str, ...] = ()
 
     def bytes_by_kind(self) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """How long a Pallas kernel takes, from the schedule that libtpu makes when it compiles it.
 
 No TPU is needed and nothing is run. A bundle takes one cycle if nothing stalls, so these are lower
-bounds of a kernel whose data arrives in time; a step of the grid never takes less than its transfers
-from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with them every pass
-of every kernel (some hundred MB), so each kernel is compiled alone in a process of its own.
+bounds of a kernel whose data arrives in time; a step of the grid never takes less than its
+transfers from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with
+them every pass of every kernel (some hundred MB), so each kernel is compiled alone in a process of
+its own.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import importlib.util
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,9 @@ class KernelSchedule:
         parallel: whether a dim of the grid may be split over the cores of a chip.
         step_bytes: what one step of the grid reads from HBM and writes to it.
         trips: how often each loop within a step runs, in the order of the schedule.
+        flops: of one call in which no step is skipped.
+        active: the share of the steps in which its matrix products are run; the others are skipped,
+            as a causal mask does with blocks above the diagonal. None if it is not known.
     """
 
     name: str
@@ -56,6 +61,8 @@ class KernelSchedule:
     parallel: bool = False
     step_bytes: float = 0.0
     trips: tuple[int, ...] = ()
+    flops: int = 0
+    active: float | None = None
 
     @property
     def steps(self) -> int:
@@ -65,23 +72,28 @@ class KernelSchedule:
     @property
     def step(self) -> Span:
         """The loop over the grid; of a kernel without one, everything."""
-        loops = [span for span in self.bundles.whole.inner if span.is_loop]
+        # On a chip of two cores the loop stands in what the second one may skip.
+        loops = [span for span in self.bundles.whole.walk() if span.is_loop]
         if self.steps == 1 or not loops:
             return self.bundles.whole
-        return max(loops, key=lambda span: (span.products, span.stop - span.start))
+        return max(loops, key=lambda span: (span.products, len(span)))
 
-    def cycles_a_step(self, active: float = 1.0, row_steps: int | None = None) -> float:
+    def cycles_a_step(self, active: float | None = None, row_steps: int | None = None) -> float:
         """Bundles of one step of the grid, on average.
 
         Args:
-            active: the share of the steps in which the matrix products are run; the others are
-                skipped, as a causal mask does with blocks above the diagonal.
+            active: in place of the kernel's own, which counts as 1 if it is not known.
             row_steps: after how many steps the parts without matrix products run that a jump can
                 skip (such as `pl.when(j == 0)`). Default: the grid's innermost dim.
         """
+        active = self._active(active)
         row_steps = row_steps or (self.grid[-1] if self.grid else 1)
         trips = iter(self.trips)
         return self._cycles(self.step, active, 1 / row_steps, trips, top=True)
+
+    def _active(self, given: float | None) -> float:
+        known = 1.0 if self.active is None else self.active
+        return known if given is None else given
 
     def _cycles(
         self, span: Span, active: float, seldom: float, trips: Any, top: bool = False
@@ -91,8 +103,8 @@ class KernelSchedule:
             trip = next(trips, None)
             if trip is None:
                 raise UsageError(
-                    f"Kernel {self.name} has a loop within a step of its grid, and how often it runs"
-                    " is not in its schedule. What to do: give trips=, one number a loop"
+                    f"Kernel {self.name} has a loop within a step of its grid, and how often it"
+                    " runs is not in its schedule. What to do: give trips=, one number a loop"
                 )
             times = trip
         total = float(span.own)
@@ -104,17 +116,24 @@ class KernelSchedule:
             total += cycles
         return total * times
 
-    def seconds(self, active: float = 1.0, row_steps: int | None = None) -> float:
-        """Of one call; the arguments are those of `cycles_a_step`."""
+    def seconds(self, active: float | None = None, row_steps: int | None = None) -> float:
+        """Of one call; the arguments are those of `cycles_a_step`.
+
+        That is what its bundles take, or its transfers, or its products at the peak of the matrix
+        units, whichever takes the longest: before v6e a bundle can start more products than a cycle
+        completes.
+        """
+        active = self._active(active)
         cycles = self.cycles_a_step(active, row_steps)
         cores = self.chip.cores if self.parallel else 1
-        outside = self.bundles.whole.own if self.step is not self.bundles.whole else 0
+        outside = len(self.bundles.whole) - len(self.step)
         compute = (outside + self.steps / cores * cycles) / self.chip.clock_hz
         transfer = self.steps * active * self.step_bytes / self.chip.hbm_bandwidth
-        return max(compute, transfer)
+        products = active * self.flops / (self.chip.bf16_flops * cores / self.chip.cores)
+        return max(compute, transfer, products)
 
 
-def schedule(
+def schedule_function(
     function: Callable[..., Any],
     args: Sequence[jax.ShapeDtypeStruct],
     chip: str,
@@ -189,9 +208,11 @@ def _compile(program: Path, topology: str, dump: Path, timeout: float) -> None:
 
 
 def _reason(stderr: str) -> str:
+    """The last exception's message, which may have several lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "RESOURCE_EXHAUSTED" in line]
-    return (errors or lines or ["it gave no reason"])[-1][:400]
+    starts = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    said = lines[starts[-1] :] if starts else lines[-3:]
+    return " ".join(said)[:500] or "it gave no reason"
 
 
 def _kernel_name(file: str) -> str:
@@ -228,10 +249,17 @@ def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[s
 
 def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSchedule:
     """The schedule of one Pallas call, a `kernels.KernelCall`; errors as of `schedule_kernels`."""
-    schedules = schedule(call.run, call.args, chip, timeout=timeout)
-    bundles = _only(schedules.values(), call.name)
+    schedules = schedule_function(call.run, call.args, chip, timeout=timeout)
     return KernelSchedule(
-        call.name, chip_of(chip), call.grid, bundles, call.parallel, call.step_bytes, call.trips
+        call.name,
+        chip_of(chip),
+        call.grid,
+        _only(schedules.values(), call.name),
+        parallel=call.parallel,
+        step_bytes=call.step_bytes,
+        trips=call.trips,
+        flops=call.products,
+        active=call.active,
     )
 
 

@@ -1,0 +1,229 @@
+"""Compiling for a TPU that is not there: bytes, causes, verdicts, and what stays as it was."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import torch
+
+import tpuport
+from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
+from tpuport.errors import UsageError
+from tpuport.program.records import Memory
+from tpuport.program.step import as_call
+from tpuport.sharding import make_mesh
+
+pytestmark = needs_libtpu
+
+WEIGHTS = 2 * WIDTH * WIDTH * 4
+WHOLE = (2 * WIDTH + 8 * WIDTH + 8) * 4  # biases, and the head, which is small
+
+
+@pytest.fixture(scope="module")
+def forward() -> tpuport.CompileReport:
+    return tpuport.compile_for(on_meta(), "v6e-8", inputs=batch())
+
+
+@pytest.fixture(scope="module")
+def training() -> tpuport.CompileReport:
+    return tpuport.compile_for(on_meta(), "v5e-4", inputs=batch(), train=squared)
+
+
+@pytest.fixture(scope="module")
+def refused() -> tpuport.CompileReport:
+    ported = on_meta()
+    return tpuport.compile_for(
+        ported, "v5e-4", inputs=batch(1 << 30), train=squared, rules="replicated"
+    )
+
+
+def test_memory_is_what_the_shapes_say(forward: tpuport.CompileReport):
+    memory = forward.memory
+    assert forward.fits
+    assert memory.available == round(31.25 * 2**30)
+    assert memory.parameters == WEIGHTS // 8 + WHOLE
+    assert memory.buffers == WIDTH * 4
+    assert memory.inputs == BATCH // 8 * WIDTH * 4 + 8
+    assert memory.optimiser == memory.aliased == 0
+    # The output, float32[2, 8] a chip, in tiles of 128 columns and 2 or 8 rows.
+    assert memory.outputs in (2 * 128 * 4, 8 * 128 * 4)
+    assert memory.padding > 0
+    assert memory.peak == sum(memory.parts().values())
+
+
+def test_collectives_have_their_module_and_their_rule(forward: tpuport.CompileReport):
+    assert forward.work is not None
+    gathered = {one.module: one for one in forward.work.collectives if one.kind == "all-gather"}
+    assert set(gathered) == {"block.up", "block.down"}
+    for name, one in gathered.items():
+        assert one.rule.startswith(f"{name}.weight: P('fsdp'")
+        assert (one.count, one.group_size, one.bytes) == (1, 8, WIDTH * WIDTH * 4)
+
+
+def test_flops_are_counted_by_hand(forward: tpuport.CompileReport):
+    assert forward.work is not None
+    assert forward.work.model_flops == 2 * BATCH * WIDTH * (2 * WIDTH + 8)
+    (product,) = forward.work.products
+    assert (product.dtypes, product.count) == ("float32 x float32", 3)
+
+
+def test_the_time_of_a_step_comes_with_its_assumptions(forward: tpuport.CompileReport):
+    assert forward.estimate is not None
+    assert 0 < forward.estimate.seconds < 1e-3
+    assert any("overlap" in line for line in forward.estimate.assumptions)
+
+
+def test_a_training_step_holds_the_optimiser_in_place(training: tpuport.CompileReport):
+    memory = training.memory
+    assert training.what == "training step"
+    assert memory.parameters == WEIGHTS // 4 + WHOLE
+    # Two moments of adamw, and its count.
+    assert memory.optimiser == 2 * memory.parameters + 4
+    held = memory.parameters + memory.optimiser
+    assert held <= memory.aliased <= held + memory.padding
+    # The loss alone is new.
+    assert memory.outputs <= 4096
+
+
+def test_every_gradient_is_a_product(training: tpuport.CompileReport):
+    assert training.work is not None
+    # Forward, the gradients of weights, and of all inputs but the first.
+    layers = 2 * WIDTH + 8
+    assert training.work.model_flops == 2 * BATCH * WIDTH * (3 * layers - WIDTH)
+
+
+def test_a_report_survives_json(forward: tpuport.CompileReport, training: tpuport.CompileReport):
+    for report in (forward, training):
+        assert tpuport.CompileReport.from_json(report.to_json()) == report
+    data = json.loads(forward.to_json())
+    assert data["fits"] is True
+    assert data["peak"] == forward.memory.peak
+    with pytest.raises(UsageError, match="this is no compile report as JSON"):
+        tpuport.CompileReport.from_json('{"model": "x"}')
+
+
+def test_text_and_page_give_the_verdict(
+    forward: tpuport.CompileReport, refused: tpuport.CompileReport, tmp_path
+):
+    assert str(forward).startswith("✔ Small, forward: fits v6e-8")
+    assert "block.up.weight: P('fsdp')" in str(forward)
+    assert str(refused).startswith("✘ Small, training step: does not fit v5e-4")
+    refused.save(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "does not fit v5e-4" in page
+    assert "Content-Security-Policy" in page
+    assert "spread parameters and the optimiser" in page
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_try(refused: tpuport.CompileReport):
+    memory = refused.memory
+    assert not refused.fits
+    assert memory.refused > memory.available == round(15.75 * 2**30)
+    assert memory.refused == memory.peak
+    assert refused.refused.startswith("RESOURCE_EXHAUSTED")
+    assert refused.estimate is None
+    assert refused.work is not None
+    assert refused.work.model_flops > 0
+    first, *rest = refused.advice
+    assert first.startswith("spread parameters and the optimiser's state over all 4 chips")
+    assert any("a smaller batch" in line for line in rest)
+    assert refused.held_is_whole
+    assert f"float32[{1 << 30}, {WIDTH}]" in [one.shape for one in refused.held]
+
+
+def test_too_large_without_a_refusal_does_not_fit_either():
+    memory = Memory(available=100, parameters=60, optimiser=0, buffers=0, inputs=0, temporaries=41)
+    assert not memory.fits
+    assert dataclasses.replace(memory, temporaries=40).fits
+
+
+def test_a_model_with_weights_is_taken_by_its_shapes_and_left_as_it_is(
+    training: tpuport.CompileReport,
+):
+    ported = tpuport.convert(Small())
+    weight = ported.params["head.weight"]
+    # A refused program: nothing has to be compiled to see what was traced.
+    report = tpuport.compile_for(ported, "v5e-4", inputs=batch(1 << 30), train=squared)
+    assert report.memory.parameters == training.memory.parameters
+    assert ported.params["head.weight"] is weight
+    assert ported.sharding is None
+    assert ported(torch.ones(2, WIDTH)).shape == (2, 8)
+
+
+def test_a_policy_changes_the_copy_that_is_compiled():
+    ported = on_meta()
+
+    def narrow(copy: tpuport.PortedModel) -> None:
+        for name, leaf in copy.params.items():
+            copy.params[name] = jax.ShapeDtypeStruct(leaf.shape, "bfloat16")  # type: ignore[assignment]
+
+    report = tpuport.compile_for(
+        ported, "v5e-4", inputs=batch(1 << 30), train=squared, policy=narrow
+    )
+    assert report.memory.parameters == (WEIGHTS // 4 + WHOLE) // 2
+    assert {str(leaf.dtype) for leaf in ported.params.values()} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": None}, r"needs topology='v6e-8' \(any slice\), or a mesh"),
+        ({"topology": "v6e-7"}, "There is no TPU topology 'v6e-7'"),
+        ({"mesh": {"fsdp": 3}}, "multiply to 3, and there are 4 devices"),
+        ({"inputs": [1]}, "a tuple of positional arguments, a dict .* got a list"),
+        ({"train": True, "method": "forward"}, "has shape .*: expected one floating number"),
+        ({"train": lambda out: None}, "the output is a ArrayImpl and has no loss|has no loss"),
+        ({"train": squared, "optimiser": "adamx"}, "optax.GradientTransformation.*got 'adamx'"),
+    ],
+)
+def test_wrong_calls_are_said(options: dict, message: str):
+    given = {"topology": "v5e-4", "inputs": batch(), **options}
+    with pytest.raises(UsageError, match=message):
+        tpuport.compile_for(on_meta(), given.pop("topology"), **given)
+
+
+def test_only_ported_models_are_compiled():
+    with pytest.raises(UsageError, match=r"what tpuport.convert.* gives, got a Small"):
+        tpuport.compile_for(Small(), "v5e-4", inputs=batch())  # type: ignore[arg-type]
+
+
+def test_a_mesh_has_its_devices():
+    mesh = make_mesh({"fsdp": 4}, "v5e-4")
+    with pytest.raises(UsageError, match="a mesh has devices already"):
+        tpuport.compile_for(on_meta(), "v5e-4", mesh=mesh, inputs=batch())
+
+
+def test_several_slices_are_named_and_what_passes_between_them_is_not_counted():
+    report = tpuport.compile_for(
+        on_meta(), "v5e-4", mesh={"fsdp": 4}, dcn={"data": 2}, inputs=batch()
+    )
+    assert (report.topology, report.num_chips) == ("2 x v5e-4", 8)
+    assert report.work is not None
+    assert any("between slices" in line for line in report.work.unknown)
+
+
+def test_an_unknown_argument_is_said():
+    with pytest.raises(UsageError, match="compile_for has no argument 'mehs'; it has input_specs"):
+        tpuport.compile_for(on_meta(), "v5e-4", inputs=batch(), mehs={})
+
+
+def test_repeated_blocks_compile_as_one_loop_and_so_does_their_state():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[Block() for _ in range(3)])
+    ported = tpuport.convert(model)
+    given = {"inputs": batch(), "train": squared}
+    stacked = tpuport.compile_for(ported, "v5e-4", **given)
+    each = tpuport.compile_for(ported, "v5e-4", **given, stack=False)
+    assert stacked.memory.parameters == each.memory.parameters
+    assert stacked.memory.optimiser == each.memory.optimiser == 2 * each.memory.parameters + 4
+    assert stacked.work is not None
+    assert each.work is not None
+    assert stacked.work.model_flops == each.work.model_flops
+    assert sorted(ported.params) == sorted(dict(model.named_parameters()))
+
+
+def test_arguments_are_positional_named_or_both():
+    assert as_call((1, 2)) == ((1, 2), {})
+    assert as_call({"a": 1}) == ((), {"a": 1})
+    assert as_call(((1,), {"a": 2})) == ((1,), {"a": 2})

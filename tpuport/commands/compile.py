@@ -1,0 +1,199 @@
+"""`tpuport compile`: does a model compile for a TPU slice, does it fit, and what does it cost."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpuport.commands._common import FAILED, WRONG_CALL, errors_as_exit_codes, has_color, say
+from tpuport.errors import UsageError
+
+if TYPE_CHECKING:
+    from tpuport.program.report import CompileReport
+
+DOES_NOT_FIT = 3
+_MINUTE = 60.0
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A function without arguments, as package.module:function or file.py:function.",
+    ),
+]
+Topology = Annotated[
+    str, typer.Option("--topology", "-t", metavar="SLICE", help="Such as v6e-8, v5p-16, v5e:4x4.")
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXES",
+        help="Sizes by axis, as in fsdp=4,tensor=2; one may be -1 [default: fsdp=-1].",
+    ),
+]
+Rules = Annotated[str, typer.Option(metavar="PRESET", help="How parameters are spread.")]
+Train = Annotated[bool, typer.Option("--train", help="Compile a training step.")]
+Optimiser = Annotated[
+    str, typer.Option(metavar="NAME", help="adamw, adam, adafactor, lion, sgd or none.")
+]
+Method = Annotated[str, typer.Option(metavar="NAME", help="Which method of the model.")]
+Out = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--out", "-o", metavar="FILE", help="Write the report: .html, .json or text. Repeatable."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+NoKernelTimes = Annotated[
+    bool,
+    typer.Option(
+        "--no-kernel-times", help="Do not compile Pallas kernels once more for their schedules."
+    ),
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Fail where something of the rules may not be meant.")
+]
+Search = Annotated[
+    bool, typer.Option("--search", help="Try meshes and presets, and rank those that fit.")
+]
+Minutes = Annotated[
+    float, typer.Option(metavar="MINUTES", help="With --search: begin no trial after that long.")
+]
+
+
+def compile_(
+    target: Target,
+    topology: Topology,
+    mesh: Mesh = None,
+    rules: Rules = "fsdp",
+    train: Train = False,
+    optimiser: Optimiser = "adamw",
+    method: Method = "forward",
+    out: Out = None,
+    as_json: AsJson = False,
+    no_kernel_times: NoKernelTimes = False,
+    strict: Strict = False,
+    search: Search = False,
+    minutes: Minutes = 30.0,
+) -> None:
+    """Compile a model for a TPU slice that is not there: does it fit, and what does it cost.
+
+    TARGET returns (model, inputs): a module, built under torch.device("meta") if
+    it is large, and the arguments of a call, a tuple or a dict, in which shapes
+    will do for tensors. Or it returns a dict with "model", "inputs" and any other
+    argument of tpuport.compile_for, such as "rules" or "train", which win over
+    options. Exit code 3 says that it does not fit.
+    """
+    with errors_as_exit_codes("tpuport compile"):
+        given = {
+            "mesh": _sizes(mesh),
+            "rules": rules,
+            "train": train,
+            "optimiser": None if optimiser == "none" else optimiser,
+            "method": method,
+            "kernel_times": not no_kernel_times,
+            "strict": strict,
+            **_wanted(target),
+        }
+        ported, inputs = _ported(given.pop("model"), target, method), given.pop("inputs")
+        if search:
+            _search(ported, topology, inputs, given, minutes * _MINUTE, out or [])
+            return
+        from tpuport.program.compiling import compile_for
+
+        report = compile_for(ported, topology, inputs=inputs, **given)
+        _show(report, as_json=as_json)
+        for path in out or ():
+            report.save(path)
+            say(f"wrote {path}")
+        if not report.fits:
+            raise typer.Exit(DOES_NOT_FIT)
+
+
+def _wanted(target: str) -> dict[str, Any]:
+    """What the function named on the command line returns, as arguments by name."""
+    from tpuport.running.target import load_target
+
+    match load_target(target)():
+        case {"model": _, "inputs": _, **rest} as found:
+            del rest
+            return dict(found)
+        case (model, inputs):
+            return {"model": model, "inputs": inputs}
+        case other:
+            raise UsageError(
+                f"{target} returned a {type(other).__name__}: expected (model, inputs), or a dict"
+                ' with "model" and "inputs"'
+            )
+
+
+def _ported(model: Any, target: str, method: str) -> Any:
+    import torch
+
+    from tpuport.model.convert import convert
+    from tpuport.model.ported import PortedModel
+
+    if isinstance(model, PortedModel):
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"{target}: expected a module as the model, got a {type(model).__name__}")
+    return convert(model, methods=tuple(dict.fromkeys(("forward", method))))
+
+
+def _sizes(text: str | None) -> dict[str, int] | None:
+    """`fsdp=4,tensor=2` as sizes by axis."""
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, sign, size = part.strip().partition("=")
+        if not sign or not size.removeprefix("-").isdigit():
+            raise UsageError(
+                f"--mesh: expected sizes by axis such as fsdp=4,tensor=2, got {text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def _show(report: "CompileReport", *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(report.to_json())
+    elif has_color():
+        from rich.console import Console
+
+        Console(highlight=False).print(report)
+    else:
+        typer.echo(str(report))
+
+
+def _search(
+    ported: Any, topology: str, inputs: Any, given: dict[str, Any], seconds: float, out: list[Path]
+) -> None:
+    from rich.console import Console
+
+    from tpuport.program.search import search
+
+    for name in ("mesh", "rules", "strict"):
+        given.pop(name, None)
+    console = Console(stderr=True, highlight=False)
+
+    def tell(line: str) -> None:
+        if not console.is_terminal:
+            say(line)
+
+    with console.status("looking for meshes and rules") as status:
+
+        def progress(done: int, total: int, what: str) -> None:
+            status.update(f"{done + 1} of {total}: {what}")
+            tell(f"{done + 1} of {total}: {what}")
+
+        found = search(ported, topology, inputs=inputs, seconds=seconds, progress=progress, **given)
+    typer.echo(str(found))
+    for path in out:
+        found.save(path)
+        say(f"wrote {path}")
+    if not found.ranked:
+        raise typer.Exit(DOES_NOT_FIT if found.trials else WRONG_CALL)
+
+
+__all__ = ["DOES_NOT_FIT", "FAILED", "compile_"]

@@ -1,0 +1,130 @@
+"""What to try when a program does not fit, in the order in which it pays."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from tpuport.errors import UsageError
+from tpuport.model import report_format as fmt
+from tpuport.program.cost.chips import chip_of
+from tpuport.program.records import Attention
+from tpuport.program.report import CompileReport
+from tpuport.program.work import FULL_SCORES
+from tpuport.sharding.plan import ShardingPlan
+from tpuport.sharding.topology import TOPOLOGIES, find_topology
+
+# State that takes so much more than its share of the chips is not spread well.
+_UNEVEN = 1.5
+# What activations and the program itself need besides the state, as a share of the memory.
+_ROOM = 0.8
+# A part smaller than this share of the memory is not worth a word.
+_COUNTS = 0.05
+
+
+def advise(report: CompileReport, plan: ShardingPlan) -> CompileReport:
+    """The report with what to try, the first first. The figures are those of this program: each
+    can be tried, or all of them by `search`.
+    """
+    return dataclasses.replace(report, advice=tuple(_advice(report, plan)))
+
+
+def _advice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
+    yield from _spread_state(report, plan)
+    yield from _scores(report)
+    yield from _dtypes(report, plan)
+    memory = report.memory
+    state = memory.parameters + memory.optimiser + memory.buffers
+    left = memory.available - state
+    needed = memory.peak - state
+    if needed > left > 0:
+        yield from _activations(report, left, needed)
+    counts = memory.optimiser > _COUNTS * memory.available
+    if counts and report.optimiser != "adafactor":
+        yield (
+            f"an optimiser with less state: {report.optimiser or 'it'} takes"
+            f" {fmt.size(memory.optimiser)} a chip; optimiser='adafactor' keeps row and column sums"
+        )
+    yield from _larger_slice(report, plan)
+
+
+def _whole_state(report: CompileReport, plan: ShardingPlan) -> int:
+    """Bytes of parameters, buffers and optimiser on all chips together, each once."""
+    memory = report.memory
+    held = memory.parameters + memory.buffers
+    return round(plan.num_bytes * (1 + memory.optimiser / max(1, held)))
+
+
+def _spread_state(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
+    memory, chips = report.memory, report.num_chips
+    state = memory.parameters + memory.optimiser + memory.buffers
+    share = _whole_state(report, plan) // chips
+    if chips > 1 and state > _UNEVEN * share:
+        whole = "parameters and the optimiser's state" if memory.optimiser else "parameters"
+        yield (
+            f"spread {whole} over all {chips} chips: rules='fsdp' with mesh={{'fsdp': {chips}}}"
+            f" holds about {fmt.size(share)} a chip instead of {fmt.size(state)}"
+        )
+
+
+def _scores(report: CompileReport) -> Iterator[str]:
+    full: list[Attention] = []
+    if report.work is not None:
+        full = [one for one in report.work.attention if one.kernel == FULL_SCORES]
+    if full:
+        total = sum(one.bytes for one in full)
+        yield (
+            f"attention without the array of scores: {full[0].shape} in"
+            f" {full[0].module or 'the model'} is one of {sum(one.count for one in full)},"
+            f" {fmt.size(total)} on all chips. Have F.scaled_dot_product_attention compute it"
+            " (attn_implementation='sdpa'), which a kernel serves on TPU"
+        )
+
+
+def _dtypes(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
+    wide = sum(row.bytes_a_chip for row in plan.rows if row.dtype == "float32")
+    if wide > plan.bytes_a_chip / 2:
+        less = wide // 2 + (report.memory.optimiser // 2)
+        state = f"{fmt.size(less)} less a chip for state, and " if less > 1 << 20 else ""
+        yield (
+            f"weights in bfloat16 (model.to(torch.bfloat16)): {state}half of what is kept of"
+            " activations"
+        )
+
+
+def _activations(report: CompileReport, left: int, needed: int) -> Iterator[str]:
+    share = left / needed
+    if report.what == "training step":
+        yield (
+            "recompute blocks in the backward pass instead of keeping what is in them: a remat"
+            " policy ('full', or 'dots' to keep products) for the repeated blocks"
+        )
+    if report.num_chips > 1 and report.mesh.get("sequence", 1) == 1:
+        yield (
+            "spread the tokens, too: rules='sequence_parallel' with a mesh that has a sequence"
+            f" axis, such as mesh={{'fsdp': {report.num_chips // 2}, 'sequence': 2}}"
+        )
+    yield (
+        f"a smaller batch: temporaries take {fmt.size(needed)} and {fmt.size(left)} are left for"
+        f" them, so about {share:.0%} of the batch would fit if they grow with it (gradients can be"
+        " accumulated over parts)"
+    )
+
+
+def _larger_slice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
+    """The smallest slice of the same chips that would hold the state and as much per chip."""
+    try:
+        family = chip_of(report.device).name
+    except UsageError:
+        return
+    memory = report.memory
+    rest = max(0, memory.peak - memory.parameters - memory.optimiser - memory.buffers)
+    whole = _whole_state(report, plan) + rest * report.num_chips
+    for name in TOPOLOGIES:
+        chips = find_topology(name).num_chips
+        if not name.startswith(f"{family}-") or chips <= report.num_chips:
+            continue
+        if whole / chips <= _ROOM * memory.available:
+            yield (
+                f"a larger slice: on {name} everything divided by {chips} chips would be"
+                f" {fmt.size(whole // chips)} a chip"
+            )
+            return

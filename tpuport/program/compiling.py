@@ -1,0 +1,210 @@
+"""`tpuport.compile_for`: does it compile for this slice, does it fit, and what does it cost."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from jax.sharding import Mesh
+
+from tpuport.diagnosis.explain import explaining
+from tpuport.markup import plural
+from tpuport.model import report_format as fmt
+from tpuport.model.ported import PortedModel
+from tpuport.program.advice import advise
+from tpuport.program.aot import Ahead, compile_ahead
+from tpuport.program.cost.records import Estimate
+from tpuport.program.described import num_slices, spread_out
+from tpuport.program.memory import (
+    held_at_peak,
+    largest_computed,
+    listed_by_compiler,
+    read_memory,
+)
+from tpuport.program.records import Captured, Held, Seconds, Work
+from tpuport.program.report import CompileReport
+from tpuport.program.step import forward_step, training_step
+from tpuport.program.work import captured_constants, read_traced, read_work
+from tpuport.sharding.hlo_text import Program, read_program
+from tpuport.sharding.mesh import sizes_of
+from tpuport.sharding.on_mesh import OnMesh, ShardingWarning
+from tpuport.sharding.plan import ShardingPlan
+
+CONSTANT_BUDGET = 1 << 20
+_PACKAGES = ("tpuport", "jax", "libtpu")
+
+
+@explaining()
+def compile_for(
+    ported: PortedModel,
+    topology: str | None = None,
+    *,
+    inputs: Any,
+    mesh: Mesh | Mapping[str, int] | None = None,
+    rules: Any = "fsdp",
+    train: bool | Callable[[Any], Any] = False,
+    optimiser: Any = "adamw",
+    method: str = "forward",
+    constant_budget: int = CONSTANT_BUDGET,
+    kernel_times: bool = True,
+    options: dict[str, Any] | None = None,
+    **spreading: Any,
+) -> CompileReport:
+    """Compile a ported model for a TPU that need not be there, and say what it takes and costs.
+
+    Nothing is run, and no weight is needed: convert a model made under `torch.device("meta")`. Of a
+    model with weights the shapes are taken. The model stays as it is.
+
+    Args:
+        ported: what `tpuport.convert` gave.
+        topology: a slice: `v6e-8`, `v5p-16`, `v5e-4`, or libtpu's name such as `v6e:2x4`.
+        inputs: the arguments of the call: a tuple of positional ones, a dict of keyword ones, or a
+            pair (tuple, dict). Of tensors the shape will do: meta tensors,
+            `jax.ShapeDtypeStruct`. Their sizes are those of all chips together.
+        mesh: sizes by axis (all chips along fsdp if left out), or a mesh instead of a topology.
+        rules: as for `tpuport.shard`: a preset's name, or a table.
+        train: compile a training step: True if the output is or has a `loss`, or a function of the
+            output that gives one.
+        optimiser: of a training step: one of optax's, the name of one, or None for gradients alone.
+        method: which method of the model.
+        constant_budget: bytes of constants of the host that are nothing to report.
+        kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
+            no estimate for a program with kernels.
+        options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
+        **spreading: arguments of `Spreading`.
+
+    Returns:
+        A report; `report.fits` is the answer. A program that does not fit is an answer, no error.
+
+    Raises:
+        PortError: the code cannot be ported exactly.
+        UsageError: an argument is wrong, or there is no such topology.
+        MissingExtraError: libtpu is not installed.
+    """
+    spread, plan = spread_out(ported, topology, mesh, rules, **spreading)
+    placement: Any = spread._program.placement
+    with _quiet():
+        if train:
+            step = training_step(spread, method, inputs, train, optimiser)
+        else:
+            step = forward_step(spread, method, inputs)
+        ahead = compile_ahead(step, placement.mesh, options)
+    names = {"what": "training step" if train else method, "topology": ""}
+    if topology is not None:
+        slices = num_slices(placement.mesh)
+        names["topology"] = topology if slices == 1 else f"{slices} x {topology}"
+    names["optimiser"] = _optimiser_name(optimiser) if train else ""
+    return _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of rules are in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardingWarning)
+        yield
+
+
+def _optimiser_name(optimiser: Any) -> str:
+    if isinstance(optimiser, str):
+        return optimiser
+    return "" if optimiser is None else "of your own"
+
+
+def _reported(
+    ahead: Ahead,
+    spread: PortedModel,
+    plan: ShardingPlan,
+    constant_budget: int,
+    kernel_times: bool,
+    names: dict[str, str],
+) -> CompileReport:
+    modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
+    placement: Any = spread._program.placement
+    read = _read(ahead, modules, placement, kernel_times)
+    captured = captured_constants(ahead, modules)
+    device, refused = placement.mesh.devices.flat[0], ahead.too_large
+    report = CompileReport(
+        model=type(spread.module).__name__,
+        what=names["what"],
+        topology=names["topology"],
+        device=str(device.device_kind),
+        mesh=sizes_of(placement.mesh),
+        rules=plan.rules,
+        memory=read_memory(ahead, read.program, device),
+        seconds=Seconds(**ahead.seconds),
+        held=read.held,
+        held_is_whole=refused is not None and not refused.largest,
+        work=read.work,
+        estimate=read.time,
+        captured=captured,
+        constant_budget=constant_budget,
+        optimiser=names["optimiser"],
+        equations=len(ahead.jaxpr.jaxpr.eqns),
+        refused="" if refused is None else refused.message,
+        findings=tuple(_findings(plan, captured, constant_budget, read.work)),
+        versions=_versions(),
+    )
+    return report if report.fits else advise(report, plan)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read from a compiled program, or from the traced one if it was refused."""
+
+    program: Program | None
+    held: tuple[Held, ...]
+    work: Work
+    time: Estimate | None
+
+
+def _read(ahead: Ahead, modules: set[str], placement: OnMesh, kernel_times: bool) -> _Read:
+    if ahead.too_large is not None:
+        listed = listed_by_compiler(ahead.too_large.largest, modules)
+        held = listed or largest_computed(ahead.jaxpr, modules)
+        return _Read(None, held, read_traced(ahead, modules), None)
+    text = ahead.compiled.as_text()
+    program = read_program(text)
+    work, time = read_work(ahead, text, modules, placement, kernel_times=kernel_times)
+    return _Read(program, held_at_peak(program, modules), work, time)
+
+
+def _findings(
+    plan: ShardingPlan, captured: tuple[Captured, ...], budget: int, work: Work
+) -> list[str]:
+    found = [str(finding) for finding in plan.findings]
+    total = sum(one.bytes for one in captured)
+    if total > budget:
+        found.append(
+            f"{plural(len(captured), 'constant')} of the host, {fmt.size(total)}, are part of the"
+            f" program: {captured[0].shape} {captured[0].name} is the largest. Make them buffers,"
+            " or arguments of the call"
+        )
+    return found + _products_in_fp32(work)
+
+
+def _products_in_fp32(work: Work) -> list[str]:
+    """What to say where most products are of bf16 and some are not."""
+    if not work.products or "bfloat16" not in work.products[0].dtypes:
+        return []
+    slipped = [one for one in work.fp32_products if one.flops]
+    flops = sum(one.flops for one in slipped)
+    if not flops:
+        return []
+    share = flops / max(1, sum(one.flops for one in work.products))
+    return [
+        f"{share:.1%} of the FLOPs of products have float32 operands, most of them in"
+        f" {slipped[0].module or 'no module'} ({slipped[0].dtypes})"
+    ]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

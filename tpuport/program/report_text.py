@@ -1,0 +1,207 @@
+"""A compile report on a terminal, through rich."""
+
+import io
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tpuport.markup import plural, visible
+from tpuport.model import report_format as fmt
+from tpuport.program.report import CompileReport
+
+WIDTH = 110
+_BAR = 36
+_MAX_ROWS = 12
+_MAX_FINDINGS = 8
+
+
+def to_text(report: CompileReport) -> str:
+    """The report as plain text, without colour codes."""
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
+    console.print(render(report))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def render(report: CompileReport) -> RenderableType:
+    """The report as a rich renderable: the verdict, then only the sections that apply."""
+    mark, color = ("✔", "green") if report.fits else ("✘", "red")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text(mark, style=f"bold {color}"), Text(headline(report), style="bold"))
+    grid.add_row("", Text(explanation(report)))
+    grid.add_row("", Text(setting(report), style="dim"))
+    blocks: list[RenderableType] = [grid]
+    for title, body in _sections(report):
+        blocks += [Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
+    return Group(*blocks)
+
+
+def headline(report: CompileReport) -> str:
+    """The verdict as one sentence: `LlamaForCausalLM, training step: fits v6e-8`."""
+    where = report.topology or plural(report.num_chips, "device")
+    verb = "fits" if report.fits else "does not fit"
+    return f"{visible(report.model)}, {report.what}: {verb} {where}"
+
+
+def explanation(report: CompileReport) -> str:
+    """How much of the memory it takes, or by how much it is too large."""
+    memory = report.memory
+    there = fmt.size(memory.available)
+    if memory.refused:
+        return f"libtpu refuses it: {fmt.size(memory.refused)} are needed a chip and {there} there"
+    if not report.fits:
+        return f"{fmt.size(memory.peak)} are needed a chip and {there} are there"
+    share = memory.peak / max(1, memory.available)
+    return f"{fmt.size(memory.peak)} a chip at the peak, {share:.0%} of the {there} there"
+
+
+def setting(report: CompileReport) -> str:
+    """Chips, mesh, rules and versions."""
+    axes = " ".join(f"{name}={size}" for name, size in report.mesh.items() if size > 1)
+    parts = [
+        f"{report.num_chips} x {report.device}",
+        f"mesh {axes or 'of one chip'}",
+        f"rules {report.rules or 'of your own'}",
+    ]
+    if report.optimiser:
+        parts.append(f"optimiser {report.optimiser}")
+    parts += [f"{name} {version}" for name, version in (report.versions or {}).items()]
+    return " · ".join(parts)
+
+
+def _sections(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
+    yield "Memory of a chip", _bars(list(report.memory.parts().items()))
+    if report.advice:
+        lines = [Text(f"{i}. {visible(line)}") for i, line in enumerate(report.advice, 1)]
+        yield "What to try, in this order", Group(*lines)
+    if report.held:
+        yield held_title(report), _held(report)
+    yield from _work(report)
+    if report.estimate is not None:
+        yield estimate_title(report), _estimate(report)
+    if report.findings:
+        yield "Findings", _lines(report.findings, _MAX_FINDINGS)
+    if report.captured:
+        title = f"Constants of the host in the program, {fmt.size(report.captured_bytes)}"
+        rows = [(fmt.size(one.bytes), one.shape, one.name) for one in report.captured]
+        yield title, _rows(("bytes", "array", "where"), rows)
+    seconds = report.seconds
+    spent = [("trace", seconds.trace), ("lower", seconds.lower), ("compile", seconds.compile)]
+    words = ", ".join(f"{name} {fmt.seconds(value)}" for name, value in spent)
+    yield "Time on this machine", Text(f"{words}; {report.equations:,} equations")
+
+
+def held_title(report: CompileReport) -> str:
+    """What the list of arrays is about."""
+    if report.held_is_whole:
+        return "Largest arrays that it computes, on all chips together"
+    return "Temporaries when most is held, on one chip"
+
+
+def estimate_title(report: CompileReport) -> str:
+    """The time of a step with the share of the peak that it comes to."""
+    assert report.estimate is not None
+    return f"A step would take about {fmt.seconds(report.estimate.seconds)}"
+
+
+def _held(report: CompileReport) -> RenderableType:
+    rows = [
+        (
+            fmt.size(one.bytes),
+            one.shape,
+            f"x{one.count}" if one.count > 1 else "",
+            one.module or "the model",
+            one.operation,
+        )
+        for one in report.held
+    ]
+    return _rows(("bytes", "array", "", "module", "operation"), rows)
+
+
+def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
+    work = report.work
+    if work is None:
+        return
+    rows = [(f"{one.flops / 1e12:,.3g}", one.dtypes, f"{one.count:,}") for one in work.products]
+    title = f"FLOPs of a step: {work.model_flops / 1e12:,.4g} T in the model"
+    if work.chip_flops:
+        whole = work.chip_flops * report.num_chips / 1e12
+        title += f", products of {whole:,.4g} T on all chips"
+    yield title, _rows(("TFLOP", "products of", "count"), rows)
+    if work.attention:
+        rows = [
+            (one.kernel, one.shape, f"x{one.count}", one.module or "the model")
+            for one in work.attention
+        ]
+        yield "Attention", _rows(("kernel", "scores", "", "module"), rows)
+    if work.collectives:
+        kinds = ", ".join(f"{kind} {fmt.size(num)}" for kind, num in work.bytes_by_kind().items())
+        rows = [
+            (
+                fmt.size(one.bytes),
+                f"{one.kind} of {one.group_size}",
+                f"x{one.count}",
+                one.module or "no module",
+                one.rule,
+            )
+            for one in work.collectives
+        ]
+        header = ("bytes", "collective", "", "module", "caused by")
+        yield f"Communication of a chip in a step: {kinds}", _rows(header, rows)
+    if work.copied_bytes or work.padding_bytes:
+        words = (
+            f"copies that change a layout write {fmt.size(work.copied_bytes)} a chip in a step;"
+            f" tiles add {fmt.size(work.padding_bytes)} to all arrays together"
+        )
+        yield "Layouts", Text(words)
+    if work.unknown:
+        yield "Not counted", _lines(work.unknown, _MAX_FINDINGS)
+
+
+def _estimate(report: CompileReport) -> RenderableType:
+    assert report.estimate is not None
+    grid = Table.grid(padding=(0, 2))
+    longest = max((part.seconds for part in report.estimate.parts), default=0) or 1
+    for part in report.estimate.parts:
+        if part.seconds:
+            bar = "█" * max(1, round(_BAR / 2 * part.seconds / longest))
+            grid.add_row(
+                part.name, Text(bar, style="blue"), fmt.seconds(part.seconds), Text(part.how)
+            )
+    assumed = [Text(f"- {line}", style="dim") for line in report.estimate.assumptions]
+    return Group(grid, *assumed)
+
+
+def _bars(parts: Sequence[tuple[str, int]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column()
+    grid.add_column(justify="right")
+    longest = max((value for _, value in parts), default=0) or 1
+    for name, value in parts:
+        if value:
+            bar = "█" * max(1, round(_BAR * value / longest))
+            grid.add_row(name, Text(bar, style="blue"), fmt.size(value))
+    return grid
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for index, name in enumerate(header):
+        justify = "right" if index == 0 and name in ("bytes", "TFLOP") else "left"
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows[:_MAX_ROWS]:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    return Group(table, *_more(len(rows) - _MAX_ROWS))
+
+
+def _lines(lines: Sequence[str], most: int) -> RenderableType:
+    shown = [Text(f"- {visible(line)}") for line in lines[:most]]
+    return Group(*shown, *_more(len(lines) - most))
+
+
+def _more(hidden: int) -> list[Text]:
+    return [Text(f"+{hidden} more", style="dim")] if hidden > 0 else []

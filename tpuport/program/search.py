@@ -1,0 +1,244 @@
+"""Meshes and rules tried one after the other, those that fit ranked by their time."""
+
+import io
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tpuport.checkpoints.atomic import replacing_file
+from tpuport.errors import TpuportError
+from tpuport.markup import visible
+from tpuport.model import report_format as fmt
+from tpuport.model.ported import PortedModel
+from tpuport.program.codec import encoded
+from tpuport.program.compiling import compile_for
+from tpuport.program.report import CompileReport
+from tpuport.sharding.presets import preset
+from tpuport.sharding.roles import Role, uses_of
+from tpuport.sharding.topology import find_topology
+from tpuport.sharding.tree import module_of
+
+WIDTH = 110
+# Each preset with the axes that it spreads over, in the order in which they are tried.
+_AXES: dict[str, tuple[str, ...]] = {
+    "fsdp": ("fsdp",),
+    "ddp": ("data",),
+    "fsdp_tensor_parallel": ("fsdp", "tensor"),
+    "sequence_parallel": ("fsdp", "sequence"),
+    "tensor_parallel": ("data", "tensor"),
+    "expert_parallel": ("fsdp", "expert"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One mesh with one table of rules.
+
+    Attributes:
+        mesh: sizes by axis.
+        rules: the preset.
+        report: what came out; None if it failed.
+        error: why it failed, in one line.
+    """
+
+    mesh: dict[str, int]
+    rules: str
+    report: CompileReport | None
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """The estimate of a step; infinite without one."""
+        report = self.report
+        if report is None or report.estimate is None:
+            return float("inf")
+        return report.estimate.seconds
+
+    @property
+    def name(self) -> str:
+        """`fsdp_tensor_parallel on fsdp=4 tensor=2`."""
+        return f"{self.rules} on {' '.join(f'{k}={v}' for k, v in self.mesh.items())}"
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What was tried.
+
+    Attributes:
+        topology: the slice.
+        trials: in the order in which they were tried.
+        left: how many the time did not allow for.
+    """
+
+    topology: str
+    trials: tuple[Trial, ...]
+    left: int = 0
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """Those that fit, the fastest by its estimate first."""
+        fitting = [t for t in self.trials if t.report is not None and t.report.fits]
+        return sorted(fitting, key=lambda t: (t.seconds, t.report.memory.peak if t.report else 0))
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest of those that fit."""
+        return next(iter(self.ranked), None)
+
+    def to_json(self) -> str:
+        """The trials with their reports."""
+        return json.dumps(encoded(self), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write it: as JSON for `.json`, for `.html` the page of the best, as text otherwise."""
+        path = Path(path)
+        text = str(self)
+        if path.suffix == ".json":
+            text = self.to_json()
+        elif path.suffix == ".html" and self.best is not None and self.best.report is not None:
+            text = self.best.report.to_html()
+        with replacing_file(path) as temporary:
+            temporary.write_text(text + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=WIDTH, color_system=None, highlight=False).print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __rich__(self) -> Any:
+        fitting = self.ranked
+        table = Table(
+            title=f"{self.topology}: {len(fitting)} of {len(self.trials)} tried fit"
+            + (f", {self.left} not tried for want of time" if self.left else ""),
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+        )
+        for name in ("rules", "mesh", "a chip", "a step", "moved", "compiled in", ""):
+            table.add_column(name, overflow="fold")
+        others = [trial for trial in self.trials if trial not in fitting]
+        for trial in [*fitting, *others]:
+            table.add_row(*(Text(visible(cell)) for cell in _cells(trial)))
+        return table
+
+
+def search(
+    ported: PortedModel,
+    topology: str,
+    *,
+    inputs: Any,
+    seconds: float = 1800.0,
+    presets: Mapping[str, tuple[str, ...]] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    **options: Any,
+) -> SearchReport:
+    """Compile a model on meshes of a slice with preset rules, and rank what fits.
+
+    Args:
+        ported: what `tpuport.convert` gave.
+        topology: the slice.
+        inputs: as for `compile_for`.
+        seconds: no trial begins after so long.
+        presets: the axes of each preset to try; those that suit the model if left out.
+        progress: called before each trial with how many are done, how many there are, and its name.
+        **options: further arguments of `compile_for`.
+
+    Returns:
+        All trials. One that cannot be compiled is among them with its error.
+    """
+    chips = find_topology(topology).num_chips
+    wanted = list(candidates(ported, chips, presets))
+    trials: list[Trial] = []
+    start = time.monotonic()
+    for rules, mesh in wanted:
+        if time.monotonic() - start > seconds and trials:
+            break
+        if progress is not None:
+            progress(len(trials), len(wanted), Trial(mesh, rules, None).name)
+        trials.append(_try(ported, topology, rules, mesh, inputs, options))
+    return SearchReport(topology, tuple(trials), len(wanted) - len(trials))
+
+
+def candidates(
+    ported: PortedModel, chips: int, presets: Mapping[str, tuple[str, ...]] | None = None
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Presets with meshes to try, without those that come to the same.
+
+    Args:
+        ported: the model.
+        chips: how many there are.
+        presets: the axes of each preset; those that suit the model if left out.
+    """
+    seen = set()
+    has_experts = any(
+        use.role is Role.EXPERTS or use.one_expert for use in uses_of(module_of(ported)).values()
+    )
+    for rules, axes in (presets or _AXES).items():
+        if rules == "expert_parallel" and not has_experts:
+            continue
+        for mesh in factorisations(chips, axes):
+            table = preset(rules, ported, mesh)
+            specs = str(table.specs(ported, mesh)), str(list(table.activations.lines()))
+            key = (tuple(sorted(mesh.items())), specs)
+            if key not in seen:
+                seen.add(key)
+                yield rules, mesh
+
+
+def factorisations(chips: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Sizes by axis that multiply to a number of chips; each axis of several has 2 or more."""
+    if len(axes) == 1:
+        yield {axes[0]: chips}
+        return
+    divisors = [n for n in range(2, chips + 1) if chips % n == 0]
+    for sizes in itertools.product(divisors, repeat=len(axes)):
+        total = 1
+        for size in sizes:
+            total *= size
+        if total == chips:
+            yield dict(zip(axes, sizes, strict=True))
+    # The last axis alone: tensor parallelism over all chips.
+    if len(axes) > 1 and chips > 1:
+        yield {axes[-1]: chips}
+
+
+def _try(
+    ported: PortedModel,
+    topology: str,
+    rules: str,
+    mesh: dict[str, int],
+    inputs: Any,
+    options: dict[str, Any],
+) -> Trial:
+    try:
+        report = compile_for(ported, topology, inputs=inputs, mesh=mesh, rules=rules, **options)
+    except (TpuportError, RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()
+        return Trial(mesh, rules, None, first[0] if first else type(error).__name__)
+    return Trial(mesh, rules, report)
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    mesh = " ".join(f"{name}={size}" for name, size in trial.mesh.items())
+    report = trial.report
+    if report is None:
+        return trial.rules, mesh, "", "", "", "", trial.error
+    moved = sum(report.work.bytes_by_kind().values()) if report.work is not None else 0
+    step = fmt.seconds(trial.seconds) if report.estimate is not None else ""
+    return (
+        trial.rules,
+        mesh,
+        fmt.size(report.memory.refused or report.memory.peak),
+        step,
+        fmt.size(moved) if report.fits else "",
+        fmt.seconds(report.seconds.total),
+        "" if report.fits else "does not fit",
+    )
