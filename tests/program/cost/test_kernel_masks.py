@@ -77,3 +77,12 @@ def test_a_mask_that_is_an_argument_is_not_known(causal):
     found = count_jaxpr(jax.make_jaxpr(attend)(block_mask, Q))
     assert not found.kernels[0].exact
     assert found.flops == 4 * 2 * SIZE * SIZE * 128
+
+
+def test_calls_are_in_the_order_of_the_program(causal):
+    full = kernel(masks.FullMask((SIZE, SIZE)))
+
+    def both(q):
+        return jax.jit(causal)(jax.jit(full)(q, q, q), q, q)
+
+    assert shares(both, Q) == [1.0, CAUSAL]

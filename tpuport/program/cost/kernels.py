@@ -45,19 +45,26 @@ class KernelCall:
     trips: tuple[int, ...]
     active: float | None = None
 
+    @property
+    def steps(self) -> int:
+        """Steps of the grid of one call."""
+        return math.prod(self.grid)
+
 
 def find_calls(jaxpr: Any) -> list[KernelCall]:
-    """Every distinct Pallas call of a jaxpr, at any depth."""
+    """Every distinct Pallas call of a jaxpr, at any depth, in the order of the program."""
     found: dict[KernelCall, None] = {}
-    shares = active_shares(jaxpr)
-    pending = [open_jaxpr(jaxpr)]
-    while pending:
-        for eqn in pending.pop().eqns:
-            if eqn.primitive.name == PALLAS:
-                found.setdefault(read_call(eqn, shares.get(id(eqn))))
-            else:
-                pending += sub_jaxprs(eqn)
+    _find_calls(open_jaxpr(jaxpr), active_shares(jaxpr), found)
     return list(found)
+
+
+def _find_calls(jaxpr: Any, shares: dict[int, float], found: dict[KernelCall, None]) -> None:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == PALLAS:
+            found.setdefault(read_call(eqn, shares.get(id(eqn))))
+        else:
+            for sub in sub_jaxprs(eqn):
+                _find_calls(sub, shares, found)
 
 
 def read_call(eqn: Any, active: float | None = None) -> KernelCall:
