@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tpuport import ops
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
+    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
     from tpuport.model.precision.cast import cast
@@ -30,7 +31,7 @@ __all__ = [
     "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport", "PortedModel",
     "TpuportError", "cast", "compile_cache", "convert", "explain_error", "explaining",
     "load_checkpoint", "open_checkpoint", "ops", "porting", "remat",
-    "save_checkpoint", "shard", "to_numpy", "to_torch", "warmup",
+    "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ MODULE_OF = {
     "remat": "tpuport.model.remat_plan",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
+    "stack_blocks": "tpuport.model.blocks.at_rest",
     "to_numpy": "tpuport.model.structure",
     "to_torch": "tpuport.model.structure",
     "warmup": "tpuport.running.warmup",

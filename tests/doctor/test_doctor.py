@@ -370,7 +370,7 @@ def test_this_machine(monkeypatch, tmp_path: Path):
     assert re.search(
         r"^ok       torchax runs +imported, and two tensors added$", result.stdout, re.M
     )
-    assert re.search(r"^ok       devices +4 x cpu \(cpu\)$", result.stdout, re.M)
+    assert re.search(r"^ok       devices +8 x cpu \(cpu\)$", result.stdout, re.M)
     assert re.fullmatch(r"0 problems, \d+ notes?", lines[-1])
 
 

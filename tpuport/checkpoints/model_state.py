@@ -87,7 +87,7 @@ def state_names(ported: Any, tree: StateTree) -> dict[str, str]:
         UsageError: a weight is not among the state of the ported model.
     """
     first_of = {id(leaf): name for name, leaf in tree.leaves.items()}
-    values = {**ported.buffers, **ported.params}
+    values = ported.by_fqn()
     found = {}
     for fqn, owner in ported.module.named_modules(remove_duplicate=False):
         start = f"{fqn}." if fqn else ""
@@ -131,7 +131,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _without_value(ported: Any, tree: StateTree, given: set[str]) -> list[str]:
     """What would still be only a shape: buffers that no file has, tensors that are attributes."""
-    values = {**ported.buffers, **ported.params}
+    values = ported.by_fqn()
     return [
         name
         for name, leaf in tree.leaves.items()

@@ -105,7 +105,7 @@ def _of_model(
     """What `state_dict` of the module would have; of tied weights the names that `like` has."""
     tree = state_tree(ported.module)
     first_of = state_names(ported, tree)
-    values = {**ported.buffers, **ported.params}
+    values = ported.by_fqn()
     there = {first for name, first in first_of.items() if like is not None and name in like}
     found: dict[str, Any] = {}
     for name, first in first_of.items():

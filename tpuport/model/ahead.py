@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 
 from tpuport.errors import UsageError
 from tpuport.model import arguments, backend, structure
+from tpuport.model.blocks import at_rest
 from tpuport.model.compiled import Signature, compile_times
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome, Request
@@ -83,7 +84,7 @@ def shapes_of(
     held: dict[str, Outcome] = {}
 
     def pure(state: Any, key: Any, values: Any) -> Any:
-        request = Request(method, state, key, values, metas, spec, checks=False)
+        request = Request(method, at_rest.unstack(state), key, values, metas, spec, checks=False)
         held["outcome"] = ported._program.trace(request)
         return held["outcome"].out_leaves
 

@@ -8,6 +8,7 @@ import torch
 
 from tpuport.errors import TpuportError
 from tpuport.model import arguments, structure
+from tpuport.model.blocks import at_rest
 from tpuport.model.parts import part_of_program
 from tpuport.model.report import Divergence, Parity
 from tpuport.model.request import Request
@@ -46,7 +47,8 @@ def first_difference(
     values, metas = arguments.argument_arrays(leaves, paths)
     ported._program.on_module = lambda m: _record(m, got)
     try:
-        request = Request(method, before, key, values, metas, spec, checks=False, known=before)
+        state = at_rest.unstack(before)
+        request = Request(method, state, key, values, metas, spec, checks=False, known=state)
         request.known_leaves = dict(enumerate(values))
         ported._program.trace(request)
     except TpuportError:

@@ -215,6 +215,8 @@ def release(outcome: Outcome) -> None:
     trace.keys = None
     trace.error_code = None
     trace.placement = None
+    if trace.blocks is not None:
+        trace.blocks.release()
 
 
 _STAGES = {

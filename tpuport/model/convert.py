@@ -12,6 +12,8 @@ from tpuport.model import backend, notes
 from tpuport.model.ported import PortedModel
 from tpuport.model.verify import Verifier
 
+BLOCKS = ("auto", "scan", "once", "unroll")
+
 
 def convert(
     target: torch.nn.Module | Callable[..., Any],
@@ -23,6 +25,7 @@ def convert(
     rtol: float | None = None,
     checks: bool = True,
     matmul_precision: str | None = "highest",
+    blocks: str = "auto",
 ) -> PortedModel:
     """Port a PyTorch module or function to one jitted JAX program, and check it against eager
     PyTorch.
@@ -43,22 +46,27 @@ def convert(
             the call. False drops them, which saves a wait for the device at each call.
         matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch;
             None leaves jax's setting).
+        blocks: what becomes of repeated blocks. "auto" traces one for all that are like it, and on
+            TPU makes them a loop if no weights are copied for that (`tpuport.stack_blocks`);
+            "scan" always makes the loop; "once" never does; "unroll" traces each block.
 
     Returns:
         The ported model. The target itself, its class and all global state are as before.
 
     Raises:
-        UsageError: `target` is not a module or function, is on an accelerator or already on jax, or
-            `methods` names none of its methods.
+        UsageError: `target` is not a module or function, is on an accelerator or already on jax,
+            `methods` names none of its methods, or `blocks` is none of its choices.
         PortError: the code cannot be ported exactly; the message names the line.
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.
     """
     _check_target(target, methods)
+    _check_blocks(blocks)
     report = notes.new_report(target)
     ported = PortedModel(
         target, methods=methods, report=report, checks=checks, precision=matmul_precision
     )
+    ported._program.blocks = blocks
     if verify:
         ported._verifier = Verifier(ported, target, rtol)
     if args is not None or kwargs is not None:
@@ -66,6 +74,11 @@ def convert(
         _check_arguments(target, methods[0], args, kwargs)
         ported.trace_now(methods[0], tuple(args), kwargs)
     return ported
+
+
+def _check_blocks(blocks: str) -> None:
+    if blocks not in BLOCKS:
+        raise UsageError(f"blocks is one of {', '.join(map(repr, BLOCKS))}; got {blocks!r}")
 
 
 def _check_target(target: Any, methods: tuple[str, ...]) -> None:

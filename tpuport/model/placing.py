@@ -46,6 +46,10 @@ class Placement(Protocol):
         """One input or output of a module (`side`), with its place as a constraint."""
         ...
 
+    def spec(self, module: str, side: str, ndim: int) -> Any:
+        """Which place `activation` gives a value with so many dims."""
+        ...
+
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> Any:
         """The sharding of one parameter or buffer."""
         ...
@@ -80,6 +84,10 @@ class Nowhere:
         del module, side
         return value
 
+    def spec(self, module: str, side: str, ndim: int) -> None:
+        """None: it gives none."""
+        del module, side, ndim
+
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> None:
         """Where jax puts it."""
         del name, struct
@@ -100,6 +108,8 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
         if not isinstance(leaf, TracedTensor) or leaf._storage.trace is not trace:
             continue
         before = leaf._elem
+        if trace.places is not None:
+            trace.places.append((module, side, before.ndim))
         after = trace.placement.activation(module, side, before)
         if after is before:
             continue

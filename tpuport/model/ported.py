@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.diagnosis.explain import explaining
-from tpuport.model import ahead, arguments, notes, structure, verify
+from tpuport.model import ahead, arguments, notes, pure, structure, verify
+from tpuport.model.blocks import at_rest
 from tpuport.model.compiled import (
     Compiled,
     Executable,
@@ -25,7 +26,7 @@ from tpuport.model.compiled import (
 )
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported_state import PortedState
-from tpuport.model.random_keys import as_key, fresh_key, unused_key
+from tpuport.model.random_keys import fresh_key, unused_key
 from tpuport.model.report import PortReport, Retrace
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import clone_module
@@ -240,7 +241,8 @@ class PortedModel(PortedState):
         your own.
 
         Args:
-            params: trainable parameters by fqn, as `self.params`.
+            params: trainable parameters by fqn, as `self.params`; or stacked, as
+                `tpuport.stack_blocks` gives them.
             buffers: all other state by fqn, as `self.buffers`.
             rng: a key (`jax.random.key(0)`); None if the function draws no random numbers.
             *args: the method's arguments: torch tensors, jax arrays, or any structure of them.
@@ -255,21 +257,7 @@ class PortedModel(PortedState):
             UsageError: a parameter or buffer is missing.
             PortError: the code cannot be ported exactly.
         """
-        values = self._checked_values(params, buffers)
-        leaves, spec, paths = arguments.take_apart((args, kwargs))
-        arrays, metas = arguments.argument_arrays(leaves, paths)
-        key = None if rng is None else as_key(rng)
-        with self._precision_scope():
-            known = {n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)}
-            request = Request(method, values, key, arrays, metas, spec, checks=False, known=known)
-            request.known_leaves = {
-                i: a for i, a in enumerate(arrays) if not isinstance(a, jax.core.Tracer)
-            }
-            outcome = self._program.trace(request)
-        leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
-        out = structure.rebuild(outcome.out_spec, leaves)
-        changed = {name: value for name, value in outcome.state.items() if name not in params}
-        return out, {**buffers, **changed}
+        return pure.apply(self, params, buffers, rng, method, args, kwargs)
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -300,10 +288,10 @@ class PortedModel(PortedState):
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
 
-        def pure(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
+        def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
             request = Request(
                 signature.method,
-                state,
+                at_rest.unstack(state),
                 key,
                 values,
                 metas,
@@ -314,7 +302,8 @@ class PortedModel(PortedState):
                 given,
             )
             outcome = self._program.trace(request)
-            outcome.state = self._program.placement.state(outcome.state)
+            placed = self._program.placement.state(outcome.state)
+            outcome.state = at_rest.restack(placed, state)
             host = self._program.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
@@ -325,9 +314,10 @@ class PortedModel(PortedState):
 
         start = time.perf_counter()
         with self._precision_scope(), self._tracing():
-            program = self._transformed(pure, [path for path, _ in signature.parts])
+            program = self._transformed(call, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
+        closed = self._program.rolled(closed)
         run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
         run.hoisted = self._program.placement.constants(run.hoisted)
         outcome = held["outcome"]

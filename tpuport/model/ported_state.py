@@ -11,6 +11,7 @@ import torch
 
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend
+from tpuport.model.blocks import at_rest
 from tpuport.model.compiled import Compiled
 from tpuport.model.program import Program
 from tpuport.model.state import clone_module, state_tree
@@ -77,7 +78,8 @@ class PortedState:
     def frozen(self) -> dict[str, jax.Array]:
         """The part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
         owners = dict(self.module.named_parameters())
-        return {name: value for name, value in self.buffers.items() if name in owners}
+        first = {name: at_rest.members_of(name) or [name] for name in self.buffers}
+        return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
     @property
     def sharding(self) -> Any:
@@ -116,6 +118,10 @@ class PortedState:
     def _values(self) -> dict[str, Any]:
         return {**self.buffers, **self.params}
 
+    def by_fqn(self) -> dict[str, Any]:
+        """All of `params` and `buffers`, each weight by its own fqn also where they are stacked."""
+        return at_rest.unstack(self._values())
+
     def to_torch(self) -> torch.nn.Module:
         """A plain PyTorch module with the current weights and buffers, of the user's own class
         (`save_pretrained` works).
@@ -131,7 +137,7 @@ class PortedState:
         return self._as_module(lambda name, dtype: dtype)
 
     def _as_module(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> torch.nn.Module:
-        values = self._values()
+        values = self.by_fqn()
         tree = state_tree(self.module)
         names = {id(leaf): name for name, leaf in tree.leaves.items()}
 
@@ -158,7 +164,8 @@ class PortedState:
 
     def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
         values = {**buffers, **params}
-        missing = [name for name in self._values() if name not in values]
+        names = [n for name in self._values() for n in at_rest.members_of(name) or [name]]
+        missing = [name for name in names if name not in values]
         if missing:
             msg = (
                 "apply() got no value for"
@@ -216,8 +223,10 @@ class PortedState:
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit, or the model has buffers
                 that no checkpoint holds and no values for them.
-            UsageError: a function was ported, or its module has loading hooks of its own.
+            UsageError: a function was ported, its module has loading hooks of its own, or its
+                blocks are stacked already.
         """
+        at_rest.refuse_stacks(self._values(), "loading weights")
         from tpuport.checkpoints.model_state import load_model
 
         where = {"variant": variant, "subfolder": subfolder, "key": key}
@@ -271,7 +280,7 @@ class PortedState:
     def _adopt(self, master: torch.nn.Module) -> None:
         """Sort the state again after a call that exchanged submodules."""
         tree = state_tree(master)
-        values = self._values()
+        values = self.by_fqn()
         trainable = {n for n, p in master.named_parameters() if p.requires_grad}
         kept = {name: values[name] for name in tree.leaves if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}

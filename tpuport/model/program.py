@@ -17,17 +17,24 @@ import torch
 from tpuport.diagnosis.frames import is_inside
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
-from tpuport.model.arguments import Unsized, Watch, program_leaf, unsized
-from tpuport.model.bounded.extents import extents_of, strip
+from tpuport.model.arguments import Watch, program_leaf, unsized
+from tpuport.model.blocks import BlockCalls, roll
+from tpuport.model.bounded.extents import extents_of
 from tpuport.model.explorer import Explorer
-from tpuport.model.locate import port_error
+from tpuport.model.inside import (
+    program_leaves,
+    refuse_foreign_writes,
+    state_tensor,
+    traced_arguments,
+    version,
+)
 from tpuport.model.output_aliases import output_aliases
 from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
-from tpuport.model.tensor import SERIALS, Storage, TracedTensor, meta_of
+from tpuport.model.tensor import SERIALS, Storage, TracedTensor
 from tpuport.model.trace import KeyStream, Trace, active, no_policy
 from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
@@ -57,6 +64,17 @@ class Program:
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
     target: str | None = None  # the platform it is for, where that is not the placement's
+    blocks: str = "auto"  # what becomes of repeated blocks: see `tpuport.convert`
+
+    @property
+    def rolls(self) -> bool:
+        """Whether repeated blocks may become loops."""
+        platform = self.target or self.placement.platform
+        return self.blocks == "scan" or (self.blocks == "auto" and platform == "tpu")
+
+    def rolled(self, closed: Any) -> Any:
+        """A traced program (a `ClosedJaxpr`) with its repeated blocks as loops, where that pays."""
+        return roll(closed, copies=self.blocks == "scan")[0] if self.rolls else closed
 
     def trace(self, request: Request) -> Outcome:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
@@ -153,12 +171,14 @@ class Program:
         trace.own_modules = {id(m): fqn for fqn, m in named}
         if self.on_module is not None:
             self.on_module(module)
-        args, kwargs, made, containers = _arguments(trace, request, self.plan.host_args)
+        args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)
         watch = Watch(containers, made)
         trace.note_made([*baked.values(), *made])
-        before = [_version(m) for m in made]
+        before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
         trace.placement = self.placement if self.placement.constrains else None
+        if module is not None and self.blocks != "unroll":
+            trace.blocks = BlockCalls(trace, module)
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
         with host_randomness.unchanged(roots):
@@ -166,15 +186,15 @@ class Program:
         if trace.refusal is not None:
             raise trace.refusal
         trace.guards.refuse_writes()
-        _refuse_foreign_writes(trace, module, made)
+        refuse_foreign_writes(trace, module, made)
         outcome = self._outcome(trace, module, tree, result, request.values, baked)
         outcome.out_aliases = output_aliases(outcome, structure.flatten(result)[0], made, module)
         outcome.argument_changes = watch.changes()
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves
-            outcome.put_leaves, outcome.put_metas = _program_leaves(put)
-        for index, (tensor, version) in enumerate(zip(made, before, strict=True)):
-            if _version(tensor) != version or (
+            outcome.put_leaves, outcome.put_metas = program_leaves(put)
+        for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
+            if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)
                 and trace.promoted
                 and trace.alias(tensor) is not None
@@ -204,7 +224,7 @@ class Program:
             if self.plan.host_state and name in known and _is_small_state(tensor):
                 baked[name] = backend.to_torch(known[name], tensor.dtype)
                 return baked[name]
-            traced[name] = _state_tensor(trace, tensor, values[name])
+            traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
 
         module, _ = clone_module(self.master, tensor_map)
@@ -227,7 +247,7 @@ class Program:
         baked: dict[str, torch.Tensor],
     ) -> Outcome:
         out_leaves, out_spec = structure.flatten(result, leaf=program_leaf)
-        arrays, metas = _program_leaves(out_leaves)
+        arrays, metas = program_leaves(out_leaves)
         outcome = Outcome(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
@@ -279,88 +299,6 @@ def _needs_number(error: Exception) -> PortError:
             " operations on it"
         ),
     )
-
-
-def _program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The array of each result, and its meta tensor (or which kind of number it is).
-
-    For one whose size depends on data, the padded array with its sizes, and an `Unsized`.
-    """
-    values: list[Any] = []
-    metas: list[Any] = []
-    for leaf in leaves:
-        extents = extents_of(leaf)
-        if isinstance(leaf, numbers.SYMBOLIC):
-            values.append(numbers.node_value(leaf))
-            metas.append(type(leaf))
-        elif extents:
-            values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
-            metas.append(Unsized(meta_of(leaf).dtype, tuple(extents)))
-        else:
-            values.append(value_of(leaf))
-            metas.append(meta_of(leaf))
-    return values, metas
-
-
-def _state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
-    frozen = not (
-        tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
-    )
-    made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
-    vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
-    if isinstance(tensor, torch.nn.Parameter):
-        made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
-    return made
-
-
-def _arguments(
-    trace: Trace, request: Request, host: frozenset[int]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
-    """The traced call's own arguments, its leaves and its containers."""
-    made: list[Any] = []
-    for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
-        if isinstance(meta, type):
-            generator: Any = meta()
-            trace.generators[generator._cdata] = KeyStream(value)
-            made.append(generator)
-        elif index in host and index in request.known_leaves:
-            made.append(request.host_leaf(index))
-        else:
-            frozen = not meta.dtype.is_floating_point
-            made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
-    containers: dict[int, Any] = {}
-    args, kwargs = structure.rebuild(request.spec, made, containers)
-    return args, kwargs, made, containers
-
-
-def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
-    """A write may reach arguments and the module's own tensors, nothing else: it would be lost.
-
-    Raises:
-        PortError: it reached another tensor (a global, one in a closure).
-    """
-    owned = set(trace.made)
-    if module is not None:
-        leaves = state_tree(module).leaves.values()
-        owned |= {
-            t.untyped_storage()._cdata
-            for t in leaves
-            if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
-        }
-    for key, (tensor, _) in trace.promoted.items():
-        if key not in owned:
-            raise port_error(
-                f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
-                " the ported module is written in place (a global, or one in a closure)",
-                code="TPU406",
-                remedy="make it a buffer of the module, or convert the module that owns it",
-            )
-
-
-def _version(value: Any) -> int:
-    if isinstance(value, TracedTensor):
-        return value._storage.version
-    return value._version if isinstance(value, torch.Tensor) else 0
 
 
 def eager_compiled() -> Any:

@@ -27,17 +27,24 @@ _LOCAL = threading.local()
 class KeyStream:
     """Numbered keys from one base key: the n-th random op of a program folds n into the base.
 
-    `count` is traced after a branch or loop that draws a number of times that depends on data.
+    `count` is traced after a branch or loop that draws a number of times that depends on data. In
+    a stretch that stands for several (repeated blocks) numbers count from `start`.
     """
 
     base: jax.Array
     count: int | jax.Array = 0
     used: bool = False
+    start: jax.Array | None = None
+
+    @property
+    def number(self) -> int | jax.Array:
+        """The number of the next key."""
+        return self.count if self.start is None else self.start + self.count
 
     def next(self) -> jax.Array:
         """A key never handed out before by this stream."""
         self.used = True
-        key = jax.random.fold_in(self.base, self.count)
+        key = jax.random.fold_in(self.base, self.number)
         self.count += 1
         return key
 
@@ -117,13 +124,14 @@ class Trace:
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
         self.placement: Placement | None = None
+        # Activations that were given a place, noted while a block is traced as a function.
+        self.places: list[tuple[str, str, int]] | None = None
+        self.blocks: Any = None
         self.mesh: jax.sharding.Mesh | None = None
         # The platform that the program will run on: "cpu", "tpu".
         self.target = jax.default_backend()
         # The remat policy of a module by its fqn, if it has one (`tpuport.model.remat`).
         self.remat: Callable[[str], str | None] = no_policy
-        # Inputs of modules that are moved to the host, by storage and version.
-        self.offloaded: set[tuple[int, int]] = set()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
+from tpuport.model.blocks import at_rest
 from tpuport.model.dispatch import dispatch
 from tpuport.model.parts import part_of_program
 from tpuport.model.precision_seen import RTOL, Precision, tolerance
@@ -295,7 +296,7 @@ def gradient_parity(
         grads = jax.jit(jax.grad(loss))(ported.params)
     pairs = [
         (name, torch.zeros(got.shape) if expected.get(name) is None else expected[name], got)
-        for name, got in grads.items()
+        for name, got in at_rest.unstack(grads).items()
     ]
     return gradient_records(verifier, pairs)
 
@@ -334,8 +335,11 @@ def state_parity(
     ported = verifier.ported
     records = []
     for name, value in {**ported.buffers, **ported.params}.items():
-        if name in after and before.get(name) is not value:
-            records += verifier.compare("buffer", f"buffer.{name}", after[name], value)
+        if before.get(name) is value:
+            continue
+        for fqn, one in at_rest.unstack({name: value}).items():
+            if fqn in after:
+                records += verifier.compare("buffer", f"buffer.{fqn}", after[fqn], one)
     for name in set(before) & set(after):
         if name not in ported.params and before[name] is ported.buffers.get(name):
             want = after[name]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
 from tpuport.markup import plural
+from tpuport.model.blocks import at_rest
 from tpuport.model.ported import PortedModel
 from tpuport.sharding.fitting import fitted, shown
 from tpuport.sharding.mesh import make_mesh, sizes_of
@@ -88,6 +89,7 @@ def as_rules(rules: Any, model: Any, mesh: Mesh | Mapping[str, int]) -> Sharding
 
 def _put(ported: PortedModel, placement: "OnMesh") -> None:
     """Move the state one array at a time, so that little of it is held twice."""
+    at_rest.refuse_stacks(ported._values(), "spreading it over a mesh")
     described = is_described(placement.mesh.devices.flat[0])
     if described and not all(
         isinstance(value, jax.ShapeDtypeStruct) for value in ported._values().values()
@@ -169,9 +171,13 @@ class OnMesh:
             for name, value in values.items()
         }
 
+    def spec(self, module: str, side: str, ndim: int) -> P | None:
+        """Which place the rules name for a module's input or output."""
+        return self.rules.activations.full_spec(module, side, ndim)
+
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
         """A module's input or output with its place as a constraint."""
-        spec = self.rules.activations.full_spec(module, side, value.ndim)
+        spec = self.spec(module, side, value.ndim)
         if spec is None:
             return value
         kept, lost = fitted(spec, value.shape, self._sizes)

@@ -38,7 +38,7 @@ def shapes_of(target: Any) -> dict[str, Leaf]:
 def values_of(target: Any) -> dict[str, Any]:
     """The parameters and buffers themselves."""
     if isinstance(target, PortedState):
-        return dict(target._values())
+        return target.by_fqn()
     if isinstance(target, torch.nn.Module):
         return {**dict(target.named_parameters()), **dict(target.named_buffers())}
     if isinstance(target, Mapping):

@@ -32,9 +32,7 @@ class ModuleCall(Shim):
             known = trace.own_modules.get(id(module))
             fqn = known if trace.placement is not None else None
 
-            # The compiled program names its instructions and buffers after the user's modules.
-            @jax.named_scope(known or type(module).__name__)
-            def run() -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
                 if fqn is None:
                     return original(module, *args, **kwargs)
                 constrain(trace, fqn, "input", (args, kwargs))
@@ -42,13 +40,23 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
-            def explored() -> Any:
-                name = f"{type(module).__module__}.{type(module).__qualname__}"
-                return trace.explorer.run_module(name, run, [module, args, kwargs])
-
+            member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
             policy = None if known is None else trace.remat(known)
-            if policy is None:
-                return explored()
-            return rematerialised(trace, policy, explored, [module, args, kwargs])
+
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                if policy is None:
+                    return run(*args, **kwargs)
+                roots = [module, args, kwargs]
+                return rematerialised(trace, policy, lambda: run(*args, **kwargs), roots)
+
+            # The compiled program names its instructions and buffers after the user's modules.
+            @jax.named_scope(known or type(module).__name__)
+            def thunk() -> Any:
+                if member is None:
+                    return inner(*args, **kwargs)
+                return trace.blocks.call(member, args, kwargs, inner)
+
+            name = f"{type(module).__module__}.{type(module).__qualname__}"
+            return trace.explorer.run_module(name, thunk, [module, args, kwargs])
 
         return [Replacement(torch.nn.Module, "__call__", call)]

@@ -1,0 +1,523 @@
+"""Repeated blocks: traced once and made a loop, with the numbers that each by itself gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tpuport
+from tpuport.errors import UsageError
+from tpuport.model.blocks import at_rest
+
+DIM = 8
+
+
+class Block(nn.Module):
+    def __init__(self, index: int = 0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(DIM)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, make: Callable[[int], nn.Module], depth: int = 5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([make(i) for i in range(depth)])
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        for block in self.blocks:
+            x = block(x, *rest)
+        return self.head(x)
+
+
+def x_of(*shape: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * 4 * DIM).reshape(2, 4, DIM)
+
+
+def jaxpr_of(ported: Any, *args: Any, params: Any = None) -> Any:
+    """The program of a call under a trace of the user's own."""
+
+    def loss(params: Any) -> Any:
+        out = ported.apply(params, ported.buffers, jax.random.key(0), *args)[0]
+        return jax.tree.reduce(jnp.add, jax.tree.map(lambda leaf: (leaf**2).sum(), out))
+
+    return jax.make_jaxpr(loss)(ported.params if params is None else params)
+
+
+def loops(jaxpr: Any) -> list[int]:
+    """How often each loop of a program runs."""
+    return [e.params["length"] for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan"]
+
+
+def check(model: nn.Module, *args: Any) -> tuple[Any, list[int]]:
+    """Port with loops, compare with eager (verify does: outputs, state, gradients), and give the
+    port and the loops in it.
+    """
+    ported = tpuport.convert(model, blocks="scan")
+    ported(*args)
+    ported.verify(*args)
+    return ported, loops(jaxpr_of(ported, *args))
+
+
+def records(ported: Any) -> list[Any]:
+    (compiled, *_) = ported._cache.values()
+    return list(compiled.outcome.trace.blocks.records.values())
+
+
+def test_a_chain_of_blocks_is_one_loop():
+    ported, found = check(Stack(Block), x_of())
+    assert found == [5]
+    (record,) = records(ported)
+    assert (record.traced, record.reused, record.reason) == (1, 4, None)
+
+
+def test_tracing_takes_one_block_however_many_there_are():
+    calls = []
+
+    class Counted(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    tpuport.convert(Stack(Counted, 12), verify=False)(x_of())
+    assert len(calls) == 1
+    tpuport.convert(Stack(Counted, 12), verify=False, blocks="unroll")(x_of())
+    assert len(calls) == 1 + 12
+
+
+@pytest.mark.parametrize("blocks", ["auto", "scan", "once", "unroll"])
+def test_dropout_draws_other_numbers_in_each_block_and_the_same_as_eager(blocks: str):
+    model = Stack(lambda i: Block(i, 0.5)).train()
+    ported = tpuport.convert(model, blocks=blocks)
+    ported(x_of())
+    ported.verify(x_of())
+    key = jax.random.key(3)
+    one = ported.apply(ported.params, ported.buffers, key, x_of())[0]
+    plain = tpuport.convert(model, blocks="unroll", verify=False)
+    other = plain.apply(plain.params, plain.buffers, key, x_of())[0]
+    assert jnp.allclose(one, other, atol=1e-6)
+
+
+def test_an_attribute_that_nobody_reads_may_differ():
+    _, found = check(Stack(lambda i: Block(i)), x_of())
+    assert found == [5]
+
+
+class Scaled(Block):
+    """What it computes depends on which block it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index % 2:
+            x = x * 2
+        return super().forward(x)
+
+
+def test_an_attribute_that_is_read_tells_blocks_apart():
+    ported, found = check(Stack(Scaled, 6), x_of())
+    assert found == []
+    (record,) = records(ported)
+    assert (record.traced, record.reused) == (6, 0)
+
+
+def test_an_attribute_that_is_read_through_its_dict_or_class_tells_blocks_apart():
+    class ByDict(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.__dict__["index"]
+
+    class ByClass(Block):
+        index = 7
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.index
+
+    for kind in (ByDict, ByClass):
+        _, found = check(Stack(kind), x_of())
+        assert found == []
+
+
+class Mode:
+    """A plain object on a module, as diffusers' attention processors."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+class WithObject(Block):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.mode = Mode(factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.mode.factor
+
+
+def test_objects_that_hold_the_same_are_the_same():
+    assert check(Stack(lambda i: WithObject(1.5)), x_of())[1] == [5]
+    assert check(Stack(lambda i: WithObject(i)), x_of())[1] == []
+
+
+def test_two_kinds_in_turn_are_one_loop_of_both():
+    class Kind(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (2 if self.index == 1 else 1)
+
+    ported, found = check(Stack(lambda i: Kind(i % 2), 8), x_of())
+    assert found == [4]
+    (record,) = records(ported)
+    assert (record.traced, record.reused) == (2, 6)
+
+
+def test_what_stands_between_blocks_is_in_the_loop():
+    class Between(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = x
+            for block in self.blocks:
+                x = block(x) + 0.5 * first
+            return self.head(x)
+
+    assert check(Between(Block), x_of())[1] == [5]
+
+
+def test_every_blocks_result_can_be_an_output():
+    class All(Stack):
+        def forward(self, x: torch.Tensor) -> Any:
+            states = [x]
+            for block in self.blocks:
+                x = block(x)
+                states.append(x)
+            return self.head(x), states
+
+    assert check(All(Block), x_of())[1] == [5]
+
+
+def test_skips_across_blocks_are_read_by_the_way_back():
+    class Skips(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = []
+            for block in self.blocks[:4]:
+                x = block(x)
+                kept.append(x)
+            for block in self.blocks[4:]:
+                x = block(x + kept.pop())
+            return self.head(x)
+
+    assert check(Skips(Block, 8), x_of())[1] == [4, 4]
+
+
+def test_a_block_called_out_of_order_or_twice_keeps_its_weights():
+    class Order(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index in (3, 1, 1, 4, 0):
+                x = self.blocks[index](x)
+            return self.head(x)
+
+    assert check(Order(Block), x_of())[1] == [5]
+
+
+def test_blocks_that_pass_something_on_beside():
+    class Two(Block):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return super().forward(x) + y.mean(), y
+
+    class Pairs(Stack):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            for block in self.blocks:
+                x, y = block(x, y)
+            return self.head(x), y
+
+    assert check(Pairs(Two), x_of(), x_of())[1] == [5]
+
+
+def test_blocks_whose_arguments_are_structures():
+    class Structured(Block):
+        def forward(self, x: torch.Tensor, extra: Any, *, scale: float) -> Any:
+            return super().forward(x) * scale + extra["bias"][0]
+
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            extra = {"bias": (x.mean(-1, keepdim=True), None), "name": "a"}
+            for block in self.blocks:
+                x = block(x, extra, scale=0.5)
+            return self.head(x)
+
+    assert check(Top(Structured), x_of())[1] == [5]
+
+
+# -- what is no pure function ----------------------------------------------------------------------
+
+
+class Norm(Block):
+    """Its buffers change."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Writes(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1
+        return super().forward(x)
+
+
+class Keeps(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.amax()
+        return super().forward(x)
+
+
+class Views(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        return x.view(x.shape)
+
+
+class Counts(Block):
+    def forward(self, x: torch.Tensor, seen: list[Any]) -> torch.Tensor:
+        seen.append(self.index)
+        return super().forward(x) * len(seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Norm, "writes state"),
+        (Writes, "writes in place"),
+        (Keeps, "keeps a tensor elsewhere"),
+        (Views, "view of its state or of an argument"),
+    ],
+)
+def test_a_block_with_effects_is_traced_by_itself(kind: Any, reason: str):
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    ported, found = check(Top(kind).train(), x_of())
+    assert found == []
+    assert reason in records(ported)[0].reason
+
+
+def test_a_list_that_blocks_append_to():
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen: list[int] = []
+            for block in self.blocks:
+                x = block(x, seen)
+            assert seen == list(range(len(self.blocks)))
+            return self.head(x)
+
+    ported, found = check(Top(Counts), x_of())
+    assert found == []
+    assert "changes one of its arguments" in records(ported)[0].reason
+
+
+def test_blocks_that_read_something_traced_from_elsewhere():
+    shared: dict[str, Any] = {}
+
+    class Reads(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * shared["scale"]
+
+    class Top(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                shared["scale"] = x.mean()
+                x = block(x)
+            shared.clear()
+            return self.head(x)
+
+    ported, found = check(Top(Reads), x_of())
+    assert found == []
+    assert "neither its state nor an argument" in records(ported)[0].reason
+
+
+def test_blocks_with_hooks_run_them():
+    seen = []
+    model = Stack(Block)
+    for block in model.blocks:
+        block.register_forward_hook(lambda m, i, o: seen.append(m.index) or o * 2)
+    _, found = check(model, x_of())
+    assert found == []
+    assert seen[:5] == list(range(5))
+
+
+def test_a_branch_on_a_value_inside_a_block():
+    class Branches(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.sum() > 0:
+                return super().forward(x)
+            return x - 1
+
+    for sign in (1.0, -1.0):
+        check(Stack(Branches), sign * x_of().abs())
+
+
+def test_a_check_inside_a_block_still_raises():
+    class Checks(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.max() > 100:
+                raise ValueError(f"too large in {self.index}")
+            return super().forward(x)
+
+    ported = tpuport.convert(Stack(Checks), blocks="scan")
+    ported(x_of())
+    with pytest.raises(ValueError, match="too large in 0"):
+        ported(x_of() * 1000)
+
+
+# -- transformations, options, stacks --------------------------------------------------------------
+
+
+def test_checkpoint_around_and_inside_blocks():
+    class Inside(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore
+
+    class Around(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)  # type: ignore
+            return self.head(x)
+
+    assert check(Stack(Inside), x_of())[1] == [5]
+    check(Around(Block), x_of())
+
+
+def test_frozen_blocks_get_no_gradient():
+    model = Stack(Block, 6)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    ported, found = check(model, x_of())
+    assert found == [3, 3]
+    assert set(ported.frozen) == {n for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_bfloat16_blocks():
+    ported = tpuport.convert(Stack(Block).bfloat16(), blocks="scan")
+    ported(x_of().bfloat16())
+    assert loops(jaxpr_of(ported, x_of().bfloat16())) == [5]
+
+
+def stacked(ported: Any) -> dict[str, Any]:
+    return at_rest.stack(ported.params, at_rest.stack_names(ported.module))
+
+
+def test_stacked_weights_are_read_in_place():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    y = ported(x_of())
+    params = stacked(ported)
+    assert params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
+    assert at_rest.unstack(params).keys() == ported.params.keys()
+    out, _ = ported.apply(params, ported.buffers, None, x_of())
+    assert jnp.allclose(out, y.jax(), atol=1e-6)
+    program = jaxpr_of(ported, x_of(), params=params)
+    assert loops(program) == [5]
+    names = [e.primitive.name for e in program.jaxpr.eqns]
+    assert "concatenate" not in names
+
+    def loss(params: Any) -> Any:
+        return (ported.apply(params, ported.buffers, None, x_of())[0] ** 2).sum()
+
+    plain, of_stacks = jax.grad(loss)(ported.params), jax.grad(loss)(params)
+    for name, value in at_rest.unstack(of_stacks).items():
+        assert jnp.allclose(value, plain[name], atol=1e-6), name
+
+
+def test_only_neighbours_of_one_kind_are_stacked():
+    class Other(Block):
+        pass
+
+    model = Stack(lambda i: Other(i) if i == 3 else Block(i), 8)
+    model.blocks[7].up.weight.requires_grad_(False)
+    names = at_rest.stack_names(model)
+    assert {name.partition(".")[0] for name in names} == {"blocks[0:3]", "blocks[4:7]"}
+
+
+def test_shared_weights_are_not_stacked():
+    model = Stack(Block)
+    for block in model.blocks:
+        block.up = model.blocks[0].up
+    assert at_rest.stack_names(model) == []
+    check(model, x_of())
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(UsageError, match="blocks is one of 'auto', 'scan'"):
+        tpuport.convert(Stack(Block), blocks="all")
+
+
+def test_a_ported_model_keeps_its_weights_stacked():
+    model = Stack(Block)
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    ported = tpuport.convert(model, blocks="scan")
+    names = tpuport.stack_blocks(ported)
+    assert "blocks[0:5].up.weight" in ported.params
+    assert "blocks[0:5].up.bias" in ported.buffers
+    assert set(names) <= {*ported.params, *ported.buffers}
+    ported(x_of())
+    ported.verify(x_of())
+    assert any(record.path == "grad.blocks.3.up.weight" for record in ported.report.parity)
+    assert set(ported.by_fqn()) == set(dict(model.named_parameters()))
+    assert set(ported.frozen) == set(ported.buffers)
+    back = ported.to_torch().state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(back[name], value), name
+
+
+def test_stacking_is_the_last_step():
+    ported = tpuport.convert(Stack(Block))
+    tpuport.stack_blocks(ported)
+    with pytest.raises(UsageError, match=r"loading weights: .* call tpuport.stack_blocks.* last"):
+        ported.load(Stack(Block).state_dict())
+    with pytest.raises(UsageError, match="spreading it over a mesh"):
+        tpuport.shard(ported, {"fsdp": 8})
+
+
+def test_stacks_on_a_mesh_have_no_axis_for_the_blocks():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    tpuport.shard(ported, {"fsdp": 8}, {"**.up.weight": jax.sharding.PartitionSpec("fsdp")})
+    tpuport.stack_blocks(ported)
+    spec = ported.params["blocks[0:5].up.weight"].sharding.spec
+    assert tuple(spec)[:2] == (None, "fsdp")
+    ported(x_of())
+
+
+def test_weights_that_change_in_a_call_change_in_their_stack():
+    class Renormed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+            return super().forward(x)
+
+    ported = tpuport.convert(Stack(Renormed), blocks="scan")
+    tpuport.stack_blocks(ported)
+    before = ported.params["blocks[0:5].up.weight"]
+    ported(x_of())
+    assert jnp.allclose(ported.params["blocks[0:5].up.weight"], before * 0.5)
+
+
+def test_a_model_on_the_meta_device_stacks_shapes():
+    with torch.device("meta"):
+        model = Stack(Block)
+    ported = tpuport.convert(model)
+    tpuport.stack_blocks(ported)
+    assert ported.params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
+    assert ported.eval_shape(x_of()).shape == (2, 4, 3)

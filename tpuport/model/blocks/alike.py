@@ -1,0 +1,201 @@
+"""Which blocks of a model are alike: of one class and structure, with state of the same shapes."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.model import structure
+from tpuport.model.state import state_tree
+from tpuport.model.tensor import TracedTensor
+
+# Fewer are not worth a loop.
+MIN_BLOCKS = 3
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(eq=False)
+class Member:
+    """One block of a family.
+
+    Attributes:
+        fqn: its name in the model.
+        module: the block.
+        family: the blocks that it is like.
+        state: its tensors by their name within the block.
+        varying: what may differ between the family's blocks, by (module, attribute).
+    """
+
+    fqn: str
+    module: torch.nn.Module
+    family: "Family"
+    state: dict[str, TracedTensor]
+    varying: dict[tuple[str, str], Any]
+
+
+@dataclass(eq=False)
+class Family:
+    """Blocks that are alike, in the order of their calls in a plain loop.
+
+    Attributes:
+        members: the blocks.
+        attributes: names of Python attributes in which they differ, by (module, attribute); a
+            block's code may read them, and then only blocks with the same value are alike.
+    """
+
+    members: list[Member] = field(default_factory=list)
+    attributes: set[tuple[str, str]] = field(default_factory=set)
+
+
+@dataclass
+class _Outline:
+    """What two blocks must share, and the attributes in which they may differ."""
+
+    key: Any
+    plain: dict[tuple[str, str], Any]
+
+
+def families(module: torch.nn.Module) -> list[Family]:
+    """The blocks of a model that are alike, in its lists and sequences of modules.
+
+    Args:
+        module: the traced copy of a model: its state is traced tensors.
+    """
+    found: list[Family] = []
+    for prefix, owner in module.named_modules():
+        if not isinstance(owner, (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)):
+            continue
+        by_kind: dict[Any, list[tuple[str, torch.nn.Module]]] = {}
+        for name, child in owner.named_children():
+            kind = (type(child), len(list(child.modules())), _shapes(child))
+            by_kind.setdefault(kind, []).append((f"{prefix}.{name}".lstrip("."), child))
+        for blocks in by_kind.values():
+            if len(blocks) >= MIN_BLOCKS and any(True for _ in blocks[0][1].children()):
+                found += _families(blocks)
+    return found
+
+
+def _shapes(module: torch.nn.Module) -> Any:
+    return tuple((name, tuple(value.shape)) for name, value in module.named_parameters())
+
+
+def _families(blocks: list[tuple[str, torch.nn.Module]]) -> Iterator[Family]:
+    """Those of some blocks that are alike."""
+    outlined: dict[Any, list[tuple[str, torch.nn.Module, _Outline]]] = {}
+    for fqn, block in blocks:
+        outline = _outline(block)
+        if outline is not None:
+            outlined.setdefault(outline.key, []).append((fqn, block, outline))
+    for alike in outlined.values():
+        if len(alike) < MIN_BLOCKS:
+            continue
+        family = Family()
+        names = list(alike[0][2].plain)
+        for name in names:
+            first = alike[0][2].plain[name]
+            if any(not same_value(first, outline.plain[name]) for _, _, outline in alike[1:]):
+                family.attributes.add(name)
+        for fqn, block, outline in alike:
+            varying = {name: outline.plain[name] for name in family.attributes}
+            family.members.append(Member(fqn, block, family, _state(block), varying))
+        yield family
+
+
+def same_value(a: Any, b: Any, depth: int = 0) -> bool:
+    """Whether two Python values are the same for any code that reads them.
+
+    Objects are, if they are of one class and hold the same (attention processors, for example).
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b) or depth > _MAX_DEPTH:
+        return False
+    if isinstance(a, torch.Tensor):
+        plain = not isinstance(a, TracedTensor) and a.dtype == b.dtype and a.shape == b.shape
+        return plain and a.device.type != "meta" and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return structure.is_plain(a) and a.dtype == b.dtype and np.array_equal(a, b)
+    ours, other = _parts(a), _parts(b)
+    if ours is not None and other is not None:
+        (keys, values), (others, theirs) = ours, other
+        pairs = zip(values, theirs, strict=False)
+        return keys == others and all(same_value(x, y, depth + 1) for x, y in pairs)
+    nan = isinstance(a, float) and a != a and b != b
+    return nan or (isinstance(a, _COMPARED) and a == b)
+
+
+def _parts(value: Any) -> tuple[Any, list[Any]] | None:
+    """What is in a container or object, with the names of it; None for anything else."""
+    if isinstance(value, (tuple, list)):
+        return len(value), list(value)
+    if isinstance(value, dict):
+        return list(value), list(value.values())
+    if isinstance(value, types.MethodType):
+        return id(value.__func__), [value.__self__]
+    if not isinstance(value, torch.nn.Module) and structure.is_plain(value):
+        held = structure.attributes_of(value)
+        return list(held), list(held.values())
+    return None
+
+
+_MAX_DEPTH = 5
+_COMPARED = (
+    *(bool, int, float, complex, str, bytes, set, frozenset, range, slice),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
+def _state(block: torch.nn.Module) -> dict[str, TracedTensor]:
+    held = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    return {name: leaf for name, leaf in held.items() if isinstance(leaf, TracedTensor)}
+
+
+def _outline(block: torch.nn.Module) -> _Outline | None:
+    """What decides whether a block is like another; None for one that has to run by itself."""
+    shared = set()
+    plain: dict[tuple[str, str], Any] = {}
+    parts: list[Any] = []
+    for fqn, module in block.named_modules(remove_duplicate=False):
+        cls = type(module)
+        if any(getattr(module, hooks, None) for hooks in _HOOKS) or id(module) in shared:
+            return None
+        if "__getattribute__" in cls.__dict__ or "forward" in module.__dict__:
+            return None
+        shared.add(id(module))
+        parts.append((fqn, cls, module.training))
+        for holder in (module._parameters, module._buffers):
+            parts += [(fqn, name, _kind(value)) for name, value in holder.items()]
+        # Containers name what they hold by attributes of their own.
+        for name, value in module.__dict__.items():
+            if name not in _OWN:
+                plain[fqn, name] = value
+    if any(_is_view(leaf) for leaf in state_tree(block).leaves.values()):
+        return None
+    return _Outline((tuple(parts), tuple(plain)), plain)
+
+
+_OWN = frozenset(torch.nn.Module().__dict__)
+
+
+def _kind(value: Any) -> Any:
+    """What of a parameter or buffer shapes the code that runs."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    frozen = value._frozen if isinstance(value, TracedTensor) else None
+    extra = tuple(sorted(n for n in vars(value) if not n.startswith("_")))
+    if not isinstance(value, TracedTensor):
+        return (id(value), extra)
+    return (tuple(value.shape), value.dtype, value.stride(), frozen, extra)
+
+
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, TracedTensor) and bool(leaf._chain)

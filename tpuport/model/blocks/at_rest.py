@@ -1,0 +1,202 @@
+"""The weights of blocks that are alike, kept as one array each: what a loop over them reads.
+
+A stack's name holds the numbers of its blocks where each weight's own fqn has one:
+`layers[0:32].mlp.up_proj.weight` is `layers.0.mlp.up_proj.weight` to `layers.31.mlp...`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpuport.errors import UsageError
+from tpuport.model.blocks.alike import MIN_BLOCKS
+
+if TYPE_CHECKING:
+    from tpuport.model.ported_state import PortedState
+
+_STACK = re.compile(r"\[(\d+):(\d+)\]")
+
+
+def members_of(name: str) -> list[str]:
+    """The fqns that a stack's name stands for, in order; empty for any other name."""
+    found = _STACK.search(name)
+    if found is None:
+        return []
+    before, after = name[: found.start()], name[found.end() :]
+    return [f"{before}.{index}{after}" for index in range(int(found[1]), int(found[2]))]
+
+
+def stack_names(module: torch.nn.Module) -> list[str]:
+    """The stacks that a model's parameters can be kept in.
+
+    Args:
+        module: the model. Neighbours in a list of modules stack where they are of one class and
+            their parameters have the same names, shapes, dtypes and `requires_grad`.
+    """
+    names: list[str] = []
+    holders = (torch.nn.ModuleList, torch.nn.Sequential)
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        if not isinstance(owner, holders) or any(
+            members_of(name) and f"{prefix}." == f"{_list_of(name)}." for name in names
+        ):
+            continue
+        for first, last, kinds in _runs(list(owner.children())):
+            blocks = list(owner.children())[first:last]
+            if any(id(p) in seen for block in blocks for p in block.parameters()):
+                continue
+            seen |= {id(p) for block in blocks for p in block.parameters()}
+            start = f"{prefix}[{first}:{last}]"
+            names += [f"{start}.{name}" for name, *_ in kinds]
+    return names
+
+
+def _list_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
+def _runs(blocks: list[torch.nn.Module]) -> Iterable[tuple[int, int, Any]]:
+    """Neighbours with the same parameters: from, to, what they are."""
+    kinds = [_kind(block) for block in blocks]
+    first = 0
+    for index in range(1, len(blocks) + 1):
+        if index < len(blocks) and kinds[index] == kinds[first]:
+            continue
+        shared = len({id(p) for b in blocks[first:index] for p in b.parameters()})
+        parameters = kinds[first][1]
+        alone = shared == (index - first) * len(parameters)
+        if index - first >= MIN_BLOCKS and parameters and alone:
+            yield first, index, parameters
+        first = index
+
+
+def _kind(block: torch.nn.Module) -> Any:
+    parameters = block.named_parameters()
+    return type(block), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in parameters)
+
+
+def stack(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """State with some of it stacked.
+
+    Args:
+        values: arrays or `jax.ShapeDtypeStruct` by fqn. Shardings stay; the new first dim has none.
+        names: the stacks to make; those whose members are not in `values` are left out.
+
+    Returns:
+        The stacks by name, and everything else as it was.
+    """
+    rest, made = dict(values), {}
+    for name in names:
+        members = members_of(name)
+        if not members or any(member not in rest for member in members):
+            continue
+        made[name] = _stacked([rest.pop(member) for member in members])
+    return {**rest, **made}
+
+
+def _stacked(values: list[Any]) -> Any:
+    first = values[0]
+    sharding = getattr(first, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    else:
+        sharding = None
+    if isinstance(first, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(values), *first.shape), first.dtype, sharding=sharding)
+    if isinstance(first, jax.core.Tracer) or sharding is None:
+        return jnp.stack(values)
+    return jax.jit(lambda parts: jnp.stack(parts), out_shardings=sharding)(values)
+
+
+def unstack(values: Mapping[str, Any]) -> dict[str, Any]:
+    """State by fqn: each stack taken apart (while tracing: read by a loop as it is)."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        members = members_of(name)
+        if not members:
+            out[name] = value
+        for index, member in enumerate(members):
+            out[member] = _part(value, index)
+    return out
+
+
+def _part(value: Any, index: int) -> Any:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        sharding = value.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
+    return jax.lax.index_in_dim(value, index, keepdims=False)
+
+
+def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes by fqn as changes of the stacks that hold those names.
+
+    Args:
+        changed: new values by fqn.
+        values: the state before, with its stacks.
+    """
+    owners = {
+        member: (name, index) for name in values for index, member in enumerate(members_of(name))
+    }
+    out: dict[str, Any] = {}
+    for fqn, value in changed.items():
+        if fqn not in owners:
+            out[fqn] = value
+            continue
+        name, index = owners[fqn]
+        out[name] = out.get(name, values[name]).at[index].set(value)
+    return out
+
+
+def refuse_stacks(values: Mapping[str, Any], what: str) -> None:
+    """Refuse what needs each weight by itself.
+
+    Args:
+        values: state by name.
+        what: what is asked for, for the message.
+
+    Raises:
+        UsageError: some of it is stacked.
+    """
+    name = next((name for name in values if members_of(name)), None)
+    if name is not None:
+        raise UsageError(
+            f"{what}: the model's blocks are stacked already ({name!r}). What to do:"
+            " call tpuport.stack_blocks(ported) last"
+        )
+
+
+def stack_blocks(ported: "PortedState") -> list[str]:
+    """Keep the weights of a model's repeated blocks as one array each, in place.
+
+    On TPU the blocks are then one loop that reads them where they are: a program compiles in the
+    time of one block. `params` and `buffers` have the stacks by name (`layers[0:32].up.weight`);
+    `ported.by_fqn()`, `to_torch()` and checkpoints have each weight by its own fqn as before.
+
+    Args:
+        ported: what `tpuport.convert` gave. Load its weights and `tpuport.shard` it before.
+
+    Returns:
+        The names of the stacks; empty if no neighbours in a list of modules are alike.
+
+    Raises:
+        UsageError: it is no ported module.
+    """
+    names = stack_names(ported.module)
+    made: list[str] = []
+    for values in (ported.params, ported.buffers):
+        for name in names:
+            members = members_of(name)
+            if all(member in values for member in members):
+                # One at a time: the parts are dropped before the next stack is made.
+                values[name] = _stacked([values.pop(member) for member in members])
+                made.append(name)
+    ported._new_version()
+    return made

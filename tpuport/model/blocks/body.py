@@ -1,0 +1,360 @@
+"""One block as a pure function: its state, arguments and random keys in, its results out."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import torch
+from jax.extend.core import jaxpr_as_fun
+
+from tpuport.model import structure
+from tpuport.model.arguments import Watch, program_leaf
+from tpuport.model.blocks.alike import Member
+from tpuport.model.bounded.extents import extents_of
+from tpuport.model.inside import version
+from tpuport.model.snapshot import Snapshot
+from tpuport.model.state import python_changes, state_tree
+from tpuport.model.tensor import Storage, TracedTensor, meta_of
+from tpuport.model.trace import Effects, KeyStream, Trace
+
+NAME = "tpuport_block"
+
+
+class NotPure(Exception):
+    """A block does something that a pure function of its inputs cannot; the text says what."""
+
+
+@dataclass
+class Arguments:
+    """A call's arguments, taken apart."""
+
+    leaves: list[Any]
+    spec: structure.Spec
+
+    @property
+    def traced(self) -> list[TracedTensor]:
+        """Those that are inputs of the function."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TracedTensor)]
+
+
+@dataclass
+class Entry:
+    """A block that was traced as a pure function, and what holds for every block it stands for.
+
+    Attributes:
+        run: the function, of state, arguments, and the base key and first number of each stream.
+        outputs: for each leaf of the result an input ("argument" or "state", which), a host tensor
+            ("host", it), or ("value", its meta tensor, whether frozen, its bounds).
+        spec: the result's structure.
+        draws: how many random numbers it draws from each stream.
+        read: the attributes that its code read and that other blocks may have otherwise.
+        places: the activations that it gave a place on the mesh: module within the block, side,
+            number of dims, spec.
+        keep: what the key of the arguments refers to by address.
+    """
+
+    run: Callable[..., Any]
+    outputs: list[tuple[Any, ...]]
+    spec: structure.Spec
+    draws: list[int]
+    read: dict[tuple[str, str], Any]
+    places: list[tuple[str, str, int, Any]]
+    keep: Any = None
+
+
+@dataclass
+class _Result:
+    outputs: list[tuple[Any, ...]] = field(default_factory=list)
+    spec: structure.Spec | None = None
+    draws: list[int] = field(default_factory=list)
+    effects: Effects | None = None
+    changed: str | None = None
+
+
+def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..., Any]) -> Entry:
+    """Trace a block as a pure function.
+
+    Args:
+        trace: the running trace.
+        member: the block.
+        given: the arguments of its call.
+        run: makes the call, given positional and keyword arguments.
+
+    Raises:
+        NotPure: it writes state or arguments, keeps values elsewhere, or reads ones of elsewhere.
+    """
+    snapshot = Snapshot([member.module, given.spec.containers])
+    promoted, checks = dict(trace.promoted), len(trace.checks)
+    before = state_tree(member.module, objects=True)
+    result = _Result()
+    reads: set[tuple[str, str]] = set()
+
+    def body(state: Any, values: Any, bases: Any, starts: Any) -> Any:
+        with (
+            trace.recording() as effects,
+            _state_held(member, state),
+            _streams(trace, bases, starts),
+            withheld(member, reads),
+        ):
+            result.effects = effects
+            try:
+                return _call(trace, member, given, values, run, result)
+            finally:
+                for storage, value, version in effects.before.values():
+                    storage.value, storage.version = value, version + 1
+
+    inputs = inputs_of(trace, member, given)
+    places: list[tuple[str, str, int]] = []
+    try:
+        with _noting(trace, places):
+            closed, shape = jax.make_jaxpr(body, return_shape=True)(*inputs)
+        _check_pure(trace, member, before, result)
+        if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
+            raise NotPure("it reads a traced tensor that is neither its state nor an argument")
+    finally:
+        snapshot.restore()
+        # What is left of a block that was not pure would be tracers of a trace that has ended.
+        trace.promoted.clear()
+        trace.promoted.update(promoted)
+        del trace.checks[checks:]
+    read = {name: member.varying[name] for name in reads}
+    assert result.spec is not None
+    program = _named(closed, jax.tree.structure(shape))
+    placement = trace.placement
+    within = [
+        (fqn.removeprefix(member.fqn), side, ndim, placement.spec(fqn, side, ndim))
+        for fqn, side, ndim in places
+        if placement is not None
+    ]
+    # Tensors kept alive would be taken for results of what the call stands in.
+    result.spec.keep, result.spec.containers = [], {}
+    taken_apart = {id(container) for container in given.spec.containers.values()}
+    keep = [k for k in given.spec.keep if not (id(k) in taken_apart or is_traced(k))]
+    return Entry(program, result.outputs, result.spec, result.draws, read, within, keep)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether it is a tensor of a trace."""
+    return isinstance(value, TracedTensor)
+
+
+def _named(closed: Any, treedef: Any) -> Callable[..., Any]:
+    function = jaxpr_as_fun(closed)
+
+    def block(*inputs: Any) -> Any:
+        return jax.tree.unflatten(treedef, function(*jax.tree.leaves(inputs)))
+
+    block.__name__ = block.__qualname__ = NAME
+    return jax.jit(block)
+
+
+def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]:
+    """What the function of a block takes for one call."""
+    state = [_strong(leaf._storage.value) for leaf in member.state.values()]
+    values = [_strong(leaf._elem) for leaf in given.traced]
+    bases = [stream.base for stream in trace.streams]
+    starts = [stream.number for stream in trace.streams]
+    return state, values, bases, starts
+
+
+def _strong(value: jax.Array) -> jax.Array:
+    """A value without jax's weak type: torch's dtypes are kept beside the values."""
+    if getattr(jax.typeof(value), "weak_type", False):
+        return jax.lax.convert_element_type(value, value.dtype)
+    return value
+
+
+def _call(
+    trace: Trace,
+    member: Member,
+    given: Arguments,
+    values: list[Any],
+    run: Callable[..., Any],
+    result: _Result,
+) -> list[jax.Array]:
+    """Make the call on stand-ins of its arguments; the values of its results."""
+    rest = iter(values)
+    leaves = [
+        _stand_in(trace, leaf, next(rest)) if isinstance(leaf, TracedTensor) else leaf
+        for leaf in given.leaves
+    ]
+    containers: dict[int, Any] = {}
+    args, kwargs = structure.rebuild(given.spec, leaves, containers)
+    watch = Watch(containers, leaves)
+    versions = [version(leaf) for leaf in leaves]
+    returned = run(*args, **kwargs)
+    if watch.changes() is not None:
+        result.changed = "it changes one of its arguments"
+    if versions != [version(leaf) for leaf in leaves]:
+        result.changed = "it writes in place to one of its arguments"
+    out_leaves, result.spec = structure.flatten(returned, leaf=program_leaf, objects=True)
+    theirs = {id(container) for container in containers.values()}
+    if any(id(c) in theirs for c in result.spec.containers.values()):
+        result.changed = "it returns a container that it was given"
+    result.draws = [stream.count for stream in trace.streams]  # pyright: ignore
+    outputs = []
+    for leaf in out_leaves:
+        description, value = _described(leaf, member, leaves, result)
+        result.outputs.append(description)
+        outputs += value
+    _check_results(result, out_leaves)
+    _check_created(result, [*leaves, *out_leaves])
+    return outputs
+
+
+def _stand_in(trace: Trace, leaf: TracedTensor, value: jax.Array) -> TracedTensor:
+    made = TracedTensor(Storage(value, trace), (), meta_of(leaf), value, leaf._frozen)
+    made._bounds = leaf._bounds
+    return made
+
+
+def _described(
+    leaf: Any, member: Member, given: list[Any], result: _Result
+) -> tuple[tuple[Any, ...], list[jax.Array]]:
+    """How a leaf of the result is made outside, and its value if it is a new one."""
+    for index, argument in enumerate(given):
+        if leaf is argument:
+            return ("argument", index), []
+    for name, tensor in member.state.items():
+        if leaf is tensor:
+            return ("state", name), []
+    if not isinstance(leaf, TracedTensor):
+        if isinstance(leaf, torch.Tensor):
+            return ("host", leaf), []
+        result.changed = "it returns a number that depends on data"
+        return ("host", leaf), []
+    inputs = [*(t for t in given if isinstance(t, TracedTensor)), *member.state.values()]
+    if any(leaf._storage is tensor._storage for tensor in inputs):
+        result.changed = "it returns a view of its state or of an argument"
+    if extents_of(leaf):
+        result.changed = "it returns a tensor whose size depends on data"
+    return ("value", meta_of(leaf), leaf._frozen, leaf._bounds), [_strong(leaf._elem)]
+
+
+def _check_created(result: _Result, seen: list[Any]) -> None:
+    """Note values that outlive the call elsewhere than in its results."""
+    assert result.effects is not None
+    known = {leaf._storage.serial for leaf in seen if isinstance(leaf, TracedTensor)}
+    alive = [ref() for ref in result.effects.created.values()]
+    if any(storage is not None and storage.serial not in known for storage in alive):
+        result.changed = result.changed or "it keeps a tensor elsewhere than in its results"
+    if any(number() is not None for number in result.effects.numbers):
+        result.changed = result.changed or "it keeps a number that depends on data"
+
+
+def _check_results(result: _Result, out_leaves: list[Any]) -> None:
+    pairs = zip(result.outputs, out_leaves, strict=True)
+    storages = [leaf._storage for (kind, *_), leaf in pairs if kind == "value"]
+    if len({id(storage) for storage in storages}) < len(storages):
+        result.changed = result.changed or "two of its results share memory"
+
+
+def _check_pure(trace: Trace, member: Member, before: Any, result: _Result) -> None:
+    assert result.effects is not None
+    written = [s for serial, (s, _, _) in result.effects.before.items()]
+    if written:
+        result.changed = result.changed or "it writes state, or raises on a value"
+    if not all(type(count) is int for count in result.draws):
+        result.changed = result.changed or "how often it draws random numbers depends on data"
+    after = state_tree(member.module, objects=True)
+    if result.changed is None and python_changes(before, after, member.module) is not None:
+        result.changed = "it changes Python attributes of its modules"
+    if result.changed is not None:
+        raise NotPure(result.changed)
+
+
+@contextlib.contextmanager
+def _state_held(member: Member, values: list[jax.Array]) -> Iterator[None]:
+    """Give the block's tensors other values inside."""
+    storages = [leaf._storage for leaf in member.state.values()]
+    saved = [(storage.value, storage.version) for storage in storages]
+    for storage, value in zip(storages, values, strict=True):
+        # Not `set`: this is no write of the program. The version keeps cached values apart.
+        storage.value, storage.version = value, storage.version + 1
+    try:
+        yield
+    finally:
+        for storage, (value, version) in zip(storages, saved, strict=True):
+            storage.value, storage.version = value, version
+
+
+@contextlib.contextmanager
+def _streams(trace: Trace, bases: list[jax.Array], starts: list[Any]) -> Iterator[None]:
+    """Let random numbers count from a traced start inside."""
+    streams: list[KeyStream] = trace.streams
+    saved = [(stream.base, stream.count, stream.start) for stream in streams]
+    for stream, base, start in zip(streams, bases, starts, strict=True):
+        stream.base, stream.count, stream.start = base, 0, start
+    try:
+        yield
+    finally:
+        for stream, (base, count, start) in zip(streams, saved, strict=True):
+            stream.base, stream.count, stream.start = base, count, start
+
+
+@contextlib.contextmanager
+def _noting(trace: Trace, places: list[tuple[str, str, int]]) -> Iterator[None]:
+    """Note which activations are given a place on the mesh."""
+    outer, trace.places = trace.places, places
+    try:
+        yield
+    finally:
+        trace.places = outer
+        if outer is not None:
+            outer += places
+
+
+class _Buffers(dict[str, Any]):
+    """A module's buffers, and beside them attributes that tell when they are read.
+
+    `nn.Module.__getattr__` looks here for what is not in the module's own dict.
+    """
+
+    def __init__(self, buffers: Any, hidden: dict[str, Any], read: Callable[[str], None]) -> None:
+        super().__init__(buffers)
+        self.hidden, self.read = hidden, read
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self.hidden or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.hidden:
+            self.read(name)
+            return self.hidden[name]
+        return super().__getitem__(name)
+
+
+def _note_read(reads: set[tuple[str, str]], fqn: str, name: str) -> None:
+    reads.add((fqn, name))
+
+
+@contextlib.contextmanager
+def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
+    """Note which of the attributes that differ between blocks the code inside reads."""
+    by_module: dict[str, list[str]] = {}
+    for fqn, name in member.varying:
+        by_module.setdefault(fqn, []).append(name)
+    saved: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
+    for fqn, names in by_module.items():
+        module = member.module.get_submodule(fqn)
+        # An attribute of the class would be found instead, unnoticed.
+        on_class = {name for name in names if hasattr(type(module), name)}
+        reads.update((fqn, name) for name in on_class)
+        attributes = dict(module.__dict__)
+        hidden = {name: module.__dict__.pop(name) for name in names if name not in on_class}
+        saved.append((module, module._buffers, attributes))
+
+        read = functools.partial(_note_read, reads, fqn)
+        module.__dict__["_buffers"] = _Buffers(module._buffers, hidden, read)
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in saved:
+            held = module.__dict__
+            now = {n: v for n, v in held.items() if n not in ("_buffers",)}
+            held.clear()
+            held.update({**attributes, **now, "_buffers": buffers})

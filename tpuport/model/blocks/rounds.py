@@ -1,0 +1,186 @@
+"""Which stretches of a program do the same, each on its own operands."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core
+
+
+@dataclass
+class Loop:
+    """Equations that are repeated.
+
+    Attributes:
+        rounds: how often.
+        calls: how many blocks one round calls.
+        body: the equations of a round, in variables of the first one and new ones for its inputs.
+        fixed: the variable of an input that every round reads, and what it is outside.
+        varying: that of an input of each round, and what it is for each of them.
+        carried: that of a result of the round before, what it is for the first round, and the
+            variable of that result.
+        results: what is read after the loop: the body's variable, the round (None for the last
+            round's result that is carried), and the variable outside.
+    """
+
+    rounds: int
+    calls: int
+    body: list[Any]
+    fixed: list[tuple[Any, Any]] = field(default_factory=list)
+    varying: list[tuple[Any, list[Any]]] = field(default_factory=list)
+    carried: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    results: list[tuple[Any, int | None, Any]] = field(default_factory=list)
+
+    def note_results(self, rounds: list[list[Any]], rest: list[Any], outvars: Any) -> None:
+        """Find what of the loop is read later.
+
+        Args:
+            rounds: the equations of each round.
+            rest: the equations after the loop.
+            outvars: what the program gives.
+        """
+        defined: dict[Any, tuple[Any, int]] = {}
+        for number, equations in enumerate(rounds[: self.rounds]):
+            for ours, theirs in zip(rounds[0], equations, strict=False):
+                for var, name in zip(ours.outvars, theirs.outvars, strict=True):
+                    defined[name] = (var, number)
+        read = [var for eqn in rest for var in eqn.invars] + list(outvars)
+        handed_on = {out for _, _, out in self.carried}
+        wanted = (v for v in read if not isinstance(v, core.Literal) and v in defined)
+        for name in dict.fromkeys(wanted):
+            var, number = defined[name]
+            last = number == self.rounds - 1 and var in handed_on
+            self.results.append((var, None if last else number, name))
+
+
+def matched(rounds: list[list[Any]], min_rounds: int, calls: int) -> Loop | None:
+    """The loop of as many rounds as do the same, from the first one on; None if too few do.
+
+    Args:
+        rounds: the equations of each round, in order. One that goes on where the first has ended
+            can only be the last of the loop.
+        min_rounds: how many it takes.
+        calls: how many blocks a round calls.
+    """
+    first = rounds[0]
+    slots: list[list[list[Any]]] = []
+    count = 0
+    places: list[dict[Any, tuple[int, int]]] = []
+    for number, whole in enumerate(rounds):
+        equations = whole[: len(first)]
+        if not _same_work(first, equations):
+            break
+        places.append(_places(equations))
+        operands = [[_operand(atom, number, places) for atom in eqn.invars] for eqn in equations]
+        if any(_TOO_OLD in row for row in operands) or not _fits(slots, operands, number):
+            break
+        slots = slots or [[[] for _ in row] for row in operands]
+        for row, kept in zip(operands, slots, strict=True):
+            for operand, seen in zip(row, kept, strict=True):
+                seen.append(operand)
+        count += 1
+        if len(whole) > len(first):
+            break
+    return _loop(first, slots, count, calls) if count >= min_rounds else None
+
+
+def _same_work(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether two stretches run the same operations on values of the same kinds."""
+    return len(ours) == len(theirs) and all(map(_same_operation, ours, theirs))
+
+
+def _same_operation(ours: Any, theirs: Any) -> bool:
+    if ours.primitive is not theirs.primitive or len(ours.invars) != len(theirs.invars):
+        return False
+    kinds = zip((*ours.invars, *ours.outvars), (*theirs.invars, *theirs.outvars), strict=True)
+    if any((a.aval.shape, a.aval.dtype) != (b.aval.shape, b.aval.dtype) for a, b in kinds):
+        return False
+    same = ours.params.keys() == theirs.params.keys() and ours.effects == theirs.effects
+    return same and all(_same(v, theirs.params[k]) for k, v in ours.params.items())
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    equal = a == b
+    return equal if isinstance(equal, bool) else False
+
+
+def _places(equations: list[Any]) -> dict[Any, tuple[int, int]]:
+    return {
+        var: (number, index)
+        for number, eqn in enumerate(equations)
+        for index, var in enumerate(eqn.outvars)
+    }
+
+
+_INSIDE, _BEFORE, _OUTSIDE = "inside", "before", "outside"
+_TOO_OLD = ("too old", None)
+
+
+def _operand(atom: Any, number: int, places: list[dict[Any, tuple[int, int]]]) -> Any:
+    """Where an operand comes from: this round, the one before, or outside."""
+    if isinstance(atom, core.Literal):
+        return (_OUTSIDE, atom)
+    if atom in places[number]:
+        return (_INSIDE, places[number][atom])
+    if number and atom in places[number - 1]:
+        return (_BEFORE, places[number - 1][atom])
+    if any(atom in earlier for earlier in places[: max(number - 1, 0)]):
+        return _TOO_OLD
+    return (_OUTSIDE, atom)
+
+
+def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) -> bool:
+    """Whether a round's operands come from where those of the rounds before do."""
+    if not slots:
+        return True
+    for row, kept in zip(operands, slots, strict=True):
+        for (kind, what), seen in zip(row, kept, strict=True):
+            earlier = seen[-1]
+            if number == 1 and kind == _BEFORE:
+                if earlier[0] != _OUTSIDE:
+                    return False
+            elif kind != earlier[0] or (kind != _OUTSIDE and what != earlier[1]):
+                return False
+    return True
+
+
+def _loop(first: list[Any], slots: list[list[list[Any]]], count: int, calls: int) -> Loop:
+    """The loop, with a new variable for each of its inputs."""
+    loop = Loop(count, calls, [])
+    inputs: dict[Any, Any] = {}
+    for eqn, row in zip(first, slots, strict=True):
+        atoms = [
+            _input(loop, inputs, first, atom, seen)
+            for atom, seen in zip(eqn.invars, row, strict=True)
+        ]
+        loop.body.append(eqn.replace(invars=atoms))
+    return loop
+
+
+def _input(loop: Loop, inputs: dict[Any, Any], first: list[Any], atom: Any, seen: list[Any]) -> Any:
+    """What the body reads in the place of an operand of the first round."""
+    kind, what = seen[1] if len(seen) > 1 else seen[0]
+    if kind == _INSIDE:
+        return atom
+    outside = [_identity(a) for source, a in seen if source == _OUTSIDE]
+    if kind == _OUTSIDE and len(set(outside)) == 1 and isinstance(atom, core.Literal):
+        return atom
+    key = (kind, what if kind == _BEFORE else None, tuple(outside))
+    if key in inputs:
+        return inputs[key]
+    var = inputs[key] = core.Var(atom.aval)
+    if kind == _BEFORE:
+        number, index = what
+        loop.carried.append((var, atom, first[number].outvars[index]))
+    elif len(set(outside)) == 1:
+        loop.fixed.append((var, atom))
+    else:
+        loop.varying.append((var, [a for _, a in seen]))
+    return var
+
+
+def _identity(atom: Any) -> Any:
+    if isinstance(atom, core.Literal):
+        return ("literal", str(atom.aval), repr(atom.val))
+    return atom

@@ -1,0 +1,84 @@
+"""One array for what each round of a loop reads of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+
+def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) -> Any:
+    """The operands of all rounds as one array with the round as its first dim.
+
+    Operands that are neighbouring parts of one array are not copied.
+
+    Args:
+        atoms: each round's operand.
+        env: the values of variables.
+        definitions: the equation that gives each variable.
+    """
+    if all(isinstance(atom, core.Literal) for atom in atoms):
+        return jnp.asarray([atom.val for atom in atoms], dtype=atoms[0].aval.dtype)
+    part = _one_part(atoms, definitions)
+    if part is not None:
+        whole, start = part
+        if len(atoms) == whole.aval.shape[0]:
+            return env[whole]
+        return jax.lax.slice_in_dim(env[whole], start, start + len(atoms))
+    converted = _one_conversion(atoms, definitions)
+    if converted is not None:
+        sources, dtype = converted
+        return jax.lax.convert_element_type(stacked(sources, env, definitions), dtype)
+    values = [a.val if isinstance(a, core.Literal) else env[a] for a in atoms]
+    return jnp.stack([jnp.asarray(value, dtype=atoms[0].aval.dtype) for value in values])
+
+
+def copied_bytes(atoms: list[Any], definitions: dict[Any, Any]) -> int:
+    """The bytes of an array that `stacked` has to make."""
+    if all(isinstance(atom, core.Literal) for atom in atoms):
+        return 0
+    if _one_part(atoms, definitions) is not None:
+        return 0
+    converted = _one_conversion(atoms, definitions)
+    if converted is not None:
+        return copied_bytes(converted[0], definitions)
+    aval = atoms[0].aval
+    # The size of a key is its own matter.
+    return len(atoms) * aval.size * getattr(aval.dtype, "itemsize", 8)
+
+
+def _one_part(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[Any, int] | None:
+    """The array whose neighbouring parts the operands are, and the first one's index."""
+    parts = [_part(definitions.get(a), definitions) for a in atoms if isinstance(a, core.Var)]
+    first = parts[0] if parts else None
+    if first is None or len(parts) < len(atoms):
+        return None
+    whole, start = first
+    return first if parts == [(whole, start + i) for i in range(len(atoms))] else None
+
+
+def _one_conversion(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[list[Any], Any] | None:
+    """What the operands are conversions of, if all are to one dtype, and that dtype."""
+    equations = [definitions.get(a) if isinstance(a, core.Var) else None for a in atoms]
+    names = {None if eqn is None else eqn.primitive.name for eqn in equations}
+    if names != {"convert_element_type"}:
+        return None
+    found = [eqn for eqn in equations if eqn is not None]
+    sources, dtypes = [e.invars[0] for e in found], {e.params["new_dtype"] for e in found}
+    same = len({(s.aval.shape, s.aval.dtype) for s in sources}) == 1 and len(dtypes) == 1
+    return (sources, dtypes.pop()) if same else None
+
+
+def _part(eqn: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
+    """The array and index of `array[index]`, if an equation gives that."""
+    if eqn is None or eqn.primitive.name != "squeeze" or eqn.params["dimensions"] != (0,):
+        return None
+    cut = definitions.get(eqn.invars[0])
+    if cut is None or cut.primitive.name != "slice":
+        return None
+    whole, start, limit = cut.invars[0], cut.params["start_indices"], cut.params["limit_indices"]
+    rest = all(a == 0 for a in start[1:]) and tuple(limit[1:]) == tuple(whole.aval.shape[1:])
+    steps = cut.params["strides"]
+    if not rest or limit[0] != start[0] + 1 or (steps is not None and any(s != 1 for s in steps)):
+        return None
+    return whole, start[0]

@@ -1,0 +1,100 @@
+"""What goes into a trace and comes out of it: tensors around arrays, and arrays out of tensors."""
+
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.model import numbers, structure
+from tpuport.model.arguments import Unsized
+from tpuport.model.bounded.extents import extents_of, strip
+from tpuport.model.locate import port_error
+from tpuport.model.request import Request
+from tpuport.model.state import state_tree
+from tpuport.model.tensor import Storage, TracedTensor, meta_of
+from tpuport.model.trace import KeyStream, Trace
+from tpuport.model.values import value_of
+
+
+def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The array of each result, and its meta tensor (or which kind of number it is).
+
+    For one whose size depends on data, the padded array with its sizes, and an `Unsized`.
+    """
+    values: list[Any] = []
+    metas: list[Any] = []
+    for leaf in leaves:
+        extents = extents_of(leaf)
+        if isinstance(leaf, numbers.SYMBOLIC):
+            values.append(numbers.node_value(leaf))
+            metas.append(type(leaf))
+        elif extents:
+            values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
+            metas.append(Unsized(meta_of(leaf).dtype, tuple(extents)))
+        else:
+            values.append(value_of(leaf))
+            metas.append(meta_of(leaf))
+    return values, metas
+
+
+def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
+    """A tensor of the model's state with a traced value, and what else is on it."""
+    frozen = not (
+        tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
+    )
+    made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
+    vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
+    if isinstance(tensor, torch.nn.Parameter):
+        made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
+    return made
+
+
+def traced_arguments(
+    trace: Trace, request: Request, host: frozenset[int]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
+    """The traced call's own arguments, its leaves and its containers."""
+    made: list[Any] = []
+    for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
+        if isinstance(meta, type):
+            generator: Any = meta()
+            trace.generators[generator._cdata] = KeyStream(value)
+            made.append(generator)
+        elif index in host and index in request.known_leaves:
+            made.append(request.host_leaf(index))
+        else:
+            frozen = not meta.dtype.is_floating_point
+            made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
+    containers: dict[int, Any] = {}
+    args, kwargs = structure.rebuild(request.spec, made, containers)
+    return args, kwargs, made, containers
+
+
+def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
+    """A write may reach arguments and the module's own tensors, nothing else: it would be lost.
+
+    Raises:
+        PortError: it reached another tensor (a global, one in a closure).
+    """
+    owned = set(trace.made)
+    if module is not None:
+        leaves = state_tree(module).leaves.values()
+        owned |= {
+            t.untyped_storage()._cdata
+            for t in leaves
+            if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
+        }
+    for key, (tensor, _) in trace.promoted.items():
+        if key not in owned:
+            raise port_error(
+                f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
+                " the ported module is written in place (a global, or one in a closure)",
+                code="TPU406",
+                remedy="make it a buffer of the module, or convert the module that owns it",
+            )
+
+
+def version(value: Any) -> int:
+    """How often a tensor has been written."""
+    if isinstance(value, TracedTensor):
+        return value._storage.version
+    return value._version if isinstance(value, torch.Tensor) else 0
