@@ -1,0 +1,116 @@
+"""Weights of repeated blocks kept as one array each."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import tpuport
+from tests.model.repeated import DIM, Block, Stack, check, jaxpr_of, loops, x_of
+from tpuport.errors import UsageError
+from tpuport.model.blocks import at_rest
+
+
+def stacked(ported: Any) -> dict[str, Any]:
+    return at_rest.stack(ported.params, at_rest.stack_names(ported.module))
+
+
+def test_stacked_weights_are_read_in_place():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    y = ported(x_of())
+    params = stacked(ported)
+    assert params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
+    assert at_rest.unstack(params).keys() == ported.params.keys()
+    out, _ = ported.apply(params, ported.buffers, None, x_of())
+    assert jnp.allclose(out, y.jax(), atol=1e-6)
+    program = jaxpr_of(ported, x_of(), params=params)
+    assert loops(program) == [5]
+    names = [e.primitive.name for e in program.jaxpr.eqns]
+    assert "concatenate" not in names
+
+    def loss(params: Any) -> Any:
+        return (ported.apply(params, ported.buffers, None, x_of())[0] ** 2).sum()
+
+    plain, of_stacks = jax.grad(loss)(ported.params), jax.grad(loss)(params)
+    for name, value in at_rest.unstack(of_stacks).items():
+        assert jnp.allclose(value, plain[name], atol=1e-6), name
+
+
+def test_only_neighbours_of_one_kind_are_stacked():
+    class Other(Block):
+        pass
+
+    model = Stack(lambda i: Other(i) if i == 3 else Block(i), 8)
+    model.blocks[7].up.weight.requires_grad_(False)
+    names = at_rest.stack_names(model)
+    assert {name.partition(".")[0] for name in names} == {"blocks[0:3]", "blocks[4:7]"}
+
+
+def test_shared_weights_are_not_stacked():
+    model = Stack(Block)
+    for block in model.blocks:
+        block.up = model.blocks[0].up
+    assert at_rest.stack_names(model) == []
+    check(model, x_of())
+
+
+def test_a_ported_model_keeps_its_weights_stacked():
+    model = Stack(Block)
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(parameter.dim() > 1)
+    ported = tpuport.convert(model, blocks="scan")
+    names = tpuport.stack_blocks(ported)
+    assert "blocks[0:5].up.weight" in ported.params
+    assert "blocks[0:5].up.bias" in ported.buffers
+    assert set(names) <= {*ported.params, *ported.buffers}
+    ported(x_of())
+    ported.verify(x_of())
+    assert any(record.path == "grad.blocks.3.up.weight" for record in ported.report.parity)
+    assert set(ported.by_fqn()) == set(dict(model.named_parameters()))
+    assert set(ported.frozen) == set(ported.buffers)
+    back = ported.to_torch().state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(back[name], value), name
+
+
+def test_stacking_is_the_last_step():
+    ported = tpuport.convert(Stack(Block))
+    tpuport.stack_blocks(ported)
+    with pytest.raises(UsageError, match=r"loading weights: .* call tpuport.stack_blocks.* last"):
+        ported.load(Stack(Block).state_dict())
+    with pytest.raises(UsageError, match="spreading it over a mesh"):
+        tpuport.shard(ported, {"fsdp": 8})
+
+
+def test_stacks_on_a_mesh_have_no_axis_for_the_blocks():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    tpuport.shard(ported, {"fsdp": 8}, {"**.up.weight": jax.sharding.PartitionSpec("fsdp")})
+    tpuport.stack_blocks(ported)
+    spec = ported.params["blocks[0:5].up.weight"].sharding.spec
+    assert tuple(spec)[:2] == (None, "fsdp")
+    ported(x_of())
+
+
+def test_weights_that_change_in_a_call_change_in_their_stack():
+    class Renormed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.up.weight.mul_(0.5)
+            return super().forward(x)
+
+    ported = tpuport.convert(Stack(Renormed), blocks="scan")
+    tpuport.stack_blocks(ported)
+    before = ported.params["blocks[0:5].up.weight"]
+    ported(x_of())
+    assert jnp.allclose(ported.params["blocks[0:5].up.weight"], before * 0.5)
+
+
+def test_a_model_on_the_meta_device_stacks_shapes():
+    with torch.device("meta"):
+        model = Stack(Block)
+    ported = tpuport.convert(model)
+    tpuport.stack_blocks(ported)
+    assert ported.params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
+    assert ported.eval_shape(x_of()).shape == (2, 4, 3)
