@@ -193,9 +193,7 @@ def _places(
         if place is not None:
             sized = {"count": times, "flops": place.flops * times, "bytes": place.bytes * times}
             yield replace(place, module=here[0], line=here[1], **sized)
-        inner = (
-            times * int(eqn.params.get("length") or 1) if eqn.primitive.name == "scan" else times
-        )
+        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for part in _inside(eqn.params.values()):
             yield from _places(part, here, times * rounds, modules)
 
