@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpuport.diagnosis.frames import inside_prefixes
@@ -211,7 +212,7 @@ def _inside(params: Any) -> Iterator[Any]:
 def _place(eqn: Any) -> Place | None:
     """What an equation is for precision, its place unknown."""
     name = eqn.primitive.name
-    ins = [getattr(var.aval, "dtype", None) for var in eqn.invars]
+    ins: list[Any] = [getattr(var.aval, "dtype", None) for var in eqn.invars]
     out = eqn.outvars[0].aval if eqn.outvars else None
     if name in _PRODUCTS and out is not None:
         return Place("product", _names(ins[:2]), "", "", 1, _flops(eqn), _bytes(out))
@@ -229,7 +230,7 @@ def _names(dtypes: list[Any]) -> tuple[str, ...]:
 
 
 def _is_floating(dtype: Any) -> bool:
-    return dtype is not None and jax.dtypes.issubdtype(dtype, np.floating)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _bytes(aval: Any) -> int:
