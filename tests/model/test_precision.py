@@ -212,6 +212,15 @@ def test_a_layer_computes_in_the_dtype_of_its_weight():
     assert {p.dtypes for p in places} == {("float32", "float32"), ("bfloat16", "bfloat16")}
 
 
+def test_recurrent_layers_compute_in_the_dtype_of_their_weights():
+    model, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    ported = tpuport.convert(model, verify=False)
+    tpuport.cast(ported, DtypePolicy(outputs="computed"))
+    assert ported(x)[0].dtype == torch.bfloat16
+    assert tpuport.precision_audit(ported, x).flags == ()
+    assert far(ported(x)[0], model(x)[0]) < BF16_RTOL
+
+
 def test_a_sum_over_what_was_broadcast_is_accumulated_in_float32():
     layer = nn.Linear(4, 4)
     ported = tpuport.convert(layer, verify=False)

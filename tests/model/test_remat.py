@@ -237,7 +237,7 @@ def test_memory_of_a_step_falls_on_a_described_tpu():
     used = {}
     for policy in ("none", "full", "offload"):
         tpuport.remat(ported, {"layers.*": policy})
-        traced = jax.jit(step_of(ported, x)).trace(ported.params)
+        traced = jax.jit(lambda params, x: step_of(ported, x)(params)).trace(ported.params, x)
         with jax.set_mesh(mesh):
             stats = traced.lower().compile().memory_analysis()
         used[policy] = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes
