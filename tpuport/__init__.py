@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
+    from tpuport.model.precision.audit import precision_audit
     from tpuport.model.precision.cast import cast
     from tpuport.model.precision.policy import DtypePolicy
     from tpuport.model.remat_plan import remat
@@ -33,8 +34,8 @@ __all__ = [
     "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport",
     "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache", "compile_for",
     "convert", "explain_error", "explaining", "load_checkpoint", "open_checkpoint", "ops",
-    "porting", "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch",
-    "warmup",
+    "porting", "precision_audit", "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy",
+    "to_torch", "warmup",
 ]  # fmt: skip
 
 

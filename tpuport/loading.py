@@ -21,6 +21,7 @@ MODULE_OF = {
     "open_checkpoint": "tpuport.checkpoints",
     "ops": "tpuport.ops",
     "porting": "tpuport.running.porting",
+    "precision_audit": "tpuport.model.precision.audit",
     "remat": "tpuport.model.remat_plan",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",

@@ -47,7 +47,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        scale = torch.ones_like(x) * 0.5
+        scale = x.detach().abs().mean(0)
         for layer in self.layers:
             x = layer(x, scale)
         return self.last(x).square().mean()
@@ -139,8 +139,8 @@ def test_what_is_kept_for_the_backward_pass_falls_and_offloading_moves_it(plain:
     assert kept["dots"]["Device"] - kept["full"]["Device"] == products - 3 * 16 * tokens
     assert kept["dots_offload"]["Host"] == products - 3 * 16 * tokens
     assert device["dots_offload"] == device["full"]
-    # The input of each block, and the scale that all of them share, once.
-    assert kept["offload"]["Host"] == (3 + 1) * 16 * tokens
+    # The input of each block, and not the scale that all of them get.
+    assert kept["offload"]["Host"] == 3 * 16 * tokens
     assert {policy for policy, found in kept.items() if found["Host"]} == {
         "offload",
         "dots_offload",
@@ -174,11 +174,11 @@ class Choosing(nn.Module):
         return x.cos()
 
 
-@pytest.mark.parametrize("policy", ["full", "offload"])
-def test_a_region_holds_a_region_and_a_branch(policy: str):
+@pytest.mark.parametrize("policies", [{"blocks.*": "offload"}, {"blocks.1": "full"}])
+def test_a_region_holds_a_region_and_a_branch(policies: dict[str, str]):
     model, x = Nested(), torch.randn(4, 8)
     ported = tpuport.convert(model)
-    tpuport.remat(ported, {"blocks.*": policy})
+    tpuport.remat(ported, policies)
     for sign in (1, -1):
         assert ported.verify(sign * x).ok
 
@@ -237,7 +237,7 @@ def test_memory_of_a_step_falls_on_a_described_tpu():
     used = {}
     for policy in ("none", "full", "offload"):
         tpuport.remat(ported, {"layers.*": policy})
-        traced = jax.jit(step_of(ported, x)).trace(ported.params)
+        traced = jax.jit(lambda params, x: step_of(ported, x)(params)).trace(ported.params, x)
         with jax.set_mesh(mesh):
             stats = traced.lower().compile().memory_analysis()
         used[policy] = stats.temp_size_in_bytes, stats.host_temp_size_in_bytes

@@ -37,12 +37,15 @@ class Explorer:
         self.trace, self.plan = trace, plan
         self.calls: list[str] = ["<function>"]
         self.units: list[Unit] = []
+        # How many units are outside the body of a jax primitive that is running: a value of the
+        # body must not leave it, so its branches are no business of theirs.
+        self.outside = 0
         self.branches: dict[str, str] = {}
 
     def decide(self, value: jax.Array) -> bool:
         """The outcome on the path being explored, else a request to explore or rewrite."""
         self.plan.ask_for_rewrite()
-        if self.units:
+        if len(self.units) > self.outside:
             unit = self.units[-1]
             prefix = unit.path[: unit.position]
             if unit.position < len(unit.path):
@@ -62,7 +65,9 @@ class Explorer:
         """Run a module call, exploring it if an earlier attempt found that it branches on traced
         values.
         """
-        if name not in self.plan.explore or any(unit.name == name for unit in self.units):
+        if name not in self.plan.explore or any(
+            unit.name == name for unit in self.units[self.outside :]
+        ):
             self.calls.append(name)
             try:
                 return thunk()
@@ -80,7 +85,11 @@ class Explorer:
     def run_inside(self, kind: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
         """Run the body of a jax primitive, in which its branches have to be explored."""
         depth = sum(name.startswith(f"<{kind}") for name in self.calls)
-        return self.run_module(f"<{kind} {depth}>", thunk, roots)
+        before, self.outside = self.outside, len(self.units)
+        try:
+            return self.run_module(f"<{kind} {depth}>", thunk, roots)
+        finally:
+            self.outside = before
 
     def _explore(
         self, unit: Unit, thunk: Callable[[], Any], snapshot: Snapshot, path: tuple[bool, ...]

@@ -18,6 +18,7 @@ from tpuport.model.autocast import autocast_dtype
 from tpuport.model.bounded.handlers import involved
 from tpuport.model.function_table import FUNCTIONS, Handler, traced
 from tpuport.model.lowerings._numeric import is_low, wide
+from tpuport.model.precision import meeting
 from tpuport.model.trace import Trace
 from tpuport.model.values import flat, grad_frozen, value_of, wrap_as
 
@@ -180,6 +181,8 @@ def _handler(cell: Cell) -> Handler:
         concerned = any(traced(trace, t) is not None for t in tensors)
         if kwargs or not concerned or autocast_dtype() or involved(args, kwargs):
             return NotImplemented
+        args = meeting.product(args)
+        tensors = flat(tuple(args), kwargs)
         packed = isinstance(args[3], (list, tuple))
         if packed and traced(trace, args[1]) is not None:
             return NotImplemented

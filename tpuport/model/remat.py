@@ -84,18 +84,19 @@ def rematerialised(trace: Trace, policy: str, call: Callable[[], Any], roots: li
 def _with_named_inputs(trace: Trace, call: Callable[[], Any], inputs: Any) -> Any:
     """Run a call whose inputs have the name by which "offload" knows them.
 
-    What an earlier call got too (masks, rotary tables) is kept once, on the device.
+    Those are the first tensor and what looks like it (as many dims, as many channels): what blocks
+    hand on. Masks and rotary tables, which all blocks get, stay on the device.
     """
     effects = trace.effects[-1]
     named: list[tuple[Storage, jax.Array, int]] = []
+    first: tuple[int, tuple[int, ...]] | None = None
     for leaf in structure.flatten(inputs)[0]:
         if not isinstance(leaf, TracedTensor) or not leaf.dtype.is_floating_point:
             continue
-        storage = leaf._storage
-        seen = (storage.serial, storage.version)
-        if storage.trace is not trace or seen in trace.offloaded or leaf._chain:
+        storage, form = leaf._storage, (leaf.dim(), tuple(leaf.bound_shape)[-1:])
+        first = form if first is None else first
+        if storage.trace is not trace or leaf._chain or form != first:
             continue
-        trace.offloaded.add(seen)
         named.append((storage, storage.value, storage.version))
         storage.value = checkpoint_name(storage.value, _INPUT)
         leaf._keep(storage.value)

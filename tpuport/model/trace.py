@@ -137,8 +137,6 @@ class Trace:
         self.target = jax.default_backend()
         # The remat policy of a module by its fqn, if it has one (`tpuport.model.remat`).
         self.remat: Callable[[str], str | None] = no_policy
-        # Inputs of modules that are moved to the host, by storage and version.
-        self.offloaded: set[tuple[int, int]] = set()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 

@@ -32,8 +32,6 @@ class ModuleCall(Shim):
             known = trace.own_modules.get(id(module))
             fqn = known if trace.placement is not None else None
 
-            # The compiled program names its instructions and buffers after the user's modules.
-            @jax.named_scope(trace.scope_of(known or type(module).__name__))
             def run(*args: Any, **kwargs: Any) -> Any:
                 if fqn is None:
                     return original(module, *args, **kwargs)
@@ -42,20 +40,21 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
+            member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
             policy = None if known is None else trace.remat(known)
 
-            def kept(*args: Any, **kwargs: Any) -> Any:
-                if policy is None:
-                    return run(*args, **kwargs)
-                roots = [module, args, kwargs]
-                return rematerialised(trace, policy, lambda: run(*args, **kwargs), roots)
-
-            member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                # The compiled program names its instructions and buffers after the user's modules.
+                with jax.named_scope(trace.scope_of(known or type(module).__name__)):
+                    if policy is None:
+                        return run(*args, **kwargs)
+                    roots = [module, args, kwargs]
+                    return rematerialised(trace, policy, lambda: run(*args, **kwargs), roots)
 
             def thunk() -> Any:
                 if member is None:
-                    return kept(*args, **kwargs)
-                return trace.blocks.call(member, args, kwargs, kept)
+                    return inner(*args, **kwargs)
+                return trace.blocks.call(member, args, kwargs, inner)
 
             name = f"{type(module).__module__}.{type(module).__qualname__}"
             return trace.explorer.run_module(name, thunk, [module, args, kwargs])

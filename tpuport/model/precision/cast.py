@@ -11,6 +11,7 @@ from tpuport.checkpoints.casting import torch_dtype
 from tpuport.errors import UsageError
 from tpuport.markup import plural
 from tpuport.model import backend
+from tpuport.model.blocks import at_rest
 from tpuport.model.ported import PortedModel
 from tpuport.model.precision.casting import Casting, cast_module
 from tpuport.model.precision.policy import Decision, DtypePolicy, as_policy
@@ -96,7 +97,7 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
     held = dict(inside)
     if policy.weights is not None:
         held |= dict.fromkeys(parameters, torch_dtype(policy.weights))
-    values = {n: _converted(n, v, held[n]) for n, v in ported._values().items() if n in held}
+    values = {n: _converted(n, v, _held(n, held)) for n, v in ported._values().items()}
     outputs = before if policy.outputs == "restore" and before != policy.dtype else None
     program.casting = Casting(policy.dtype, inside, held, outputs, before)
     program.master = cast_module(master, inside)
@@ -108,13 +109,28 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
     return CastReport(type(master).__name__, program.casting, decisions, parameters)
 
 
-def _converted(name: str, value: Any, dtype: torch.dtype) -> Any:
+def _held(name: str, held: dict[str, torch.dtype]) -> torch.dtype | None:
+    """The dtype that a parameter, buffer or stack of parameters is held in; None leaves it.
+
+    Raises:
+        UsageError: those in a stack differ.
+    """
+    found = {held.get(member) for member in at_rest.members_of(name) or [name]}
+    if len(found) > 1:
+        raise UsageError(
+            f"{name!r} is one array of blocks that the policy gives different dtypes; call"
+            " tpuport.cast before tpuport.stack_blocks"
+        )
+    return found.pop()
+
+
+def _converted(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     """A parameter or buffer in another dtype, where it was.
 
     Raises:
         UsageError: a finite value would become infinite.
     """
-    target = backend.jax_dtype(dtype)
+    target = value.dtype if dtype is None else backend.jax_dtype(dtype)
     if value.dtype == target:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):

@@ -37,6 +37,11 @@ _PRODUCTS = (
     *("einsum", "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "tensordot", "bilinear"),
     "scaled_dot_product_attention",
 )
+_RECURRENT = tuple(
+    f"{layer}.{overload}"
+    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm")
 # What goes into a loss, or is one, and is no entry of autocast's list.
 _ALSO_LOSSES = ("log_softmax.int", "logsumexp", "binary_cross_entropy", "ctc_loss.Tensor")
@@ -176,7 +181,7 @@ def _register() -> None:
             return
         table = {
             _run_layer: _LAYERS,
-            _run_product: _PRODUCTS,
+            _run_product: (*_PRODUCTS, *_RECURRENT),
             _run_norm: _NORMS,
             _run_loss: (*LOSSES, *_ALSO_LOSSES),
         }
