@@ -168,7 +168,9 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def cases(chips: list[str], dims: list[int], dtypes: list[str], kinds: list[str], directions: list[str]) -> Iterator[Case]:  # fmt: skip
+def cases(
+    chips: list[str], dims: list[int], dtypes: list[str], kinds: list[str], directions: list[str]
+) -> Iterator[Case]:
     """Every case, in the order of the arguments."""
     for direction, chip, dim, dtype, kind, blocks in itertools.product(
         directions, chips, dims, dtypes, kinds, BLOCKS
@@ -180,7 +182,14 @@ def load(path: Path) -> dict[str, Any]:
     """The table as it is, or an empty one."""
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    return {"sequence": SEQUENCE, "window": WINDOW, "padding": PADDING, "libtpu": version("libtpu"), "entries": [], "refused": []}  # fmt: skip
+    return {
+        "sequence": SEQUENCE,
+        "window": WINDOW,
+        "padding": PADDING,
+        "libtpu": version("libtpu"),
+        "entries": [],
+        "refused": [],
+    }
 
 
 def save(path: Path, table: dict[str, Any]) -> None:
@@ -210,7 +219,9 @@ def known(table: dict[str, Any]) -> set[Case]:
 
 def main() -> None:
     """Compile what is missing, as long as time allows; write the table and the page of docs/."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_blocks", description=__doc__)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention_blocks", description=__doc__
+    )
     parser.add_argument("--chips", nargs="+", default=["v6e", "v5e", "v5p"], choices=list(CHIPS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128, 64, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
@@ -221,7 +232,9 @@ def main() -> None:
     options = parser.parse_args()
     stop = time.monotonic() + 60 * options.minutes
     table = load(options.out)
-    for case in cases(options.chips, options.head_dims, options.dtypes, options.masks, options.directions):  # fmt: skip
+    for case in cases(
+        options.chips, options.head_dims, options.dtypes, options.masks, options.directions
+    ):
         if time.monotonic() > stop:
             break
         if case in known(table):

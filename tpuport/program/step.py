@@ -182,7 +182,7 @@ def _call(
             known_leaves=known,
         )
         with ported._precision_scope():
-            outcome = traced(program, request, given)
+            outcome = traced(ported._program, request, given)
         outcome.state = placement.state(outcome.state)
         return outcome
 

@@ -148,9 +148,7 @@ def sequence_activations(model: Any) -> Activations:
         for name, use in uses_of(module).items()
         if use.role is Role.ROW and name.endswith(".weight")
     )
-    inputs = {
-        row: entering for row in rows if any(matches(f"{block}.**", row) for block in table)
-    }
+    inputs = {row: entering for row in rows if any(matches(f"{block}.**", row) for block in table)}
     return Activations(table, inputs=inputs).optional()
 
 
