@@ -1,18 +1,16 @@
 """`python -m benchmarks.attention_blocks`: block sizes of splash attention, by schedule length.
 
-Each case is one ahead-of-time compile by libtpu, which takes 5 to 40 s and no TPU. Results are
-written after each one, and what is in the table already is not compiled again, so it can be stopped
-and continued at will.
+Each kernel is one ahead-of-time compile by libtpu, which takes 5 to 40 s and no TPU. Results are
+written after each case, and what is in the table already is not compiled again, so it can be
+stopped and continued at will. Figures are for one head of self-attention over `SEQUENCE` tokens.
 """
 
 import argparse
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,200 +19,214 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from tpuport.program.cost import CHIPS, chip_of
+from tpuport.attention.kernel_case import KINDS, KernelCase, build_kernel
+from tpuport.attention.options import BlockSizes
+from tpuport.program.cost import CHIPS, Chip, KernelCompileError, KernelSchedule, chip_of
 from tpuport.program.cost.kernels import KernelCall, find_calls
-from tpuport.program.cost.schedule import KernelCompileError, KernelSchedule, schedule_call
+from tpuport.program.cost.schedule import schedule_call
 
 TABLE = Path(__file__).parent.parent / "tpuport" / "attention" / "block_table.json"
+DOCS = Path(__file__).parent.parent / "docs"
 
-# What figures are given for: one head of self-attention over so many tokens.
+# A whole number of blocks of every size below.
 SEQUENCE = 49152
-WINDOW = 4096
-# Keys that padding takes: the last 1000 or so.
-PADDING = 1000
-MASKS = ("full", "causal", "padding", "segments", "window")
-BLOCKS = (
+FORWARD = (
     (3072, 2048, 1024), (2048, 2048, 1024), (2048, 2048, 512), (1024, 2048, 1024),
-    (1024, 1024, 1024), (1024, 1024, 512), (512, 1024, 512), (512, 512, 512),
+    (1024, 1024, 1024), (1024, 1024, 512), (512, 1024, 512),
 )  # fmt: skip
-_BUILD_BLOCKS = 2
+BACKWARD = ((2048, 1024), (1024, 2048), (1024, 1024), (1024, 512), (512, 1024), (512, 512))
+# What chooses an entry, besides its blocks.
+KEY = ("chip", "head_dim", "dtype", "mask")
+_FORWARD_KEY = (*KEY, "block_q", "block_kv", "block_kv_compute")
+_BACKWARD_KEY = (*KEY[:3], "block_q_backward", "block_kv_backward")
 
 
-@dataclass(frozen=True)
-class Case:
-    """One kernel to compile."""
+@dataclass
+class Table:
+    """The file of results, and what was too large to compile, for this run only."""
 
-    chip: str
-    head_dim: int
-    dtype: str
-    mask: str
-    direction: str
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
+    path: Path
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    backward: list[dict[str, Any]] = field(default_factory=list)
+    refused: set[tuple[Any, ...]] = field(default_factory=set)
 
+    @classmethod
+    def load(cls, path: Path) -> "Table":
+        """The table as it is, or an empty one."""
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return cls(path, entries)
 
-class LeftOf(masks._ComputableMask):  # pyright: ignore[reportPrivateUsage]
-    """Keys before a fixed one: what static padding leaves."""
+    def save(self) -> None:
+        """Write it, one entry a line, in a fixed order, the backward pass's best in each."""
+        for entry in self.entries:
+            same = [b for b in self.backward if all(b[n] == entry[n] for n in KEY[:3])]
+            if same:
+                best = max(same, key=lambda found: found["share_of_ceiling_backward"])
+                entry.update({n: v for n, v in best.items() if n.endswith("_backward")})
+        self.entries.sort(key=lambda entry: tuple(entry[name] for name in _FORWARD_KEY))
+        lines = ",\n".join(json.dumps(entry) for entry in self.entries)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+        temporary.replace(self.path)
 
-    def __init__(self, shape: tuple[int, int], valid: int):
-        self.valid = valid
-        super().__init__(shape, lambda q, kv: kv < valid)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeftOf) and (self.shape, self.valid) == (other.shape, other.valid)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.shape, self.valid))
-
-
-def make_mask(kind: str, size_q: int, size_kv: int) -> Any:
-    """A mask of splash's for `full`, `causal`, `padding`, `segments` (no mask) or `window`."""
-    shape = (size_q, size_kv)
-    if kind == "causal":
-        return masks.CausalMask(shape)
-    if kind == "window":
-        return masks.LocalMask(shape, (min(WINDOW, size_kv // 2), 0), 0)
-    if kind == "padding":
-        return LeftOf(shape, size_kv - min(PADDING, size_kv // 4))
-    return masks.FullMask(shape)
+    def has(self, key: tuple[Any, ...]) -> bool:
+        """Whether a forward case is there, or was refused."""
+        known = (tuple(entry[name] for name in _FORWARD_KEY) for entry in self.entries)
+        return key in self.refused or key in known
 
 
-def calls_of(case: Case) -> list[KernelCall]:
-    """The kernels of one case, over as few blocks as show a whole schedule."""
-    size_q = case.block_q * _BUILD_BLOCKS
-    size_kv = case.block_kv * _BUILD_BLOCKS
-    blocks = splash.BlockSizes(
-        block_q=case.block_q,
-        block_kv=case.block_kv,
-        block_kv_compute=case.block_kv_compute,
-        block_q_dkv=case.block_q,
-        block_kv_dkv=case.block_kv,
-        block_kv_dkv_compute=case.block_kv_compute,
-        use_fused_bwd_kernel=True,
-    )
-    kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([make_mask(case.mask, size_q, size_kv)]), block_sizes=blocks
-    )
-    q = jax.ShapeDtypeStruct((1, size_q, case.head_dim), case.dtype)
-    kv = jax.ShapeDtypeStruct((1, size_kv, case.head_dim), case.dtype)
+class Schedules:
+    """Schedules of kernels, each compiled once: blocks seen whole are the same under every mask."""
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        if case.mask != "segments":
-            return kernel(q, k, v)
-        ids = splash.SegmentIds(jnp.zeros(size_q, jnp.int32), jnp.zeros(size_kv, jnp.int32))
-        return kernel(q, k, v, segment_ids=ids)
+    def __init__(self) -> None:
+        self._found: dict[Any, KernelSchedule] = {}
 
-    function = attend
-    if case.direction == "backward":
-        function = jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2))
-    calls = find_calls(jax.make_jaxpr(function)(q, kv, kv))
-    return [call for call in calls if ("fwd" in call.name) == (case.direction == "forward")]
+    def of(self, call: KernelCall, chip: str, kind: tuple[Any, ...]) -> KernelSchedule:
+        """The schedule of a call; `kind` says what makes its body what it is."""
+        if kind not in self._found:
+            self._found[kind] = schedule_call(call, chip)
+        return self._found[kind]
 
 
-def tiles(kind: str, block_q: int, block_kv: int) -> tuple[int, int, float]:
-    """Blocks that are run, blocks in the grid of the kernel, and pairs of query and key needed.
-
-    Splash leaves out columns of the grid that no row needs, as with a window.
-    """
-    rows, columns = math.ceil(SEQUENCE / block_q), math.ceil(SEQUENCE / block_kv)
-    first = [0] * rows
-    last = [columns - 1] * rows
-    pairs = float(SEQUENCE) ** 2
-    if kind in ("causal", "window"):
-        last = [min(columns - 1, ((row + 1) * block_q - 1) // block_kv) for row in range(rows)]
-        pairs = SEQUENCE * (SEQUENCE + 1) / 2
-    if kind == "window":
-        first = [max(0, row * block_q - WINDOW) // block_kv for row in range(rows)]
-        pairs -= (SEQUENCE - WINDOW) * (SEQUENCE - WINDOW - 1) / 2
-    if kind == "padding":
-        last = [(SEQUENCE - PADDING - 1) // block_kv] * rows
-        pairs = float(SEQUENCE) * (SEQUENCE - PADDING)
-    counts = [b - a + 1 for a, b in zip(first, last, strict=True)]
-    return sum(counts), rows * max(counts), pairs
-
-
-def measure(case: Case) -> dict[str, Any]:
-    """Compile a case; its table entry.
+def measure_forward(case: KernelCase, schedules: Schedules) -> float:
+    """Seconds of one head: its kernels, and reading and writing for putting two together.
 
     Raises:
         KernelCompileError: it does not fit the chip's on-chip memory, as a rule.
     """
+    built = build_kernel(case)
+    calls = find_calls(jax.make_jaxpr(built.function)(*built.args))
+    # One that masks reads the queries' positions, besides its schedule (two arrays), q, k and v.
+    masking = [len(call.args) == 6 for call in calls]
+    if masking != [steps.masked for steps in built.calls]:
+        raise ValueError(f"{case} makes calls that mask: {masking}, not those of {built.calls}")
     chip = chip_of(case.chip)
-    run, grid, pairs = tiles(case.mask, case.block_q, case.block_kv)
-    rows = math.ceil(SEQUENCE / (case.block_q if case.direction == "forward" else case.block_kv))
-    ceiling = chip.attention_fill(case.head_dim)
-    cycles = seconds = 0.0
-    for call in calls_of(case):
-        found: KernelSchedule = schedule_call(call, case.chip)
-        step = found.cycles_a_step(active=run / grid, row_steps=max(1, grid // rows))
-        cycles += grid * step
-        # Heads are spread over the cores of a chip.
-        compute = grid * step / chip.clock_hz / (chip.cores if found.parallel else 1)
-        # Blocks that are run are run whole.
-        products = run * found.flops / found.steps
-        least = max(
-            run * found.step_bytes / chip.hbm_bandwidth, products / chip.bf16_flops / ceiling
-        )
-        seconds += max(compute, least)
-    products = 4 if case.direction == "forward" else 10
-    share = products * pairs * case.head_dim / seconds / chip.bf16_flops
+    seconds = 0.0
+    for call, steps in zip(calls, built.calls, strict=True):
+        masked = case.mask if steps.masked or case.mask == "segments" else "nothing"
+        kind = (case.chip, case.head_dim, case.dtype, built.blocks, masked)
+        found = schedules.of(call, case.chip, kind)
+        seconds += _seconds(found, call, steps.active, case.head_dim)
+    if len(calls) > 1:
+        moved = 3 * case.num_queries * (case.head_dim * jnp.dtype(case.dtype).itemsize + 4)
+        seconds += moved / chip.hbm_bandwidth
+    return seconds
+
+
+def _seconds(found: KernelSchedule, call: KernelCall, active: int, head_dim: int) -> float:
+    """Of one call with this grid, by a schedule of another grid."""
+    chip = found.chip
+    steps = 1
+    for size in call.grid:
+        steps *= size
+    cores = chip.cores if found.parallel else 1
+    cycles = found.cycles_a_step(active / steps, row_steps=call.grid[-1])
+    peak = chip.bf16_flops * cores / chip.cores * chip.attention_fill(head_dim)
+    products = active * call.products / steps / peak
+    transfer = active * call.step_bytes / chip.hbm_bandwidth
+    return max(steps / cores * cycles / chip.clock_hz, products, transfer)
+
+
+def backward_calls(head_dim: int, dtype: str, block_q: int, block_kv: int) -> list[KernelCall]:
+    """The kernels of gradients of queries and of keys, unmasked, as JAX has them."""
+    blocks = splash.BlockSizes(
+        block_q=512,
+        block_kv=512,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=min(block_kv, 1024),
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+    mask = masks.MultiHeadMask([masks.FullMask((SEQUENCE, SEQUENCE))])
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    x = jax.ShapeDtypeStruct((1, SEQUENCE, head_dim), jnp.dtype(dtype))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out: Any = kernel(q, k, v)
+        return out.astype(jnp.float32).sum()
+
+    calls = find_calls(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x))
+    return [call for call in calls if "fwd" not in call.name]
+
+
+def measure_backward(chip: str, head_dim: int, dtype: str, sizes: tuple[int, int]) -> float:
+    """Seconds of both kernels for one head.
+
+    Raises:
+        KernelCompileError: as `measure_forward`.
+    """
+    total = 0.0
+    for call in backward_calls(head_dim, dtype, *sizes):
+        found = schedule_call(call, chip)
+        total += _seconds(found, call, found.steps, head_dim)
+    return total
+
+
+def _shares(flops: float, seconds: float, chip: Chip, head_dim: int, suffix: str) -> dict[str, Any]:
+    share = flops / seconds / chip.bf16_flops
     return {
-        **asdict(case),
-        "seconds": float(f"{seconds:.4g}"),
-        "bundles": round(cycles),
-        "share_of_peak": round(share, 4),
-        "share_of_ceiling": round(share / ceiling, 4),
+        f"seconds{suffix}": float(f"{seconds:.4g}"),
+        f"share_of_peak{suffix}": round(share, 4),
+        f"share_of_ceiling{suffix}": round(share / chip.attention_fill(head_dim), 4),
     }
 
 
-def cases(
-    chips: list[str], dims: list[int], dtypes: list[str], kinds: list[str], directions: list[str]
-) -> Iterator[Case]:
-    """Every case, in the order of the arguments."""
-    for direction, chip, dim, dtype, kind, blocks in itertools.product(
-        directions, chips, dims, dtypes, kinds, BLOCKS
+def forward_cases(options: argparse.Namespace) -> Iterator[KernelCase]:
+    """Every forward case, in the order of the arguments."""
+    for chip, dim, dtype, blocks, kind in itertools.product(
+        options.chips, options.head_dims, options.dtypes, options.blocks or FORWARD, options.masks
     ):
-        yield Case(chip, dim, dtype, kind, direction, *blocks)
+        yield KernelCase(chip, 1, SEQUENCE, SEQUENCE, dim, dtype, kind, BlockSizes(*blocks))
 
 
-def load(path: Path) -> dict[str, Any]:
-    """The table as it is, or an empty one."""
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    return {
-        "sequence": SEQUENCE,
-        "window": WINDOW,
-        "padding": PADDING,
-        "libtpu": version("libtpu"),
-        "entries": [],
-        "refused": [],
-    }
+def tune_forward(table: Table, options: argparse.Namespace, stop: float) -> None:
+    """Compile the forward cases that are missing until the time is up."""
+    schedules = Schedules()
+    for case in forward_cases(options):
+        assert case.blocks is not None
+        sizes = (case.blocks.q, case.blocks.kv, case.blocks.kv_compute)
+        key = (case.chip, case.head_dim, case.dtype, case.mask, *sizes)
+        if time.monotonic() > stop:
+            return
+        if table.has(key):
+            continue
+        start = time.monotonic()
+        try:
+            seconds = measure_forward(case, schedules)
+        except KernelCompileError as error:
+            table.refused.add(key)
+            print(key, error, flush=True)
+            continue
+        shares = _shares(build_kernel(case).flops, seconds, chip_of(case.chip), case.head_dim, "")
+        table.entries.append({**dict(zip(_FORWARD_KEY, key, strict=True)), **shares})
+        print(key, shares, f"{time.monotonic() - start:.0f} s", flush=True)
+        table.save()
 
 
-def save(path: Path, table: dict[str, Any]) -> None:
-    """Write the table, one entry a line, in a fixed order."""
+def tune_backward(table: Table, options: argparse.Namespace, stop: float) -> None:
+    """Compile the backward kernels until the time is up; their best go into the entries."""
+    for chip, dim, dtype, sizes in itertools.product(
+        options.chips, options.head_dims, options.dtypes, options.blocks or BACKWARD
+    ):
+        if time.monotonic() > stop:
+            return
+        key = (chip, dim, dtype, *sizes)
+        try:
+            seconds = measure_backward(chip, dim, dtype, sizes)
+        except KernelCompileError as error:
+            print(key, error, flush=True)
+            continue
+        # Five products; what both kernels do again is no useful work.
+        flops = 10 * dim * float(SEQUENCE) ** 2
+        shares = _shares(flops, seconds, chip_of(chip), dim, "_backward")
+        table.backward.append({**dict(zip(_BACKWARD_KEY, key, strict=True)), **shares})
+        print(key, shares, flush=True)
+        table.save()
 
-    def key(entry: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(entry[name] for name in Case.__dataclass_fields__)
 
-    lines = [
-        f' "{name}": [\n'
-        + ",\n".join(f"  {json.dumps(entry)}" for entry in sorted(table[name], key=key))
-        + "\n ]"
-        for name in ("entries", "refused")
-    ]
-    head = [f' "{n}": {json.dumps(v)}' for n, v in table.items() if n not in ("entries", "refused")]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("{\n" + ",\n".join(head + lines) + "\n}\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def known(table: dict[str, Any]) -> set[Case]:
-    """The cases that a table has an answer for."""
-    names = Case.__dataclass_fields__
-    return {Case(**{n: e[n] for n in names}) for e in table["entries"] + table["refused"]}
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
 
 
 def main() -> None:
@@ -225,30 +237,21 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", default=["v6e", "v5e", "v5p"], choices=list(CHIPS))
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128, 64, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--masks", nargs="+", default=list(MASKS), choices=MASKS)
-    parser.add_argument("--directions", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--masks", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--blocks", nargs="+", type=_sizes, help="only these: 2048,2048,1024")
     parser.add_argument("--minutes", type=float, default=60, help="start no compile after so long")
+    parser.add_argument("--backward", action="store_true", help="the backward kernels instead")
+    parser.add_argument("--page", action="store_true", help="only write the page of docs/")
     parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
-    stop = time.monotonic() + 60 * options.minutes
-    table = load(options.out)
-    for case in cases(
-        options.chips, options.head_dims, options.dtypes, options.masks, options.directions
-    ):
-        if time.monotonic() > stop:
-            break
-        if case in known(table):
-            continue
-        start = time.monotonic()
-        try:
-            entry = measure(case)
-        except KernelCompileError as error:
-            table["refused"].append({**asdict(case), "reason": str(error)})
-            print(case, error, flush=True)
-        else:
-            table["entries"].append(entry)
-            print(entry, f"{time.monotonic() - start:.0f} s", flush=True)
-        save(options.out, table)
+    table = Table.load(options.out)
+    if not options.page:
+        tune = tune_backward if options.backward else tune_forward
+        tune(table, options, time.monotonic() + 60 * options.minutes)
+    if options.out == TABLE:
+        from benchmarks.attention_blocks_page import write
+
+        write(table.entries, DOCS)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
     if mesh is None or mesh.size == 1:
         return None
     chosen = choice()
-    named = dict(chosen.axes) if chosen is not None else {}
+    named: dict[str, tuple[str, ...]] = dict(chosen.axes) if chosen is not None else {}
     found: dict[str, Any] = {}
     for (dim, usual), left in zip(_AXES.items(), sizes, strict=True):
         kept: tuple[str, ...] = ()

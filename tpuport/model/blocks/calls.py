@@ -78,6 +78,7 @@ class BlockCalls:
         key = (id(member.family), self._policies(member), *key)
         entry = next((e for e in self.known.get(key, ()) if self._fits(e, member)), None)
         if entry is None:
+            reason = ""
             try:
                 entry = trace_block(self.trace, member, given, run)
             except NotPure as error:
