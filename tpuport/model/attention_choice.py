@@ -108,7 +108,7 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
     found: dict[str, Any] = {}
     for (dim, usual), left in zip(_AXES.items(), sizes, strict=True):
         kept: tuple[str, ...] = ()
-        for axis in named.get(dim, usual):
+        for axis in named[dim] if dim in named else usual:
             size = mesh.shape.get(axis)
             if size is None and dim in named:
                 known = ", ".join(map(repr, mesh.shape))
