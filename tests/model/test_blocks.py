@@ -41,6 +41,8 @@ def test_dropout_draws_other_numbers_in_each_block_and_the_same_as_eager(blocks:
     ported = tpuport.convert(model, blocks=blocks)
     ported(x_of())
     ported.verify(x_of())
+    if blocks == "scan":
+        assert loops(jaxpr_of(ported, x_of())) == [5]
     key = jax.random.key(3)
     one = ported.apply(ported.params, ported.buffers, key, x_of())[0]
     plain = tpuport.convert(model, blocks="unroll", verify=False)

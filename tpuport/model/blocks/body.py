@@ -1,8 +1,8 @@
 """One block as a pure function: its state, arguments and random keys in, its results out."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from tpuport.model import structure
 from tpuport.model.arguments import Watch, program_leaf
 from tpuport.model.blocks.alike import Member
+from tpuport.model.blocks.withheld import withheld
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.inside import version
 from tpuport.model.masks.recipes import Recipe
@@ -109,6 +110,7 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
             result.effects = effects
             try:
                 outputs = _call(trace, member, given, values, run, result)
+                _forget_promoted(trace, promoted)
                 _check_gone(result)
                 return outputs
             finally:
@@ -132,22 +134,33 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
     read = {name: member.varying[name] for name in reads}
     assert result.spec is not None
     program = _named(closed, jax.tree.structure(shape))
-    placement = trace.placement
-    within = [
-        (fqn.removeprefix(member.fqn), side, ndim, placement.spec(fqn, side, ndim))
-        for fqn, side, ndim in places
-        if placement is not None
-    ]
-    # Tensors kept alive would be taken for results of what the call stands in.
-    taken_apart = {id(container) for container in given.spec.containers.values()}
-    keep = [k for k in given.spec.keep if not (id(k) in taken_apart or is_traced(k))]
-    counts = trace.counters.since(counted)
+    within = _placed(trace, member, places)
+    counts, keep = trace.counters.since(counted), _held_by(given)
     return Entry(program, result.outputs, result.spec, result.draws, read, within, counts, keep)
 
 
-def is_traced(value: Any) -> bool:
-    """Whether it is a tensor of a trace."""
-    return isinstance(value, TracedTensor)
+def _placed(
+    trace: Trace, member: Member, places: list[tuple[str, str, int]]
+) -> list[tuple[str, str, int, Any]]:
+    """The activations that were given a place, by their module within the block."""
+    if trace.placement is None:
+        return []
+    return [
+        (fqn.removeprefix(member.fqn), side, ndim, trace.placement.spec(fqn, side, ndim))
+        for fqn, side, ndim in places
+    ]
+
+
+def _held_by(given: Arguments) -> list[Any]:
+    """What the key of a call refers to by address, without its tensors: kept alive, they would be
+    taken for results of what the call stands in.
+    """
+    taken_apart = {id(container) for container in given.spec.containers.values()}
+    return [
+        held
+        for held in given.spec.keep
+        if id(held) not in taken_apart and not isinstance(held, TracedTensor)
+    ]
 
 
 def _named(closed: Any, treedef: Any) -> Callable[..., Any]:
@@ -250,6 +263,21 @@ def _described(
     return ("value", meta_of(leaf), leaf._frozen, leaf._bounds), [_strong(leaf._elem)]
 
 
+def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
+    """Let go of host tensors that the block made and wrote traced values to, if it alone knew them.
+
+    Dropout's mask is one: it is made empty, and filled in place.
+    """
+    for key in trace.promoted.keys() - before.keys():
+        tensor, storage = trace.promoted.pop(key)
+        trace.constants.pop(id(tensor), None)
+        held = weakref.ref(tensor)
+        del tensor
+        # The trace itself holds the memory once, so that no other tensor gets its address.
+        if held() is not None or torch._C._storage_Use_Count(key) > 1:  # pyright: ignore
+            trace.promoted[key] = (held(), storage)  # pyright: ignore[reportArgumentType]
+
+
 def _check_gone(result: _Result) -> None:
     """Note values that outlive the call: something of elsewhere holds them."""
     assert result.effects is not None
@@ -320,55 +348,3 @@ def _noting(trace: Trace, member: Member, places: list[tuple[str, str, int]]) ->
         trace.places, trace.standing_for = outer, block
         if outer is not None:
             outer += places
-
-
-class _Buffers(dict[str, Any]):
-    """A module's buffers, and beside them attributes that tell when they are read.
-
-    `nn.Module.__getattr__` looks here for what is not in the module's own dict.
-    """
-
-    def __init__(self, buffers: Any, hidden: dict[str, Any], read: Callable[[str], None]) -> None:
-        super().__init__(buffers)
-        self.hidden, self.read = hidden, read
-
-    def __contains__(self, name: Any) -> bool:
-        return name in self.hidden or super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.hidden:
-            self.read(name)
-            return self.hidden[name]
-        return super().__getitem__(name)
-
-
-def _note_read(reads: set[tuple[str, str]], fqn: str, name: str) -> None:
-    reads.add((fqn, name))
-
-
-@contextlib.contextmanager
-def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
-    """Note which of the attributes that differ between blocks the code inside reads."""
-    by_module: dict[str, list[str]] = {}
-    for fqn, name in member.varying:
-        by_module.setdefault(fqn, []).append(name)
-    saved: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
-    for fqn, names in by_module.items():
-        module = member.module.get_submodule(fqn)
-        # An attribute of the class would be found instead, unnoticed.
-        on_class = {name for name in names if hasattr(type(module), name)}
-        reads.update((fqn, name) for name in on_class)
-        attributes = dict(module.__dict__)
-        hidden = {name: module.__dict__.pop(name) for name in names if name not in on_class}
-        saved.append((module, module._buffers, attributes))
-
-        read = functools.partial(_note_read, reads, fqn)
-        module.__dict__["_buffers"] = _Buffers(module._buffers, hidden, read)
-    try:
-        yield
-    finally:
-        for module, buffers, attributes in saved:
-            held = module.__dict__
-            now = {n: v for n, v in held.items() if n not in ("_buffers",)}
-            held.clear()
-            held.update({**attributes, **now, "_buffers": buffers})
