@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tpuport.attention.blocks import chip_of, choose_tiles
 from tpuport.attention.full import attend_full
@@ -121,7 +123,20 @@ def _attend(
         problem = dataclasses.replace(problem, further=further)
         parts = dataclasses.replace(parts, captured=captured)
     out: Any = attention(problem, q, k, v, parts)
-    return out[:, :, :num_queries]
+    return _over_sequence(problem, out)[:, :, :num_queries]
+
+
+def _over_sequence(problem: Problem, out: jax.Array) -> jax.Array:
+    """The output over the sequence again, where "heads" had it over heads.
+
+    One that does not divide was put together of parts that each lie in their own way: where the
+    partitioner takes them apart again it knows better.
+    """
+    shards = problem.shards
+    if shards is None or problem.way != "heads" or out.shape[2] % _sequence_size(problem):
+        return out
+    spec = P(shards.batch, shards.heads, shards.sequence)
+    return jax.lax.with_sharding_constraint(out, NamedSharding(shards.mesh, spec))
 
 
 def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
@@ -162,12 +177,15 @@ def _choose_tiles(
 
 def _own_lengths(problem: Problem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
     """Queries, and keys at a time, that one chip handles."""
-    if problem.way == "heads":
-        return num_q, num_k
     return num_q // pieces, num_k // pieces if problem.way == "ring" else num_k
 
 
 def _sequence_pieces(problem: Problem) -> int:
+    """How many pieces of the sequence the kernels' chips have."""
+    return 1 if problem.way == "heads" else _sequence_size(problem)
+
+
+def _sequence_size(problem: Problem) -> int:
     """How many chips share the sequence."""
     if problem.shards is None:
         return 1

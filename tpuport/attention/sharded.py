@@ -3,9 +3,10 @@
 The gradient is written by hand around `shard_map`, not taken through it: what is sent backward is
 then what is sent forward, in reverse, and nothing is summed over axes that hold copies.
 
-Where the sequence is sharded, "gather" brings all keys to every chip; "heads" exchanges the
-sequence for heads, by one all-to-all before and one after (Jacobs et al.,
-arxiv.org/abs/2309.14509); "ring" passes keys round (Liu et al., arxiv.org/abs/2310.01889).
+Where the sequence is sharded, "gather" brings all keys to every chip; "heads" asks for arrays that
+lie over heads in its place (Jacobs et al., arxiv.org/abs/2309.14509), which the partitioner brings
+about by one all-to-all for each part that they are put together of; "ring" passes keys round (Liu
+et al., arxiv.org/abs/2310.01889).
 """
 
 import dataclasses
@@ -61,8 +62,7 @@ class Layout(NamedTuple):
         lse: of the logsumexp.
         q_ids: of what follows the queries, (B, Sq).
         k_ids: of what follows the keys, (B, Sk).
-        exchanged: whether queries (and keys that are sharded) change sequence for heads.
-        kv_exchanged: whether keys do.
+        exchanged: whether heads lie over the axes of the sequence, too.
         picked: whether each chip holds all key heads, and picks those of its query heads.
         head_axes: the axes that query heads lie over inside.
     """
@@ -74,19 +74,17 @@ class Layout(NamedTuple):
     q_ids: P
     k_ids: P
     exchanged: bool
-    kv_exchanged: bool
     picked: bool
     head_axes: tuple[str, ...]
 
 
-def make_layout(problem: Problem, num_kv_heads: int, num_keys: int, is_self: bool) -> Layout:
+def make_layout(problem: Problem, num_kv_heads: int, num_keys: int) -> Layout:
     """The layout of a problem over its mesh.
 
     Args:
         problem: with shards.
         num_kv_heads: of the whole arrays.
         num_keys: of the whole arrays, as they come.
-        is_self: whether there are as many keys as queries.
     """
     shards = problem.shards
     assert shards is not None
@@ -95,9 +93,8 @@ def make_layout(problem: Problem, num_kv_heads: int, num_keys: int, is_self: boo
     inner = heads + sequence if exchanged else heads
     picked = num_kv_heads % _size(shards.mesh, inner) != 0
     kv_heads = None if picked else heads
-    kv_exchanged = exchanged and not picked and is_self
     if exchanged:
-        kv = P(batch, heads, sequence) if kv_exchanged else P(batch, None if picked else inner)
+        kv = P(batch, None if picked else inner)
     else:
         kv = P(batch, kv_heads, sequence if problem.way == "ring" else None)
     gathered = sequence and (picked if exchanged else problem.way == "gather")
@@ -105,14 +102,13 @@ def make_layout(problem: Problem, num_kv_heads: int, num_keys: int, is_self: boo
     d_kv = P(batch, kv[1], sequence) if gathered and divides else kv
     whole = exchanged or problem.way != "ring"
     return Layout(
-        q=P(batch, heads, sequence),
+        q=P(batch, inner, None if exchanged else sequence),
         kv=kv,
         d_kv=d_kv,
         lse=P(batch, inner, None if exchanged else sequence),
         q_ids=P(batch, None if exchanged else sequence),
         k_ids=P(batch, None if whole else sequence),
         exchanged=exchanged,
-        kv_exchanged=kv_exchanged,
         picked=picked,
         head_axes=inner,
     )
@@ -152,16 +148,16 @@ def _forward(
     kernel, shards = KERNELS[problem.kernel], problem.shards
     if shards is None:
         return kernel.forward(Local(problem, parts), q, k, v)
-    layout = make_layout(problem, k.shape[1], k.shape[2], q.shape[2] == k.shape[2])
+    layout = make_layout(problem, k.shape[1], k.shape[2])
 
     def local(q: Any, k: Any, v: Any, parts: Parts) -> tuple[jax.Array, jax.Array]:
         inside = Inside(problem, layout, parts, q.shape[0], q.shape[1], q.shape[2])
-        q, k, v = inside.enter(q), inside.enter_kv(k), inside.enter_kv(v)
+        k, v = inside.enter_kv(k), inside.enter_kv(v)
         if inside.is_ring:
             out, lse = ring.forward(kernel, inside.local, shards.sequence, q, k, v)
         else:
             out, lse = kernel.forward(inside.local, q, k, v)
-        return inside.leave(out), lse
+        return out, lse
 
     specs = (layout.q, layout.kv, layout.kv, _only_given(_parts_layout(layout, parts), parts))
     mapped = jax.shard_map(
@@ -179,11 +175,10 @@ def _backward(problem: Problem, saved: tuple[Any, ...], grad: jax.Array) -> Grad
     kernel, shards = KERNELS[problem.kernel], problem.shards
     if shards is None:
         return kernel.backward(Local(problem, parts), q, k, v, out, lse, grad)
-    layout = make_layout(problem, k.shape[1], k.shape[2], q.shape[2] == k.shape[2])
+    layout = make_layout(problem, k.shape[1], k.shape[2])
 
     def local(q: Any, k: Any, v: Any, parts: Parts, out: Any, lse: Any, grad: Any) -> Gradients:
         inside = Inside(problem, layout, parts, q.shape[0], q.shape[1], q.shape[2])
-        q, out, grad = inside.enter(q), inside.enter(out), inside.enter(grad)
         (k, pull_k), (v, pull_v) = inside.enter_kv_back(k), inside.enter_kv_back(v)
         if inside.is_ring:
             axes = shards.sequence
@@ -192,7 +187,7 @@ def _backward(problem: Problem, saved: tuple[Any, ...], grad: jax.Array) -> Grad
             found = kernel.backward(inside.local, q, k, v, out, lse, grad)
         axes = shards.batch + shards.heads + shards.sequence
         captured = tuple(lax.psum(c, axes) if axes else c for c in found.captured)
-        return Gradients(inside.leave(found.q), pull_k(found.k), pull_v(found.v), captured)
+        return Gradients(found.q, pull_k(found.k), pull_v(found.v), captured)
 
     specs = (layout.q, layout.kv, layout.kv, _only_given(_parts_layout(layout, parts), parts))
     floats = tuple(P() for c in parts.captured if is_float(c))
@@ -214,8 +209,8 @@ class Inside:
         layout: of that problem.
         parts: this chip's.
         batch: examples that this chip holds.
-        heads: query heads that it is given, before any exchange.
-        queries: queries that it is given, before any exchange.
+        heads: query heads that it is given.
+        queries: queries that it is given.
     """
 
     def __init__(
@@ -225,8 +220,6 @@ class Inside:
         self.shards, self.layout = problem.shards, layout
         self.is_ring = bool(self.shards.sequence) and problem.way == "ring"
         self.num_heads = heads
-        if layout.exchanged:
-            self.num_heads //= _size(self.shards.mesh, self.shards.sequence)
         self.first_head = _index(layout.head_axes) * self.num_heads
         self.per_kv_head = 1
         self.local = Local(
@@ -239,27 +232,12 @@ class Inside:
             ),
         )
 
-    def enter(self, x: jax.Array) -> jax.Array:
-        """Queries, the output or its gradient, as the kernel takes them."""
-        return self._exchange(x, 1, 2) if self.layout.exchanged else x
-
-    def leave(self, x: jax.Array) -> jax.Array:
-        """The inverse of `enter`."""
-        return self._exchange(x, 2, 1) if self.layout.exchanged else x
-
-    def _exchange(self, x: jax.Array, split: int, join: int) -> jax.Array:
-        return lax.all_to_all(x, self.shards.sequence, split, join, tiled=True)
-
     def enter_kv(self, x: jax.Array) -> jax.Array:
         """Keys or values, as the kernel takes them."""
-        if self.layout.kv_exchanged:
-            return self._exchange(x, 1, 2)
         return self._pick(x) if self.layout.picked else x
 
     def enter_kv_back(self, x: jax.Array) -> Any:
         """Keys or values as the kernel takes them, and how their gradient goes back."""
-        if self.layout.kv_exchanged:
-            return self._exchange(x, 1, 2), lambda d: self._exchange(d, 2, 1)
         if not self.layout.picked:
             return x, self._sum_copies
         picked, pull = jax.vjp(self._pick, x)

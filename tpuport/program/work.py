@@ -14,7 +14,7 @@ from tpuport.program.described import num_slices
 from tpuport.program.records import Attention, Captured, Moved, Product, Work
 from tpuport.sharding.fitting import shown
 from tpuport.sharding.on_mesh import OnMesh
-from tpuport.sharding.patterns import generalised
+from tpuport.model.patterns import generalised
 from tpuport.sharding.plan import Row
 
 FULL_SCORES = "full scores"

@@ -25,7 +25,7 @@ class Rule:
     """One line of a table: the parameters and buffers whose fqn matches `pattern` get `spec`.
 
     Attributes:
-        pattern: see `tpuport.sharding.patterns.compiled`: `*` within a part, `**` for any parts,
+        pattern: see `tpuport.model.patterns.compiled`: `*` within a part, `**` for any parts,
             or `re:` and a regular expression.
         spec: an axis name, a tuple of names or None for each dim; dims left out are whole.
         reason: why, for whoever reads the table.
