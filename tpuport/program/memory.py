@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.errors import UsageError
+from tpuport.model.patterns import generalised
 from tpuport.program.aot import Ahead
 from tpuport.program.cost.chips import chip_of
 from tpuport.program.cost.kernels import sub_jaxprs
@@ -15,7 +16,6 @@ from tpuport.program.cost.modules import innermost, operation_names, scope_names
 from tpuport.program.live import live_at_peak, parameter_bytes
 from tpuport.program.records import Held, Memory
 from tpuport.sharding.hlo_text import Program
-from tpuport.model.patterns import generalised
 
 # What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
 _GIB = 1 << 30

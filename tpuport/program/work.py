@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from tpuport.model.patterns import generalised
 from tpuport.program.aot import Ahead
 from tpuport.program.cost import chip_of, count_jaxpr, estimate_step, read_compiled
 from tpuport.program.cost.modules import innermost, scope_names
@@ -14,7 +15,6 @@ from tpuport.program.described import num_slices
 from tpuport.program.records import Attention, Captured, Moved, Product, Work
 from tpuport.sharding.fitting import shown
 from tpuport.sharding.on_mesh import OnMesh
-from tpuport.model.patterns import generalised
 from tpuport.sharding.plan import Row
 
 FULL_SCORES = "full scores"
