@@ -162,7 +162,7 @@ class Executable:
     """
 
     def __init__(self, closed: Any, shape: Any, name: str) -> None:
-        closed = _without_dead_code(closed)
+        closed = without_dead_code(closed)
         self.jaxpr = closed.jaxpr
         big, small = [], {}
         for i, const in enumerate(closed.consts):
@@ -198,7 +198,7 @@ class Executable:
         return self._jitted.lower(self.hoisted, state, key, values)
 
 
-def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program without what nothing reads, such as a mask that attention took apart.
 
     XLA drops it too, but not the constants that only it needs, nor from the program as it is shown.

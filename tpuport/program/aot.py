@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from tpuport.model.compiled import without_dead_code
 from tpuport.program.step import Step
 
 _UNITS = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -95,8 +96,9 @@ def compile_ahead(step: Step, mesh: Mesh, options: dict[str, Any] | None = None)
     paths, _ = jax.tree_util.tree_flatten_with_path(step.arguments)
     names = [_name(path) for path, _ in paths]
     shapes = [leaf for _, leaf in paths]
-    consts = traced.jaxpr.consts
-    return Ahead(traced.jaxpr, names, shapes, consts, compiled, too_large, seconds)
+    # What nothing reads, such as a mask that attention does not need, is not in the program.
+    closed = without_dead_code(traced.jaxpr)
+    return Ahead(closed, names, shapes, closed.consts, compiled, too_large, seconds)
 
 
 def parse_too_large(message: str) -> TooLarge | None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from tpuport.diagnosis.explain import explaining
 from tpuport.markup import plural
 from tpuport.model import report_format as fmt
+from tpuport.model.patterns import generalised
 from tpuport.model.ported import PortedModel
 from tpuport.program.advice import advise
 from tpuport.program.aot import Ahead, compile_ahead
@@ -122,6 +123,8 @@ def _reported(
     names: dict[str, str],
 ) -> CompileReport:
     modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
+    # A block that stands for all that are like it has the name of them all.
+    modules |= {generalised(fqn) for fqn in modules}
     placement: Any = spread._program.placement
     read = _read(ahead, modules, placement, kernel_times)
     captured = captured_constants(ahead, modules)

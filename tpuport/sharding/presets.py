@@ -135,7 +135,7 @@ def sequence_activations(model: Any) -> Activations:
     """
     module = module_of(model)
     spec = P(BATCH, MeshAxis.SEQUENCE.value, None)
-    entering = P(BATCH, MeshAxis.SEQUENCE.value, P.UNCONSTRAINED)
+    entering = P(BATCH, MeshAxis.SEQUENCE.value, MeshAxis.TENSOR.value)
     table = {
         block: spec
         for block in blocks_of(module)
