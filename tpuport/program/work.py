@@ -104,9 +104,11 @@ def _kernel_seconds(jaxpr: Any, traced: JaxprCost, chip: str, num_chips: int) ->
         return 0.0
     schedules = schedule_kernels(jaxpr, chip).values()
     found = {(one.name, one.grid): one.seconds() for one in schedules}
+    missing = {k.name for k in traced.kernels if (k.name, k.grid) not in found}
+    if missing:
+        raise KernelCompileError(f"no schedule was found for {', '.join(sorted(missing))}")
     return sum(
-        found.get((kernel.name, kernel.grid), 0.0) * kernel.times / num_chips
-        for kernel in traced.kernels
+        found[kernel.name, kernel.grid] * kernel.times / num_chips for kernel in traced.kernels
     )
 
 
@@ -170,7 +172,11 @@ def cause_of(one: Collective, placement: OnMesh) -> str:
     A weight of its module that is spread over as many chips as take part in it; else the place of
     the module's activations; else, in the backward pass, that the batch is spread.
     """
-    rows = [row for row in placement.plan.rows if row.name.rpartition(".")[0] == one.module]
+    # In a loop a module stands for those of all blocks.
+    module = generalised(one.module)
+    rows = [
+        row for row in placement.plan.rows if generalised(row.name.rpartition(".")[0]) == module
+    ]
     for row in rows:
         # A gathering that overlaps with a product goes round a ring, a neighbour at a time.
         ring = one.kind == "collective-permute"
