@@ -108,6 +108,17 @@ def test_5_the_result_ports_with_one_trace(rule: type[Rule], example: Example, t
     equivalence.check_ported(before, after, passing)
 
 
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributions check their parameters, as in a new process: dynamo, once any test has used it,
+    turns that off.
+    """
+    from torch.distributions import Distribution
+
+    monkeypatch.setattr(Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("validated")
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES)
 def test_6_the_original_still_fails_under_plain_torchax(
     rule: type[Rule], example: Example, tmp_path: Path
