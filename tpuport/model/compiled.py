@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr_consts
+from jax.extend.core import jaxpr_as_fun
 
 from tpuport.model import structure
 from tpuport.model.attention_choice import choice
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
+from tpuport.model.dead_code import without_dead_code
 from tpuport.model.host_values import HOIST_BYTES, uniform
 from tpuport.model.report import PortReport
 from tpuport.model.request import Outcome
@@ -196,16 +196,6 @@ class Executable:
     def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
         """The program lowered for such arguments; shapes will do for `values`."""
         return self._jitted.lower(self.hoisted, state, key, values)
-
-
-def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program without what nothing reads, such as a mask that attention took apart.
-
-    XLA drops it too, but not the constants that only it needs, nor from the program as it is shown.
-    """
-    kept = [True] * len(closed.jaxpr.outvars)
-    jaxpr, used, _ = dce_jaxpr_consts(closed.jaxpr, kept, instantiate=True)
-    return ClosedJaxpr(jaxpr, [c for c, u in zip(closed.consts, used, strict=True) if u])
 
 
 def _literal(const: Any) -> Any:

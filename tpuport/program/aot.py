@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tpuport.model.compiled import without_dead_code
+from tpuport.model.dead_code import without_dead_code
 from tpuport.program.step import Step
 
 _UNITS = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}

@@ -121,18 +121,27 @@ def unstack(values: Mapping[str, Any]) -> dict[str, Any]:
         members = members_of(name)
         if not members:
             out[name] = value
-        for index, member in enumerate(members):
-            out[member] = _part(value, index)
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            out.update(dict.fromkeys(members, _shape_of_part(value)))
+        else:
+            out.update(zip(members, _parts(value), strict=True))
     return out
 
 
-def _part(value: Any, index: int) -> Any:
-    if isinstance(value, jax.ShapeDtypeStruct):
-        sharding = value.sharding
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-        return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
-    return jax.lax.index_in_dim(value, index, keepdims=False)
+def _shape_of_part(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = value.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
+
+
+def _tpuport_unstack(value: jax.Array) -> list[jax.Array]:
+    return [jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0])]
+
+
+# The name by which `stacking` knows it in a program: one equation, however many parts.
+UNSTACK = _tpuport_unstack.__name__
+_parts = jax.jit(_tpuport_unstack)
 
 
 def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jax.extend import core
 from tpuport.model.blocks.body import NAME
 from tpuport.model.blocks.rounds import Loop, matched
 from tpuport.model.blocks.stacking import copied_bytes, stacked
+from tpuport.model.dead_code import without_dead_code
 
 MIN_ROUNDS = 3
 _MAX_PERIOD = 8
@@ -73,7 +74,8 @@ def roll(
         return [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
 
     rolled = jax.make_jaxpr(program)(*(_shape(var.aval) for var in jaxpr.invars))
-    return rolled, found
+    # The single weights of stacks are read by nothing now.
+    return without_dead_code(rolled), found
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from tpuport.model.blocks.at_rest import UNSTACK
+
 
 def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) -> Any:
     """The operands of all rounds as one array with the round as its first dim.
@@ -49,7 +51,7 @@ def copied_bytes(atoms: list[Any], definitions: dict[Any, Any]) -> int:
 
 def _one_part(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[Any, int] | None:
     """The array whose neighbouring parts the operands are, and the first one's index."""
-    parts = [_part(definitions.get(a), definitions) for a in atoms if isinstance(a, core.Var)]
+    parts = [_part(a, definitions) for a in atoms if isinstance(a, core.Var)]
     first = parts[0] if parts else None
     if first is None or len(parts) < len(atoms):
         return None
@@ -69,16 +71,9 @@ def _one_conversion(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[list
     return (sources, dtypes.pop()) if same else None
 
 
-def _part(eqn: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The array and index of `array[index]`, if an equation gives that."""
-    if eqn is None or eqn.primitive.name != "squeeze" or eqn.params["dimensions"] != (0,):
+def _part(atom: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
+    """The stack that an operand is a part of (see `at_rest.unstack`), and which part."""
+    eqn = definitions.get(atom)
+    if eqn is None or eqn.params.get("name") != UNSTACK:
         return None
-    cut = definitions.get(eqn.invars[0])
-    if cut is None or cut.primitive.name != "slice":
-        return None
-    whole, start, limit = cut.invars[0], cut.params["start_indices"], cut.params["limit_indices"]
-    rest = all(a == 0 for a in start[1:]) and tuple(limit[1:]) == tuple(whole.aval.shape[1:])
-    steps = cut.params["strides"]
-    if not rest or limit[0] != start[0] + 1 or (steps is not None and any(s != 1 for s in steps)):
-        return None
-    return whole, start[0]
+    return eqn.invars[0], eqn.outvars.index(atom)
