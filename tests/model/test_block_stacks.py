@@ -114,3 +114,35 @@ def test_a_model_on_the_meta_device_stacks_shapes():
     tpuport.stack_blocks(ported)
     assert ported.params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
     assert ported.eval_shape(x_of()).shape == (2, 4, 3)
+
+
+def test_without_gradients_nothing_is_taken_for_changed():
+    ported = tpuport.convert(Stack(Block), blocks="scan")
+    with torch.no_grad():
+        ported(x_of())
+        before = dict(ported.params)
+        tpuport.stack_blocks(ported)
+        program = jaxpr_of(ported, x_of())
+    assert loops(program) == [5]
+    assert "scatter" not in {e.primitive.name for e in program.jaxpr.eqns}
+    for name, value in at_rest.unstack(ported.params).items():
+        assert jnp.array_equal(value, before[name]), name
+
+
+def test_no_gradient_passes_a_block_that_runs_without():
+    class Stopped(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = x
+                for block in self.blocks:
+                    y = block(y)
+            return self.head(x + y)
+
+    check(Stopped(Block), x_of())
+    ported = tpuport.convert(Stopped(Block), blocks="scan", verify=False)
+
+    def loss(x: Any) -> Any:
+        return ported.apply(ported.params, ported.buffers, None, x)[0].sum()
+
+    got = jax.grad(loss)(jnp.asarray(x_of().numpy()))
+    assert jnp.allclose(got, ported.params["head.weight"].sum(0), atol=1e-6)

@@ -263,7 +263,8 @@ class Program:
                     or trace.alias(leaf) is not None
                     or (name in baked and leaf._version)
                 ):
-                    array = value_of(leaf)
+                    # As it is held: under no_grad() a read of it is another array.
+                    array = leaf._elem if isinstance(leaf, TracedTensor) else value_of(leaf)
                     if array is not values.get(name):
                         outcome.state[name] = array
             outcome.python_changes = python_changes(before, after, module)

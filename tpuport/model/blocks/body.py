@@ -22,6 +22,7 @@ from tpuport.model.snapshot import Snapshot
 from tpuport.model.state import python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
 from tpuport.model.trace import Counters, Effects, KeyStream, Trace
+from tpuport.model.values import value_of
 
 NAME = "tpuport_block"
 
@@ -177,7 +178,7 @@ def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]
     """What the function of a block takes for one call."""
     state = [_strong(leaf._storage.value) for leaf in member.state.values()]
     values = [
-        given.recipes[i].inputs if i in given.recipes else _strong(leaf._elem)
+        given.recipes[i].inputs if i in given.recipes else _strong(value_of(leaf))
         for i, leaf in enumerate(given.traced)
     ]
     bases = [stream.base for stream in trace.streams]
@@ -234,8 +235,13 @@ def _call(
     return outputs
 
 
+def is_frozen(leaf: TracedTensor) -> bool:
+    """Whether no gradient flows into what a block computes of a tensor here."""
+    return leaf._frozen or not torch.is_grad_enabled()
+
+
 def _stand_in(trace: Trace, leaf: TracedTensor, value: jax.Array) -> TracedTensor:
-    made = TracedTensor(Storage(value, trace), (), meta_of(leaf), value, leaf._frozen)
+    made = TracedTensor(Storage(value, trace), (), meta_of(leaf), value, is_frozen(leaf))
     made._bounds = leaf._bounds
     return made
 

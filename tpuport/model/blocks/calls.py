@@ -12,7 +12,7 @@ from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
-from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, trace_block
+from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, is_frozen, trace_block
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.masks.recipes import Recipe, recipe_of
 from tpuport.model.plan import Restart, Undecided
@@ -170,7 +170,7 @@ def take_apart(
             if leaf._storage.trace is not trace or extents_of(leaf) or public:
                 return None
             layout = (tuple(leaf.shape), leaf.dtype, leaf.stride())
-            kinds.append((*layout, leaf._frozen, leaf._bounds, hasattr(leaf, "_is_param")))
+            kinds.append((*layout, is_frozen(leaf), leaf._bounds, hasattr(leaf, "_is_param")))
         elif trace.alias(leaf) is not None:
             return None
         else:

@@ -55,11 +55,13 @@ def recipe_of(value: Any, *, frozen: bool) -> Recipe | None:
     if not isinstance(value, jax.core.Tracer) or value.ndim < 2:
         return None
     top = Graph(frozen=frozen).of(value)
-    is_mask = top.is_bool or (frozen and bool(split(top).conditions))
-    if not is_mask or top.op is None:
+    if top.op is None or not (top.is_bool or frozen):
         return None
     nodes: list[Node] = []
+    # First, since it is bounded: the graph behind an activation is that of the model so far.
     if not _collect(top, top.size, nodes, set()):
+        return None
+    if not (top.is_bool or split(top).conditions):
         return None
     inputs = [node for node in nodes if _is_input(node, top.size)]
     if sum(node.size for node in inputs) * _SHORTER > top.size:
