@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.program.small import batch, needs_libtpu, on_meta, squared
+from tpuport.errors import UsageError
 from tpuport.program.search import candidates, factorisations, search
 
 
@@ -55,6 +56,10 @@ def test_time_that_is_up_is_said(tmp_path):
     assert "does not fit" in str(found)
     found.save(tmp_path / "s.json")
     assert json.loads((tmp_path / "s.json").read_text())["left"] == 1
+    page = found.save(tmp_path / "s.html").read_text()
+    assert "0 of 1 tried fit" in page
+    with pytest.raises(UsageError, match=r"ending in \.json, \.html or \.txt, got .*s\.md"):
+        found.save(tmp_path / "s.md")
 
 
 @needs_libtpu

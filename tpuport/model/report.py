@@ -5,15 +5,14 @@ Neither torch nor jax is imported, so a saved report can be read anywhere.
 """
 
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tpuport.errors import UsageError
+from tpuport.model.report_files import SavedReport
 from tpuport.model.report_records import AttentionCall as AttentionCall
 from tpuport.model.report_records import Branch as Branch
 from tpuport.model.report_records import Divergence as Divergence
@@ -38,7 +37,7 @@ _FORMAT = 1
 
 
 @dataclass
-class PortReport:
+class PortReport(SavedReport):
     """What `convert` did to a model, and what the comparison with eager PyTorch found.
 
     `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
@@ -166,48 +165,6 @@ class PortReport:
         from tpuport.model.report_html import to_html
 
         return to_html(self)
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report, as the suffix says: .json, .html or .txt. Return the path.
-
-        A reader sees the old file or the whole new one, never a part.
-
-        Raises:
-            UsageError: Another suffix.
-            OSError: The file cannot be written; what was there before is left alone.
-        """
-        writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}
-        return write_report(path, writers)
-
-
-def write_report(path: str | os.PathLike[str], writers: Mapping[str, Callable[[], str]]) -> Path:
-    """Write a report in the format that the suffix of its path names.
-
-    A reader sees the old file or the whole new one, never a part.
-
-    Args:
-        path: Where to.
-        writers: What makes the text of the report, by suffix.
-
-    Raises:
-        UsageError: Another suffix.
-        OSError: The file cannot be written; what was there before is left alone.
-    """
-    path = Path(path)
-    writer = writers.get(path.suffix.lower())
-    if writer is None:
-        raise UsageError(
-            f"Expected a report file ending in .json, .html or .txt, got {str(path)!r}: "
-            f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
-        )
-    text = writer()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
 
 
 _LIST_OF: dict[type, str] = {

@@ -2,18 +2,17 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import UsageError
+from tpuport.model.report_files import SavedReport
 from tpuport.program.codec import decoded, encoded
 from tpuport.program.cost.records import Estimate
 from tpuport.program.records import Captured, Held, Memory, Seconds, Work
 
 
 @dataclass(frozen=True)
-class CompileReport:
+class CompileReport(SavedReport):
     """A program compiled for a TPU that need not be there.
 
     Attributes:
@@ -102,13 +101,6 @@ class CompileReport:
         from tpuport.program.report_html import to_html
 
         return to_html(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the report: as a page for `.html`, as JSON for `.json`, as text otherwise."""
-        path = Path(path)
-        made = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)
-        with replacing_file(path) as temporary:
-            temporary.write_text(made() + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         from tpuport.program.report_text import to_text

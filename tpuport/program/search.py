@@ -6,18 +6,17 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import TpuportError
-from tpuport.markup import visible
+from tpuport.markup import page, tag, visible
 from tpuport.model import report_format as fmt
 from tpuport.model.ported import PortedModel
+from tpuport.model.report_files import SavedReport
 from tpuport.program.codec import encoded
 from tpuport.program.compiling import compile_for
 from tpuport.program.report import CompileReport
@@ -69,7 +68,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class SearchReport:
+class SearchReport(SavedReport):
     """What was tried.
 
     Attributes:
@@ -97,16 +96,11 @@ class SearchReport:
         """The trials with their reports."""
         return json.dumps(encoded(self), indent=1)
 
-    def save(self, path: str | Path) -> None:
-        """Write it: as JSON for `.json`, for `.html` the page of the best, as text otherwise."""
-        path = Path(path)
-        text = str(self)
-        if path.suffix == ".json":
-            text = self.to_json()
-        elif path.suffix == ".html" and self.best is not None and self.best.report is not None:
-            text = self.best.report.to_html()
-        with replacing_file(path) as temporary:
-            temporary.write_text(text + "\n", encoding="utf-8")
+    def to_html(self) -> str:
+        """The page of the best; where none fits, what was tried as text on a page."""
+        if self.best is None or self.best.report is None:
+            return page(f"{self.topology}: nothing fits", tag("main", tag("pre", str(self))))
+        return self.best.report.to_html()
 
     def __str__(self) -> str:
         out = io.StringIO()

@@ -1,15 +1,14 @@
 """What became of a block of `porting()`: which calls were programs, and what was rewritten."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tpuport.markup import Markup, join, page, plural, tag, visible
 from tpuport.model import report_format as fmt
-from tpuport.model.report import PortReport, write_report
+from tpuport.model.report import PortReport
+from tpuport.model.report_files import SavedReport
 from tpuport.model.report_html import sections_of, style
 from tpuport.running.imports import Imported
 
@@ -28,7 +27,7 @@ class Descended:
 
 
 @dataclass
-class RunReport:
+class RunReport(SavedReport):
     """What a block of `porting()` did.
 
     Attributes:
@@ -107,16 +106,6 @@ class RunReport:
             for report in self.programs
         ]
         return page(self._headline(), tag("main", title, table, notes, *details), style=style())
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report, as the suffix says: .json, .html or .txt. Return the path.
-
-        Raises:
-            UsageError: Another suffix.
-            OSError: The file cannot be written; what was there before is left alone.
-        """
-        writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}
-        return write_report(path, writers)
 
 
 def _verdict(report: PortReport) -> str:

@@ -3,14 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jax.sharding import PartitionSpec as P
 
-from tpuport.checkpoints.atomic import replacing_file
 from tpuport.model.ported_state import PortedState
+from tpuport.model.report_files import SavedReport
 from tpuport.sharding import findings
 from tpuport.sharding.fitting import axes_of, fitted, num_shards, shown
 from tpuport.sharding.mesh import sizes_of
@@ -53,7 +52,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class ShardingPlan:
+class ShardingPlan(SavedReport):
     """What rules do with a model on a mesh.
 
     Attributes:
@@ -172,13 +171,6 @@ class ShardingPlan:
         from tpuport.sharding.plan_html import to_html
 
         return to_html(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan: as a page for `.html`, as JSON for `.json`, as text otherwise."""
-        path = Path(path)
-        made = {".html": self.to_html, ".json": self.to_json}.get(path.suffix, self.__str__)
-        with replacing_file(path) as temporary:
-            temporary.write_text(made() + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         from tpuport.sharding.plan_text import to_text

@@ -1,0 +1,45 @@
+"""Reports that can be saved: as JSON, as a page or as text."""
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from tpuport.errors import UsageError
+
+
+class SavedReport(ABC):
+    """A report with `save`."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The report as standard JSON, indented."""
+
+    @abstractmethod
+    def to_html(self) -> str:
+        """The report as one HTML page that loads nothing from elsewhere."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report, as the suffix says: .json, .html or .txt. Return the path.
+
+        A reader sees the old file or the whole new one, never a part.
+
+        Raises:
+            UsageError: Another suffix.
+            OSError: The file cannot be written; what was there before is left alone.
+        """
+        path = Path(path)
+        writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}
+        writer = writers.get(path.suffix.lower())
+        if writer is None:
+            raise UsageError(
+                f"Expected a report file ending in .json, .html or .txt, got {str(path)!r}: "
+                f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
+            )
+        text = writer().rstrip("\n") + "\n"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8", newline="\n")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
