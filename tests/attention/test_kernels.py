@@ -70,9 +70,9 @@ def test_another_mask_gives_other_numbers():
 def test_products_have_the_callers_precision_also_in_gradients(options, dtype, expected):
     """A kernel that multiplies bfloat16 "in float32" does not compile for a TPU."""
 
-    def loss(*qkv: jax.Array) -> jax.Array:
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         with jax.default_matmul_precision("highest"):
-            return attend(*qkv, options=options).astype(jnp.float32).sum()
+            return attend(q, k, v, options=options).astype(jnp.float32).sum()
 
     shape = jax.ShapeDtypeStruct((1, 2, 256, 128), dtype)
     # The scope ends before the gradient is taken.
