@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.attention.cases import BLOCKWISE, CASES, FULL, SPLASH, Case, ours, torchs
-from tpuport.attention import AttentionOptions
+from tpuport.attention import AttentionOptions, attend
+from tpuport.program.cost.walking import sub_jaxprs
 
 # fp32 sums of some hundred terms, in another order.
 RTOL = 1e-5
@@ -60,3 +63,29 @@ def test_another_mask_gives_other_numbers():
     # What all the tests above rest on: a kernel that ignored its mask would fail them.
     masked, free = (ours(case, BLOCKWISE)[0] for case in (CASES["causal"], Case()))
     assert np.abs(masked - free).max() > 0.1
+
+
+@pytest.mark.parametrize("options", [SPLASH, BLOCKWISE], ids=lambda options: options.kernel)
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
+def test_products_have_the_callers_precision_also_in_gradients(options, dtype, expected):
+    """A kernel that multiplies bfloat16 "in float32" does not compile for a TPU."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return attend(q, k, v, options=options).astype(jnp.float32).sum()
+
+    shape = jax.ShapeDtypeStruct((1, 2, 256, 128), dtype)
+    # The scope ends before the gradient is taken.
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(shape, shape, shape)
+    found = [eqn.params["precision"] for eqn in products(traced.jaxpr)]
+    assert len(found) >= 7
+    assert {str(side) for pair in found for side in pair} == {expected}
+
+
+def products(jaxpr):
+    """The products of a jaxpr and of all within it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in sub_jaxprs(eqn):
+            yield from products(inner)

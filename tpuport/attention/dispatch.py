@@ -83,11 +83,22 @@ def attend(
         dropout=dropout,
         shards=shards,
         way=options.sequence,
+        precision=_precision(q),
     )
     out = _attend(problem, q, k, v, mask, key, options)
     if mask.query_valid is not None:
         out = jnp.where(jnp.asarray(mask.query_valid)[:, None, :, None], out, 0)
     return out
+
+
+def _precision(q: jax.Array) -> str | None:
+    """The precision of the kernel's products: the caller's for float32.
+
+    For 16 bits there is one precision only, and a kernel that asks for another does not compile.
+    """
+    if q.dtype.itemsize < jnp.dtype("float32").itemsize:
+        return "default"
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _attend(

@@ -37,6 +37,8 @@ class Problem:
         shards: the mesh and its axes, or None.
         way: how a sharded sequence meets.
         keys_whole: whether the chips' keys together are `num_keys`; else the last ones are padding.
+        precision: of products of float32, as `jax.default_matmul_precision` takes it. Gradients are
+            traced where the caller's own is no longer set.
     """
 
     kernel: str
@@ -53,6 +55,7 @@ class Problem:
     shards: Shards | None = None
     way: SequenceWay = "gather"
     keys_whole: bool = True
+    precision: str | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -30,20 +30,23 @@ OUTPUT_NAME = "tpuport_attention"
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts) -> Any:
     """Attention (B, Hq, Sq, Dv) of whole arrays, on one chip or over the mesh of the problem."""
-    return _forward(problem, q, k, v, parts)[0]
+    with jax.default_matmul_precision(problem.precision):
+        return _forward(problem, q, k, v, parts)[0]
 
 
 def _attention_forward(
     problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
 ) -> tuple[jax.Array, Any]:
-    out, lse = _forward(problem, q, k, v, parts)
+    with jax.default_matmul_precision(problem.precision):
+        out, lse = _forward(problem, q, k, v, parts)
     out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, OUTPUT_NAME)
     return out, (q, k, v, parts, out, lse)
 
 
 def _attention_backward(problem: Problem, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     parts: Parts = saved[3]
-    found = _backward(problem, saved, grad)
+    with jax.default_matmul_precision(problem.precision):
+        found = _backward(problem, saved, grad)
     left = iter(found.captured)
     captured = tuple(next(left) if is_float(c) else None for c in parts.captured)
     return found.q, found.k, found.v, Parts(captured=captured)
