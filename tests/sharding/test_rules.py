@@ -203,6 +203,10 @@ def test_a_plan_shows_what_a_chip_holds(tmp_path):
     page = (tmp_path / "plan.html").read_text()
     assert "Module tree, coloured by spec" in page
     assert "matches no parameter" in page
+    # A piece of a bar without a colour of its own would be black.
+    pieces = set(re.findall(r'class="stage (\w+)"', page))
+    assert "rest" in pieces
+    assert [name for name in pieces if f".{name} {{ fill:" not in page] == []
 
 
 def test_activations_are_constrained_and_keep_their_values():
