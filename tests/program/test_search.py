@@ -1,11 +1,19 @@
 """Looking for a mesh and rules: what is tried, how it is ranked, when it stops."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
+import jax
 import pytest
+import torch
 
+import tpuport
 from tests.program.small import batch, needs_libtpu, on_meta, squared
 from tpuport.errors import UsageError
+from tpuport.model.attention_choice import choice
+from tpuport.program import search as searching
+from tpuport.program.cost.records import Estimate, Part
 from tpuport.program.search import candidates, factorisations, search
 
 
@@ -71,3 +79,59 @@ def test_a_trial_that_fails_is_told_with_its_reason():
     assert found.ranked == []
     with pytest.raises(ValueError, match="no TPU topology"):
         search(on_meta(), "v6e-7", inputs=batch())
+
+
+class Attending(torch.nn.Module):
+    """Attention whose heads divide the chips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(512, 512)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            heads = layer(x).unflatten(-1, (4, 128)).transpose(1, 2)
+            found = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            x = x + found.transpose(1, 2).flatten(2)
+        return x
+
+
+# Seconds of a step by what is chosen for attention: the ring is best, and smaller blocks for it.
+SECONDS = {"by ring": 2.0, "by heads": 3.0, "by ring blocks 1024 x 2048 x 1024": 1.0}
+
+
+@needs_libtpu
+def test_attention_is_tried_in_other_ways_and_the_best_with_other_blocks(monkeypatch):
+    chosen: list[Any] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        chosen.append(choice())
+        if not made:
+            made.append(tpuport.compile_for(*args, **kwargs, kernel_times=False))
+        name = told[-1].partition(", ")[2]
+        part = Part("kernels", SECONDS.get(name, 4.0), "")
+        return replace(made[0], estimate=Estimate((part,), ()))
+
+    made: list[Any] = []
+    told: list[str] = []
+    monkeypatch.setattr(searching, "compile_for", compiled)
+    with torch.device("meta"):
+        ported = tpuport.convert(Attending().to(torch.bfloat16))
+    given: dict[str, Any] = {
+        "inputs": (jax.ShapeDtypeStruct((4, 1024, 512), "bfloat16"),),
+        "presets": {"sequence_parallel": ("sequence",)},
+        "progress": lambda done, total, name: told.append(name),
+    }
+    found = search(ported, "v5e-4", **given)
+    blocks = ["3072 x 2048 x 1024", "2048 x 2048 x 1024", "1024 x 2048 x 1024", "1024 x 1024 x 512"]
+    attention = ["", "by heads", "by ring", *(f"by ring blocks {sizes}" for sizes in blocks)]
+    assert [trial.attention for trial in found.trials] == attention
+    assert chosen[0] is None
+    assert [one.options.sequence for one in chosen[1:]] == ["heads", *["ring"] * 5]
+    assert [one.options.blocks.q for one in chosen[3:]] == [3072, 2048, 1024, 1024]
+    assert found.best is not None
+    assert found.best.attention == "by ring blocks 1024 x 2048 x 1024"
+    assert "by ring blocks 1024 x 2048 x 1024" in " ".join(str(found).split())
+
+    with tpuport.attention_options(sequence="gather"):
+        assert len(search(ported, "v5e-4", **given).trials) == 1

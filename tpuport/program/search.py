@@ -1,20 +1,23 @@
-"""Meshes and rules tried one after the other, those that fit ranked by their time."""
+"""Meshes, rules and ways of attention tried one after the other, those that fit ranked by time."""
 
+import contextlib
 import io
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tpuport.attention import BlockSizes
 from tpuport.errors import TpuportError
 from tpuport.markup import page, tag, visible
 from tpuport.model import report_format as fmt
+from tpuport.model.attention_choice import attention_options, choice
 from tpuport.model.ported import PortedModel
 from tpuport.model.report_files import SavedReport
 from tpuport.program.codec import encoded
@@ -35,6 +38,10 @@ _AXES: dict[str, tuple[str, ...]] = {
     "tensor_parallel": ("data", "tensor"),
     "expert_parallel": ("fsdp", "expert"),
 }
+# Ways for a sequence that is spread to meet itself, besides the usual one.
+_WAYS = ("heads", "ring")
+# Tiles of the attention kernel that are tried with the best mesh: queries, keys, keys a product.
+_BLOCKS = ((3072, 2048, 1024), (2048, 2048, 1024), (1024, 2048, 1024), (1024, 1024, 512))
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,19 @@ class Trial:
     Attributes:
         mesh: sizes by axis.
         rules: the preset.
-        report: what came out; None if it failed.
+        report: what came out; None if it failed, or has not been tried.
         error: why it failed, in one line.
+        sequence: how a sequence that is spread meets itself (`tpuport.attention_options`), "" for
+            the usual way.
+        blocks: tiles of the attention kernel, () for those of the table.
     """
 
     mesh: dict[str, int]
     rules: str
-    report: CompileReport | None
+    report: CompileReport | None = None
     error: str = ""
+    sequence: str = ""
+    blocks: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -64,7 +76,20 @@ class Trial:
     @property
     def name(self) -> str:
         """`fsdp_tensor_parallel on fsdp=4 tensor=2`."""
-        return f"{self.rules} on {' '.join(f'{k}={v}' for k, v in self.mesh.items())}"
+        where = " ".join(f"{k}={v}" for k, v in self.mesh.items())
+        return ", ".join(filter(None, (f"{self.rules} on {where}", self.attention)))
+
+    @property
+    def attention(self) -> str:
+        """What is chosen for attention: `by heads`, `blocks 2048 x 1024 x 512`; "" if nothing."""
+        blocks = f"blocks {' x '.join(map(str, self.blocks))}" if self.blocks else ""
+        return " ".join(filter(None, (self.sequence and f"by {self.sequence}", blocks)))
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether attention is a kernel's in it."""
+        work = self.report.work if self.report is not None else None
+        return work is not None and any("splash" in one.kernel for one in work.attention)
 
 
 @dataclass(frozen=True)
@@ -116,7 +141,7 @@ class SearchReport(SavedReport):
             box=None,
             pad_edge=False,
         )
-        for name in ("rules", "mesh", "a chip", "a step", "moved", "compiled in", ""):
+        for name in ("rules", "mesh", "attention", "a chip", "a step", "moved", "compiled in", ""):
             table.add_column(name, overflow="fold")
         others = [trial for trial in self.trials if trial not in fitting]
         for trial in [*fitting, *others]:
@@ -136,6 +161,10 @@ def search(
 ) -> SearchReport:
     """Compile a model on meshes of a slice with preset rules, and rank what fits.
 
+    Where attention is the TPU's kernel, a mesh that spreads the sequence is tried with each way for
+    it to meet itself, and the best with other tiles of the kernel; not within a block of
+    `tpuport.attention_options`, which has chosen.
+
     Args:
         ported: what `tpuport.convert` gave.
         topology: the slice.
@@ -149,16 +178,35 @@ def search(
         All trials. One that cannot be compiled is among them with its error.
     """
     chips = find_topology(topology).num_chips
-    wanted = list(candidates(ported, chips, presets))
+    waiting = [Trial(mesh, rules) for rules, mesh in candidates(ported, chips, presets)]
     trials: list[Trial] = []
     start = time.monotonic()
-    for rules, mesh in wanted:
-        if time.monotonic() - start > seconds and trials:
-            break
+    is_tuned = choice() is not None
+    while waiting and (not trials or time.monotonic() - start <= seconds):
+        trial = waiting.pop(0)
         if progress is not None:
-            progress(len(trials), len(wanted), Trial(mesh, rules, None).name)
-        trials.append(_try(ported, topology, rules, mesh, inputs, options))
-    return SearchReport(topology, tuple(trials), len(wanted) - len(trials))
+            progress(len(trials), len(trials) + 1 + len(waiting), trial.name)
+        trials.append(_try(ported, topology, trial, inputs, options))
+        if choice() is None:
+            waiting.extend(_other_ways(trials[-1]))
+        if not waiting and not is_tuned:
+            is_tuned = True
+            waiting.extend(_other_blocks(SearchReport(topology, tuple(trials)).best))
+    return SearchReport(topology, tuple(trials), len(waiting))
+
+
+def _other_ways(trial: Trial) -> Iterator[Trial]:
+    """The same mesh where the sequence meets itself in other ways."""
+    if trial.has_kernel and trial.mesh.get("sequence", 1) > 1 and not trial.attention:
+        for way in _WAYS:
+            yield Trial(trial.mesh, trial.rules, sequence=way)
+
+
+def _other_blocks(best: Trial | None) -> Iterator[Trial]:
+    """The best with other tiles of its kernel."""
+    if best is not None and best.has_kernel:
+        for blocks in _BLOCKS:
+            yield replace(best, report=None, blocks=blocks)
 
 
 def candidates(
@@ -205,31 +253,37 @@ def factorisations(chips: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]
 
 
 def _try(
-    ported: PortedModel,
-    topology: str,
-    rules: str,
-    mesh: dict[str, int],
-    inputs: Any,
-    options: dict[str, Any],
+    ported: PortedModel, topology: str, trial: Trial, inputs: Any, options: dict[str, Any]
 ) -> Trial:
     try:
-        report = compile_for(ported, topology, inputs=inputs, mesh=mesh, rules=rules, **options)
+        with _attention_of(trial):
+            report = compile_for(
+                ported, topology, inputs=inputs, mesh=trial.mesh, rules=trial.rules, **options
+            )
     except (TpuportError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()
-        return Trial(mesh, rules, None, first[0] if first else type(error).__name__)
-    return Trial(mesh, rules, report)
+        return replace(trial, error=first[0] if first else type(error).__name__)
+    return replace(trial, report=report)
+
+
+def _attention_of(trial: Trial) -> Any:
+    given: dict[str, Any] = {"sequence": trial.sequence} if trial.sequence else {}
+    if trial.blocks:
+        given["blocks"] = BlockSizes(*trial.blocks)
+    return attention_options(**given) if given else contextlib.nullcontext()
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:
     mesh = " ".join(f"{name}={size}" for name, size in trial.mesh.items())
     report = trial.report
     if report is None:
-        return trial.rules, mesh, "", "", "", "", trial.error
+        return trial.rules, mesh, trial.attention, "", "", "", "", trial.error
     moved = sum(report.work.bytes_by_kind().values()) if report.work is not None else 0
     step = fmt.seconds(trial.seconds) if report.estimate is not None else ""
     return (
         trial.rules,
         mesh,
+        trial.attention,
         fmt.size(report.memory.refused or report.memory.peak),
         step,
         fmt.size(moved) if report.fits else "",
