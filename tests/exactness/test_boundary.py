@@ -449,3 +449,30 @@ def test_state_on_a_plain_tensor_attribute_is_kept_or_refused():
     assert torch.equal(model.calls, torch.zeros(1))
     for index, out in enumerate(outputs):
         assert_same(out, X * (index + 1), f"call {index}")
+
+
+def noisy_loss(model, x, target, weight=1.0):
+    """As a training script has it: randomness, a branch on values, metrics."""
+    x = torch.nn.functional.dropout(x, 0.5)
+    y = model(x)
+    if y.abs().max() > 1:
+        y = y / y.abs().max()
+    return (y - target).square().mean() * weight, {"largest": y.max()}
+
+
+def test_a_function_is_ported_like_a_method():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    ported = tpuport.convert(model, methods=("forward", noisy_loss))
+    x, target = torch.randn(16, 8), torch.randn(16, 4)
+    first, metrics = ported.noisy_loss(x, target, weight=2.0)
+    second, _ = ported.noisy_loss(x, target, weight=2.0)
+    assert ported.report.verified
+    assert float(first) != float(second)
+    assert float(metrics["largest"]) <= 1
+    assert int(ported.buffers["1.num_batches_tracked"]) == 2
+    # Gradients of the model's weights, compared with autograd's.
+    assert ported.verify(x, target, method="noisy_loss").ok
+    assert {p.path for p in ported.report.parity if p.kind == "gradient"} >= {
+        "grad.0.weight",
+        "grad.1.bias",
+    }

@@ -13,6 +13,10 @@ from tpuport.errors import UsageError
 X = normal(4, 6)
 
 
+def square(model, x):
+    return model(x).square()
+
+
 def test_wrong_call_converting():
     linear = nn.Linear(6, 3)
     with pytest.raises(UsageError, match=r"pass an instance: tpuport\.convert\(Linear\("):
@@ -25,6 +29,12 @@ def test_wrong_call_converting():
         tpuport.convert(linear, methods="forward")
     with pytest.raises(UsageError, match="has no such method"):
         tpuport.convert(linear, methods=("forward", "generate"))
+    with pytest.raises(UsageError, match=r"a function is called by its name.*def loss\(model"):
+        tpuport.convert(linear, methods=(lambda model, x: model(x),))
+    with pytest.raises(UsageError, match="has the function 'square', and there is no module"):
+        tpuport.convert(torch.sin, methods=(square,))
+    with pytest.raises(UsageError, match="too many positional arguments; its signature is square"):
+        tpuport.convert(linear, methods=(square,), args=(X, X))
     with pytest.raises(UsageError, match=r"write args=\(x,\)"):
         tpuport.convert(linear, args=X)
     with pytest.raises(UsageError, match="unexpected keyword argument 'mask'"):

@@ -54,7 +54,10 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Fail where something of the rules may not be meant.")
 ]
 Search = Annotated[
-    bool, typer.Option("--search", help="Try meshes, presets and ways of attention; rank those that fit.")
+    bool,
+    typer.Option(
+        "--search", help="Try meshes, presets and ways of attention; rank those that fit."
+    ),
 ]
 Minutes = Annotated[
     float, typer.Option(metavar="MINUTES", help="With --search: begin no trial after that long.")

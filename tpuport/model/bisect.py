@@ -41,7 +41,7 @@ def first_difference(
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
     with torch.no_grad(), mode, part_of_program(), casting.in_force():
-        (module if method == "forward" else getattr(module, method))(*host_args, **host_kwargs)
+        ported._program.method(module, method)(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.take_apart((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)

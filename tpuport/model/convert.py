@@ -20,7 +20,7 @@ def convert(
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
-    methods: tuple[str, ...] = ("forward",),
+    methods: tuple[str | Callable[..., Any], ...] = ("forward",),
     verify: bool = True,
     rtol: float | None = None,
     checks: bool = True,
@@ -37,7 +37,8 @@ def convert(
             instead of at the first call.
         kwargs: example keyword arguments, likewise.
         methods: the methods to port; each is called as `ported.name(...)`, "forward" as
-            `ported(...)`.
+            `ported(...)`. A function is ported like a method: `def loss(model, batch): ...` is
+            called as `ported.loss(batch)`.
         verify: compare the first call of each method with eager PyTorch on the CPU, and raise if
             they differ.
         rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in
@@ -55,24 +56,27 @@ def convert(
 
     Raises:
         UsageError: `target` is not a module or function, is on an accelerator or already on jax,
-            `methods` names none of its methods, or `blocks` is none of its choices.
+            `methods` names none of its methods or has a function without a name of its own, or
+            `blocks` is none of its choices.
         PortError: the code cannot be ported exactly; the message names the line.
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.
     """
-    _check_target(target, methods)
+    names, functions = _named(methods)
+    _check_target(target, names, functions)
     _check_blocks(blocks)
     report = notes.new_report(target)
     ported = PortedModel(
-        target, methods=methods, report=report, checks=checks, precision=matmul_precision
+        target, methods=names, report=report, checks=checks, precision=matmul_precision
     )
     ported._program.blocks = blocks
+    ported._program.functions.update(functions)
     if verify:
         ported._verifier = Verifier(ported, target, rtol)
     if args is not None or kwargs is not None:
         args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
-        _check_arguments(target, methods[0], args, kwargs)
-        ported.trace_now(methods[0], tuple(args), kwargs)
+        _check_arguments(target, names[0], functions.get(names[0]), args, kwargs)
+        ported.trace_now(names[0], tuple(args), kwargs)
     return ported
 
 
@@ -81,15 +85,36 @@ def _check_blocks(blocks: str) -> None:
         raise UsageError(f"blocks is one of {', '.join(map(repr, BLOCKS))}; got {blocks!r}")
 
 
-def _check_target(target: Any, methods: tuple[str, ...]) -> None:
-    if isinstance(target, PortedModel):
-        msg = "convert() got a PortedModel: it is ported already; call it"
-        raise UsageError(msg)
+def _named(
+    methods: tuple[str | Callable[..., Any], ...],
+) -> tuple[tuple[str, ...], dict[str, Callable[..., Any]]]:
+    """The names of methods, and the functions among them."""
     if isinstance(methods, str):
         msg = (
             f"methods must be a tuple of names, got the string {methods!r};"
             f" write methods=({methods!r},)"
         )
+        raise UsageError(msg)
+    names, functions = [], {}
+    for one in methods:
+        name = one if isinstance(one, str) else getattr(one, "__name__", "")
+        if name is not one:
+            if not name.isidentifier() or name in functions:
+                msg = (
+                    f"methods has {one!r}: a function is called by its name, which must be a name"
+                    " of Python's and stand there once; write it as def loss(model, ...): ..."
+                )
+                raise UsageError(msg)
+            functions[name] = one
+        names.append(name)
+    return tuple(names), functions
+
+
+def _check_target(
+    target: Any, methods: tuple[str, ...], functions: dict[str, Callable[..., Any]]
+) -> None:
+    if isinstance(target, PortedModel):
+        msg = "convert() got a PortedModel: it is ported already; call it"
         raise UsageError(msg)
     if isinstance(target, type):
         msg = (
@@ -101,11 +126,16 @@ def _check_target(target: Any, methods: tuple[str, ...]) -> None:
         if not callable(target):
             msg = f"convert() expected an nn.Module or a function, got {type(target).__name__}"
             raise UsageError(msg)
+        if functions:
+            msg = (
+                f"methods has the function {next(iter(functions))!r}, and there is no module for it"
+            )
+            raise UsageError(msg)
         return
-    _check_module(target, methods)
+    _check_module(target, [name for name in methods if name not in functions])
 
 
-def _check_module(target: torch.nn.Module, methods: tuple[str, ...]) -> None:
+def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
     for name in methods:
         if not callable(getattr(target, name, None)):
             msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
@@ -129,7 +159,11 @@ def _check_module(target: torch.nn.Module, methods: tuple[str, ...]) -> None:
 
 
 def _check_arguments(
-    target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    target: Any,
+    method: str,
+    function: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     if isinstance(args, (torch.Tensor, jax.Array)) or not isinstance(args, (tuple, list)):
         msg = (
@@ -140,7 +174,10 @@ def _check_arguments(
     if not isinstance(kwargs, dict):
         msg = f"kwargs must be a dict of the keyword arguments, got {type(kwargs).__name__}"
         raise UsageError(msg)
-    check_signature(target, method, tuple(args), kwargs)
+    if function is not None:
+        check_signature(function, method, (target, *args), kwargs)
+    else:
+        check_signature(target, method, tuple(args), kwargs)
 
 
 def check_signature(

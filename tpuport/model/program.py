@@ -1,6 +1,7 @@
 """Running a user's function as a traced program: attempts, what they learn, and what came out."""
 
 import contextlib
+import functools
 import sys
 import time
 import traceback
@@ -47,10 +48,14 @@ _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
 
 @dataclass
 class Program:
-    """A module's method or a free function, and what tracing it has taught so far (`plan`)."""
+    """A module's method or a free function, and what tracing it has taught so far (`plan`).
+
+    `functions` are called with the module, and have the names of methods.
+    """
 
     function: Callable[..., Any] | None
     master: torch.nn.Module | None
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     plans: dict[Any, Plan] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -75,6 +80,12 @@ class Program:
     def rolled(self, closed: Any) -> Any:
         """A traced program (a `ClosedJaxpr`) with its repeated blocks as loops, where that pays."""
         return roll(closed, copies=self.blocks == "scan")[0] if self.rolls else closed
+
+    def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
+        """A method of a copy of the module ("forward" goes through `__call__`), or a function."""
+        if name in self.functions:
+            return functools.partial(self.functions[name], module)
+        return module if name == "forward" else getattr(module, name)
 
     def trace(self, request: Request) -> Outcome:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
@@ -235,7 +246,7 @@ class Program:
                 fqn, attribute = tree.owners[name]
                 made = numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
-        return module, module if method == "forward" else getattr(module, method), baked
+        return module, self.method(module, method), baked
 
     def _outcome(
         self,

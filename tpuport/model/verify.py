@@ -137,7 +137,7 @@ class Verifier:
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported._eager(), trainable=trainable)
-                    function = module if method == "forward" else getattr(module, method)
+                    function = self.ported._program.method(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 _put_on_accelerator(module, self.target, (own_args, own_kwargs))
                 state = torch.get_rng_state()
