@@ -159,9 +159,10 @@ class Executable:
         closed: The program.
         shape: The structure of its results.
         name: What it is called in profiles and in the compile cache.
+        donate_state: Whether the results take over the memory of the state.
     """
 
-    def __init__(self, closed: Any, shape: Any, name: str) -> None:
+    def __init__(self, closed: Any, shape: Any, name: str, *, donate_state: bool = False) -> None:
         closed = without_dead_code(closed)
         self.jaxpr = closed.jaxpr
         big, small = [], {}
@@ -185,7 +186,7 @@ class Executable:
 
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
         self.hoisted = big
-        self._jitted = jax.jit(run)
+        self._jitted = jax.jit(run, donate_argnums=(1,) if donate_state else ())
         # Programs made of this one, its second derivative for example.
         self.derived: dict[Any, Any] = {}
 

@@ -1,0 +1,296 @@
+"""A step as one program does what the same step in eager PyTorch does."""
+
+import copy
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tpuport
+from tpuport.errors import UsageError
+from tpuport.training import TrainState, make_train_step
+
+
+class Classifier(torch.nn.Module):
+    """Batch norm for buffers, dropout for randomness, a frozen parameter."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.last = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.norm(F.gelu(self.frozen(self.first(x))))))
+
+
+def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+    """A loss as research code has it."""
+    out = model(batch["x"])
+    accuracy = (out.argmax(-1) == batch["y"]).float().mean()
+    return F.cross_entropy(out, batch["y"]), {"accuracy": accuracy}
+
+
+def batches(count: int, size: int = 16) -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [{"x": torch.randn(size, 8), "y": torch.randint(0, 4, (size,))} for _ in range(count)]
+
+
+def same(found: Any, expected: Any, rtol: float = 1e-4) -> None:
+    """Weights and buffers of two modules."""
+    for (name, one), other in zip(
+        found.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        scale = max(float(other.double().abs().max()), 1e-3)
+        assert (one.double() - other.double()).abs().max() <= rtol * scale, name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_twenty_steps_are_those_of_torch(clip: float | None):
+    model = Classifier()
+    eager = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(
+        [p for p in eager.parameters() if p.requires_grad],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
+    step = make_train_step(
+        tpuport.convert(model),
+        loss,
+        optax.adamw(1e-2, b1=0.9, b2=0.95, weight_decay=0.1),
+        clip_norm=clip,
+        ema_decay=0.9,
+    )
+    averaged = torch.optim.swa_utils.AveragedModel(
+        eager, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    averaged.update_parameters(eager)
+    state = step.init()
+    for number, batch in enumerate(batches(20)):
+        state, metrics = step(state, batch)
+        theirs.zero_grad()
+        value, more = loss(eager, batch)
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(eager.parameters(), clip or float("inf"))
+        theirs.step()
+        averaged.update_parameters(eager)
+        assert int(state.step) == number + 1
+        np.testing.assert_allclose(metrics["loss"], value.item(), rtol=1e-4)
+        np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-4)
+        np.testing.assert_allclose(metrics["accuracy"], more["accuracy"].item())
+    assert step.retraces == 0
+    same(step.put(state).to_torch(), eager)
+    with torch.no_grad():
+        for one, other in zip(averaged.module.buffers(), eager.buffers(), strict=True):
+            one.copy_(other)  # torch averages these or leaves them; ours are the newest
+    same(step.put(state, ema=True).to_torch(), averaged.module)
+
+
+def after(accumulate: int, *, normed: bool = True) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Classifier()
+    if not normed:
+        model.norm = torch.nn.LayerNorm(16)  # type: ignore[assignment]
+    step = make_train_step(tpuport.convert(model), loss, optax.sgd(0.1), accumulate=accumulate)
+    state, metrics = step.init(), {}
+    for batch in batches(3, size=8):
+        state, metrics = step(state, batch)
+    return step.put(state).to_torch(), metrics
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    found, metrics = after(4, normed=False)
+    expected, whole = after(1, normed=False)
+    same(found, expected, rtol=1e-5)
+    assert metrics.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_buffers_go_from_part_to_part():
+    found, _ = after(2)
+    assert int(found.norm.num_batches_tracked) == 6
+
+
+def test_parts_count_by_their_weight():
+    def masked(model: torch.nn.Module, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        each = model(x).square().mean(-1)
+        return (each * keep).sum() / keep.sum(), {"weight": keep.sum()}
+
+    x, keep = torch.randn(8, 8), torch.tensor([1.0, 0, 1, 1, 1, 0, 0, 1])
+    losses = []
+    for accumulate in (1, 2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        ported = tpuport.convert(model)
+        step = make_train_step(ported, masked, "sgd", accumulate=accumulate)
+        _, metrics = step(step.init(), x, keep)
+        assert "weight" not in metrics
+        losses.append((metrics["loss"], metrics["grad_norm"]))
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+def test_noise_is_fresh_at_each_step_and_the_same_for_a_seed():
+    (batch,) = batches(1)
+    step = make_train_step(tpuport.convert(Classifier(0.5)), loss, optax.sgd(0.0))
+
+    def run(seed: int) -> list[float]:
+        state, found = step.init(seed), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        return found
+
+    first = run(0)
+    assert len(set(first)) == 3
+    assert run(0) == first
+    assert run(1) != first
+    assert step.retraces == 0
+
+
+def test_a_step_without_finite_gradients_is_skipped_and_counted():
+    good, bad = batches(2)
+    bad["x"][0, 0] = torch.inf
+    step = make_train_step(tpuport.convert(Classifier()), loss, ema_decay=0.9)
+    state, _ = step(step.init(), good)
+    before = jax.device_get((state.params, state.buffers, state.optimiser, state.ema))
+    state, metrics = step(state, bad)
+    assert bool(metrics["skipped"])
+    now = jax.device_get((state.params, state.buffers, state.optimiser, state.ema))
+    jax.tree.map(np.testing.assert_array_equal, now, before)
+    assert (int(state.step), int(state.skipped)) == (2, 1)
+    state, metrics = step(state, good)
+    assert not bool(metrics["skipped"])
+    assert np.isfinite(metrics["loss"])
+
+    heedless = make_train_step(tpuport.convert(Classifier()), loss, skip_nonfinite=False)
+    state, metrics = heedless(heedless.init(), bad)
+    assert np.isnan(state.params["last.weight"]).any()
+
+
+def test_the_old_state_is_overwritten_and_the_model_is_not():
+    ported = tpuport.convert(Classifier())
+    before = jax.device_get(ported.params)
+    step = make_train_step(ported, loss)
+    first = step.init()
+    second, _ = step(first, batches(1)[0])
+    assert isinstance(second, TrainState)
+    assert all(value.is_deleted() for value in first.params.values())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(ported.params), before)
+    step.put(second)
+    step(second, batches(1)[0])
+    assert not any(value.is_deleted() for value in ported.params.values())
+
+    taken = step.init(copy=False)
+    step(taken, batches(1)[0])
+    assert all(value.is_deleted() for value in ported.params.values())
+
+
+def test_frozen_parameters_never_meet_the_optimiser():
+    step = make_train_step(tpuport.convert(Classifier()), loss)
+    state = step.init()
+    assert set(state.frozen) == {"frozen.weight", "frozen.bias"}
+    assert not set(state.params) & set(state.frozen)
+    moments = jax.tree_util.tree_flatten_with_path(state.optimiser)[0]
+    assert not any("frozen" in jax.tree_util.keystr(path) for path, _ in moments)
+
+
+def test_nothing_waits_for_the_device():
+    step = make_train_step(tpuport.convert(Classifier(0.1)), loss, clip_norm=1.0, ema_decay=0.9)
+    (batch,) = batches(1)
+    state, _ = step(step.init(), batch)
+    (compiled,) = step._programs.values()
+    text = str(compiled.run.jaxpr)
+    assert "callback" not in text
+    # Arguments go to the device; nothing comes back.
+    with jax.transfer_guard_device_to_host("disallow"):
+        _, metrics = step(state, batch)
+    assert all(isinstance(value, jax.Array) for value in metrics.values())
+
+
+class WithLoss(torch.nn.Module):
+    """One that gives its own loss, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.layer(x)
+        return {"loss": y.square().mean(), "logits": y, "largest": y.max()}
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        """As Lightning calls it."""
+        return self.layer(batch).abs().mean() + number
+
+
+def test_a_method_or_the_output_may_give_the_loss():
+    x = torch.randn(4, 4)
+    ported = tpuport.convert(WithLoss(), methods=("forward", "training_step"))
+    step = make_train_step(ported)
+    _, metrics = step(step.init(), x)
+    assert set(metrics) == {"loss", "largest", "grad_norm", "skipped"}
+    step = make_train_step(ported, "training_step")
+    _, metrics = step(step.init(), x, 3)
+    assert float(metrics["loss"]) > 3
+
+
+class Counting(torch.nn.Module):
+    """One that counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (x * self.weight).sum() / self.calls
+
+
+REFUSED = {
+    "no loss": (lambda m, x: {"y": m(x)}, {}, "gave a dict, which has no loss"),
+    "no scalar": (
+        lambda m, x: m(x),
+        {},
+        r"shape \[6, 4\] and dtype float32: expected",
+    ),
+    "metric": (
+        lambda m, x: (m(x).sum(), {"all": m(x)}),
+        {},
+        r"metric 'all' is a .* of shape \[6, 4\]: expected a number",
+    ),
+    "parts": (lambda m, x: m(x).sum(), {"accumulate": 4}, "batch of 6 cannot be cut into 4 equal"),
+    "none": (lambda m, x: m(x).sum(), {"accumulate": 0}, "accumulate=0: expected the number"),
+    "decay": (lambda m, x: m(x).sum(), {"ema_decay": 1.0}, "ema_decay=1.0: expected a rate"),
+    "optimiser": (lambda m, x: m(x).sum(), {"optimiser": "adamx"}, "one of adamw, adam"),
+}
+
+
+@pytest.mark.parametrize(("loss", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_refused(loss: Any, options: dict[str, Any], message: str):
+    def run() -> None:
+        step = make_train_step(tpuport.convert(torch.nn.Linear(8, 4)), loss, **options)
+        step(step.init(), torch.randn(6, 8))
+
+    with pytest.raises(UsageError, match=message):
+        run()
+
+
+def test_python_state_that_changes_at_each_step_is_refused():
+    step = make_train_step(tpuport.convert(Counting()))
+    with pytest.raises(UsageError, match=r"changes 'calls', which is Python state.*as a buffer"):
+        step(step.init(), torch.randn(4))
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    ported = tpuport.convert(torch.nn.Linear(8, 4).requires_grad_(False))
+    with pytest.raises(UsageError, match="no parameter with requires_grad=True"):
+        make_train_step(ported, loss)

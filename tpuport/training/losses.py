@@ -1,0 +1,56 @@
+"""The loss and the metrics in what a call gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.errors import UsageError
+
+# Of the metrics that a loss gives, the one that says how much the batch counts.
+WEIGHT = "weight"
+
+
+def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A scalar to differentiate, and scalars to report.
+
+    Args:
+        out: a scalar, a pair of it and a mapping of metrics, or what has the loss as its attribute
+            or key `loss` (of a mapping the other scalars are metrics).
+
+    Raises:
+        UsageError: it is none of these, or the loss is no floating scalar.
+    """
+    metrics: Any = {}
+    match out:
+        case (loss, Mapping() as metrics):
+            pass
+        case Mapping() if "loss" in out:
+            loss = out["loss"]
+            metrics = {k: v for k, v in out.items() if k != "loss" and _is_scalar(v)}
+        case _:
+            loss = out if hasattr(out, "dtype") else getattr(out, "loss", None)
+    if loss is None or not hasattr(loss, "dtype"):
+        raise UsageError(
+            f"the loss function gave a {type(out).__name__}, which has no loss: expected a scalar"
+            " tensor, (loss, {'name': metric}), or an output with `loss`. What to do: pass"
+            " loss=def(model, batch) that returns one"
+        )
+    if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise UsageError(
+            f"the loss has shape {list(loss.shape)} and dtype {loss.dtype}: expected one floating"
+            " number. What to do: reduce it, with .mean() for example"
+        )
+    for name, value in metrics.items():
+        if not _is_scalar(value):
+            raise UsageError(
+                f"the metric {name!r} is a {type(value).__name__}"
+                f"{f' of shape {list(value.shape)}' if hasattr(value, 'shape') else ''}: expected a"
+                " number or a tensor without dims. What to do: reduce it, or leave it out"
+            )
+    return loss, {name: jnp.asarray(value) for name, value in metrics.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()
