@@ -36,9 +36,8 @@ def convert(
         args: example positional arguments; with them the port is traced, compiled and checked now
             instead of at the first call.
         kwargs: example keyword arguments, likewise.
-        methods: the methods to port; each is called as `ported.name(...)`, "forward" as
-            `ported(...)`. A function is ported like a method: `def loss(model, batch): ...` is
-            called as `ported.loss(batch)`.
+        methods: the methods to port, each called as `ported.name(...)`, "forward" as `ported(...)`;
+            a function `def loss(model, batch): ...` among them is called as `ported.loss(batch)`.
         verify: compare the first call of each method with eager PyTorch on the CPU, and raise if
             they differ.
         rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in
@@ -56,21 +55,17 @@ def convert(
 
     Raises:
         UsageError: `target` is not a module or function, is on an accelerator or already on jax,
-            `methods` names none of its methods or has a function without a name of its own, or
-            `blocks` is none of its choices.
+            `methods` names none of its methods, or `blocks` is none of its choices.
         PortError: the code cannot be ported exactly; the message names the line.
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.
     """
+    _check_blocks(blocks)
     names, functions = _named(methods)
     _check_target(target, names, functions)
-    _check_blocks(blocks)
-    report = notes.new_report(target)
-    ported = PortedModel(
-        target, methods=names, report=report, checks=checks, precision=matmul_precision
-    )
-    ported._program.blocks = blocks
-    ported._program.functions.update(functions)
+    given = {"methods": names, "checks": checks, "precision": matmul_precision}
+    ported = PortedModel(target, report=notes.new_report(target), **given)
+    ported._program.blocks, ported._program.functions = blocks, functions
     if verify:
         ported._verifier = Verifier(ported, target, rtol)
     if args is not None or kwargs is not None:
