@@ -1,0 +1,223 @@
+"""optax's form of torch's optimisers and schedules, with the same updates."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model.blocks import at_rest
+from tpuport.model.ported import PortedModel
+
+# The label of parameters that are in no group.
+_NOWHERE = "in no group"
+# What changes speed and no update, or is looked at elsewhere.
+_NO_EFFECT = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+_STATIC = ("betas", "momentum", "weight_decay", "eps", "alpha")
+
+
+def from_torch(
+    ported: PortedModel,
+    optimiser: torch.optim.Optimizer,
+    scheduler: Any = None,
+    *,
+    steps: int | None = None,
+) -> optax.GradientTransformation:
+    """The updates that a torch optimiser makes, with its groups and its schedule.
+
+    Args:
+        ported: made of the module whose parameters the optimiser has.
+        optimiser: AdamW, Adam, SGD or RMSprop, before its first step.
+        scheduler: one of torch's, or any with `step()` that sets learning rates by the number of
+            the step; its rates are read by running a copy of it, so each is to the bit what torch
+            would use.
+        steps: for how many steps; after them the last rate stays. Needed with a scheduler.
+
+    Raises:
+        UsageError: there is no such optimiser in optax, its parameters are not the model's, it has
+            been used, or the schedule depends on more than the step.
+    """
+    kind = _kind(type(optimiser))
+    if optimiser.state:
+        raise UsageError(
+            f"the {type(optimiser).__name__} has taken steps already. What to do: make it anew, and"
+            " load its state into the training state"
+        )
+    rates = _rates(optimiser, scheduler, steps)
+    labels = _labels(ported, optimiser)
+    transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
+    for index, (group, rate) in enumerate(zip(optimiser.param_groups, rates, strict=True)):
+        # A schedule leaves notes of its own in a group.
+        options = {name: group[name] for name in optimiser.defaults}
+        transforms[str(index)] = _transform(type(optimiser).__name__, kind, options, rate)
+    return optax.partition(transforms, lambda params: {n: labels[n] for n in params})
+
+
+def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
+    """A schedule from its values by step, the last one for all steps after them.
+
+    Args:
+        values: (steps,), at least one.
+    """
+    table = jnp.asarray(values, jnp.float32)
+    return lambda step: table[jnp.minimum(step, len(table) - 1)]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one of torch's optimisers is written in optax."""
+
+    make: Callable[[dict[str, Any]], optax.GradientTransformation]
+    known: frozenset[str]
+
+
+def _kind(cls: type) -> _Kind:
+    found = _KINDS.get(cls)
+    if found is None:
+        names = ", ".join(sorted(k.__name__ for k in _KINDS))
+        raise UsageError(
+            f"{cls.__module__}.{cls.__name__} has no form in optax here; there are {names}. What"
+            " to do: pass make_train_step one of optax's"
+        )
+    return found
+
+
+def _transform(
+    name: str, kind: _Kind, group: dict[str, Any], rate: Any
+) -> optax.GradientTransformation:
+    unknown = {
+        option: value
+        for option, value in group.items()
+        if option not in kind.known | _NO_EFFECT and value
+    }
+    if unknown:
+        what = ", ".join(f"{option}={value!r}" for option, value in unknown.items())
+        raise UsageError(
+            f"{name}({what}) is not what optax's does. What to do: leave it out, or pass"
+            " make_train_step one of optax's"
+        )
+    parts = [kind.make(group), optax.scale_by_learning_rate(rate)]
+    if group.get("maximize"):
+        parts.insert(0, optax.scale(-1.0))
+    return optax.chain(*parts)
+
+
+def _adamw(group: dict[str, Any]) -> optax.GradientTransformation:
+    b1, b2 = group["betas"]
+    # torch decays p by lr * weight_decay before the update: the same sum.
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps=group["eps"]),
+        optax.add_decayed_weights(group["weight_decay"]),
+    )
+
+
+def _adam(group: dict[str, Any]) -> optax.GradientTransformation:
+    if group.get("decoupled_weight_decay"):
+        return _adamw(group)
+    b1, b2 = group["betas"]
+    return optax.chain(
+        optax.add_decayed_weights(group["weight_decay"]),
+        optax.scale_by_adam(b1, b2, eps=group["eps"]),
+    )
+
+
+def _sgd(group: dict[str, Any]) -> optax.GradientTransformation:
+    parts = [optax.add_decayed_weights(group["weight_decay"])]
+    if group["momentum"]:
+        parts.append(optax.trace(group["momentum"], nesterov=group["nesterov"]))
+    return optax.chain(*parts)
+
+
+def _rmsprop(group: dict[str, Any]) -> optax.GradientTransformation:
+    make = optax.scale_by_stddev if group["centered"] else optax.scale_by_rms
+    parts = [
+        optax.add_decayed_weights(group["weight_decay"]),
+        make(decay=group["alpha"], eps=group["eps"], initial_scale=0.0, eps_in_sqrt=False),
+    ]
+    if group["momentum"]:
+        parts.append(optax.trace(group["momentum"]))
+    return optax.chain(*parts)
+
+
+_COMMON = {"lr", "weight_decay", "maximize"}
+_KINDS: dict[type, _Kind] = {
+    torch.optim.AdamW: _Kind(_adamw, frozenset({*_COMMON, "betas", "eps"})),
+    torch.optim.Adam: _Kind(_adam, frozenset({*_COMMON, "betas", "eps"})),
+    torch.optim.SGD: _Kind(_sgd, frozenset({*_COMMON, "momentum", "nesterov"})),
+    torch.optim.RMSprop: _Kind(
+        _rmsprop, frozenset({*_COMMON, "alpha", "eps", "momentum", "centered"})
+    ),
+}
+
+
+def _labels(ported: PortedModel, optimiser: torch.optim.Optimizer) -> dict[str, str]:
+    """The group of each parameter of the model, by its name in `params`."""
+    source = ported._source
+    named = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else {}
+    names = {id(parameter): name for name, parameter in named.items()}
+    group_of: dict[str, str] = {}
+    for index, group in enumerate(optimiser.param_groups):
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise UsageError(
+                    f"group {index} of the {type(optimiser).__name__} has a parameter of shape"
+                    f" {list(parameter.shape)} that is not one of the ported"
+                    f" {ported.report.model}'s. What to do: make the optimiser over the parameters"
+                    " of the module that was given to tpuport.convert"
+                )
+            group_of[name] = str(index)
+    labels = {}
+    for name in ported.params:
+        members = at_rest.members_of(name) or [name]
+        groups = {group_of.get(member, _NOWHERE) for member in members}
+        if len(groups) > 1:
+            raise UsageError(
+                f"the weights stacked as {name!r} are in different groups of the"
+                f" {type(optimiser).__name__} ({', '.join(sorted(groups))}). What to do: train"
+                " without tpuport.stack_blocks"
+            )
+        labels[name] = groups.pop()
+    return labels
+
+
+def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:
+    """The learning rate of each group: a number, or a schedule."""
+    if scheduler is None:
+        return [float(group["lr"]) for group in optimiser.param_groups]
+    if steps is None or steps < 1:
+        raise UsageError(
+            f"steps={steps}: a schedule is read for so many steps; pass the number of updates of"
+            " the whole run"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau depends on a metric, not on the step. What to do: use"
+            " optax.contrib.reduce_on_plateau in the optimiser, or another schedule"
+        )
+    # A copy has its own optimiser, so that neither of the user's takes a step; without the weights.
+    weights = [p for group in optimiser.param_groups for p in group["params"]]
+    running = copy.deepcopy(scheduler, {id(p): torch.zeros(()) for p in weights})
+    groups = running.optimizer.param_groups
+    fixed = [[group.get(name) for name in _STATIC] for group in groups]
+    rows = np.zeros((steps, len(groups)))
+    for step in range(steps):
+        rows[step] = [float(group["lr"]) for group in groups]
+        with warnings.catch_warnings():
+            # That it steps before its optimiser.
+            warnings.simplefilter("ignore", UserWarning)
+            running.step()
+        if [[group.get(name) for name in _STATIC] for group in groups] != fixed:
+            raise UsageError(
+                f"{type(scheduler).__name__} changes more than the learning rate ("
+                f"{', '.join(_STATIC)}). What to do: switch that off, such as"
+                " OneCycleLR(cycle_momentum=False)"
+            )
+    return [tabulated(rows[:, index]) for index in range(len(groups))]
