@@ -8,38 +8,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-import torch.nn.functional as F
 
 import tpuport
+from tests.training.small import Small, batches, loss
 from tpuport.errors import UsageError
 from tpuport.training import TrainState, make_train_step
-
-
-class Classifier(torch.nn.Module):
-    """Batch norm for buffers, dropout for randomness, a frozen parameter."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(8, 16)
-        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
-        self.norm = torch.nn.BatchNorm1d(16)
-        self.dropout = torch.nn.Dropout(dropout)
-        self.last = torch.nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.norm(F.gelu(self.frozen(self.first(x))))))
-
-
-def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-    """A loss as research code has it."""
-    out = model(batch["x"])
-    accuracy = (out.argmax(-1) == batch["y"]).float().mean()
-    return F.cross_entropy(out, batch["y"]), {"accuracy": accuracy}
-
-
-def batches(count: int, size: int = 16) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(1)
-    return [{"x": torch.randn(size, 8), "y": torch.randint(0, 4, (size,))} for _ in range(count)]
 
 
 def same(found: Any, expected: Any, rtol: float = 1e-4) -> None:
@@ -53,7 +26,7 @@ def same(found: Any, expected: Any, rtol: float = 1e-4) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_twenty_steps_are_those_of_torch(clip: float | None):
-    model = Classifier()
+    model = Small(0.0)
     eager = copy.deepcopy(model)
     theirs = torch.optim.AdamW(
         [p for p in eager.parameters() if p.requires_grad],
@@ -95,7 +68,7 @@ def test_twenty_steps_are_those_of_torch(clip: float | None):
 
 def after(accumulate: int, *, normed: bool = True) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = Classifier()
+    model = Small(0.0)
     if not normed:
         model.norm = torch.nn.LayerNorm(16)  # type: ignore[assignment]
     step = make_train_step(tpuport.convert(model), loss, optax.sgd(0.1), accumulate=accumulate)
@@ -139,7 +112,7 @@ def test_parts_count_by_their_weight():
 
 def test_noise_is_fresh_at_each_step_and_the_same_for_a_seed():
     (batch,) = batches(1)
-    step = make_train_step(tpuport.convert(Classifier(0.5)), loss, optax.sgd(0.0))
+    step = make_train_step(tpuport.convert(Small(0.5)), loss, optax.sgd(0.0))
 
     def run(seed: int) -> list[float]:
         state, found = step.init(seed), []
@@ -158,7 +131,7 @@ def test_noise_is_fresh_at_each_step_and_the_same_for_a_seed():
 def test_a_step_without_finite_gradients_is_skipped_and_counted():
     good, bad = batches(2)
     bad["x"][0, 0] = torch.inf
-    step = make_train_step(tpuport.convert(Classifier()), loss, ema_decay=0.9)
+    step = make_train_step(tpuport.convert(Small(0.0)), loss, ema_decay=0.9)
     state, _ = step(step.init(), good)
     before = jax.device_get((state.params, state.buffers, state.optimiser, state.ema))
     state, metrics = step(state, bad)
@@ -170,13 +143,13 @@ def test_a_step_without_finite_gradients_is_skipped_and_counted():
     assert not bool(metrics["skipped"])
     assert np.isfinite(metrics["loss"])
 
-    heedless = make_train_step(tpuport.convert(Classifier()), loss, skip_nonfinite=False)
+    heedless = make_train_step(tpuport.convert(Small(0.0)), loss, skip_nonfinite=False)
     state, metrics = heedless(heedless.init(), bad)
     assert np.isnan(state.params["last.weight"]).any()
 
 
 def test_the_old_state_is_overwritten_and_the_model_is_not():
-    ported = tpuport.convert(Classifier())
+    ported = tpuport.convert(Small(0.0))
     before = jax.device_get(ported.params)
     step = make_train_step(ported, loss)
     first = step.init()
@@ -194,7 +167,7 @@ def test_the_old_state_is_overwritten_and_the_model_is_not():
 
 
 def test_frozen_parameters_never_meet_the_optimiser():
-    step = make_train_step(tpuport.convert(Classifier()), loss)
+    step = make_train_step(tpuport.convert(Small(0.0)), loss)
     state = step.init()
     assert set(state.frozen) == {"frozen.weight", "frozen.bias"}
     assert not set(state.params) & set(state.frozen)
@@ -203,7 +176,7 @@ def test_frozen_parameters_never_meet_the_optimiser():
 
 
 def test_nothing_waits_for_the_device():
-    step = make_train_step(tpuport.convert(Classifier(0.1)), loss, clip_norm=1.0, ema_decay=0.9)
+    step = make_train_step(tpuport.convert(Small(0.1)), loss, clip_norm=1.0, ema_decay=0.9)
     (batch,) = batches(1)
     state, _ = step(step.init(), batch)
     (compiled,) = step._programs.values()

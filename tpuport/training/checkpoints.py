@@ -1,0 +1,171 @@
+"""Training states on disk: written in the background, whole or not at all, the last few kept."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from tpuport.errors import CheckpointError, MissingExtraError, UsageError
+from tpuport.training.state import TrainState
+
+_STATE, _POSITION = "state", "position"
+
+
+class Restored(NamedTuple):
+    """What a run goes on with.
+
+    Attributes:
+        state: as it was saved, on the mesh of the state that was given.
+        position: where the input was, as it was given to `save`.
+    """
+
+    state: TrainState
+    position: Any
+
+
+class Checkpoints:
+    """The training states of one run in a directory, by orbax.
+
+        with Checkpoints("runs/a", keep=3) as saved:
+            state, position = saved.restore(step.init()) or (step.init(), None)
+            ...
+            saved.save(state, position)
+
+    A state is there whole or not at all: orbax writes under a temporary name, so after a kill at
+    any moment `restore` finds the last one that was finished.
+
+    Args:
+        directory: made if it is not there. Of many processes each gives the same.
+        keep: how many of the newest to keep; None for all.
+        asynchronous: write in the background. `save` returns when the state is copied off the
+            devices, so the next step may overwrite it.
+
+    Raises:
+        MissingExtraError: orbax is not installed.
+        UsageError: `keep` is less than 1.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, keep: int | None = 3, asynchronous: bool = True
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep}: expected how many states to keep, 1 or more, or None")
+        if importlib.util.find_spec("orbax") is None:
+            raise MissingExtraError("Checkpoints", "orbax-checkpoint", "train")
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self.directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=asynchronous, create=True
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose states are there, in order."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, position: Any = None) -> None:
+        """Save a state under its step.
+
+        Args:
+            state: it may be given to the next step at once.
+            position: of the input, to go on with: numbers, strings, lists and dicts of them.
+
+        Raises:
+            CheckpointError: an earlier write failed in the background, or this one does.
+        """
+        ocp, number = self._ocp, int(state.step)
+        parts: dict[str, Any] = {_STATE: ocp.args.StandardSave(_as_tree(state))}
+        if position is not None:
+            parts[_POSITION] = ocp.args.JsonSave({"position": position})
+        try:
+            self._manager.check_for_errors()
+            self._manager.save(number, args=ocp.args.Composite(**parts))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"step {number} was not saved to {self.directory}: {error}; the states before it"
+                f" are there: {self.steps}"
+            ) from error
+
+    def restore(self, like: TrainState, step: int | None = None) -> Restored | None:
+        """The last state that was saved, or that of a step; None if there is none.
+
+        Args:
+            like: a state of the same model and optimiser, whose places on devices the arrays get:
+                those of another mesh than they were saved from, if it is. Shapes will do.
+            step: which one.
+
+        Raises:
+            CheckpointError: it does not fit, or is damaged, or there is none of that step.
+        """
+        ocp, steps = self._ocp, self.steps
+        number = step if step is not None else max(steps, default=None)
+        if number is None:
+            return None
+        if number not in steps:
+            raise CheckpointError(
+                f"{self.directory} has no state of step {number}; there are {steps}"
+            )
+        parts: dict[str, Any] = {
+            _STATE: ocp.args.StandardRestore(jax.tree.map(_struct, _as_tree(like)))
+        }
+        has_position = (self.directory / str(number) / _POSITION).exists()
+        if has_position:
+            parts[_POSITION] = ocp.args.JsonRestore()
+        try:
+            found = self._manager.restore(number, args=ocp.args.Composite(**parts))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"the state of step {number} in {self.directory} was not read: {first}. What to do:"
+                " give a state of the model and optimiser that it was saved from, or another of"
+                f" the steps {steps}"
+            ) from error
+        position = found[_POSITION]["position"] if has_position else None
+        return Restored(TrainState(**found[_STATE]), position)
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"a state was not saved to {self.directory}: {error}; there are {self.steps}"
+            ) from error
+
+    def close(self) -> None:
+        """Wait, and end the threads that write."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_tree(state: TrainState) -> Mapping[str, Any]:
+    """The parts of a state by name: a later version of the class reads them, too."""
+    return {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+
+
+def _struct(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
