@@ -96,33 +96,36 @@ def measure_forward(case: KernelCase, schedules: Schedules) -> float:
     """
     built = build_kernel(case)
     calls = find_calls(jax.make_jaxpr(built.function)(*built.args))
-    # One that masks reads the queries' positions, besides its schedule (two arrays), q, k and v.
-    masking = [len(call.args) == 6 for call in calls]
+    # One that masks reads positions or ids, besides its schedule (two arrays), q, k and v.
+    masking = [len(call.args) > 5 for call in calls]
     if masking != [steps.masked for steps in built.calls]:
         raise ValueError(f"{case} makes calls that mask: {masking}, not those of {built.calls}")
     chip = chip_of(case.chip)
     seconds = 0.0
     for call, steps in zip(calls, built.calls, strict=True):
-        masked = case.mask if steps.masked or case.mask == "segments" else "nothing"
+        masked = case.mask if steps.masked else "nothing"
         kind = (case.chip, case.head_dim, case.dtype, built.blocks, masked)
         found = schedules.of(call, case.chip, kind)
-        seconds += _seconds(found, call, steps.active, case.head_dim)
-    if len(calls) > 1:
-        moved = 3 * case.num_queries * (case.head_dim * jnp.dtype(case.dtype).itemsize + 4)
+        seconds += _seconds(found, call, steps.active, case.head_dim, steps.runs)
+    merges = sum(steps.runs for steps in built.calls) - 1
+    if merges > 0:
+        moved = merges * 3 * case.num_queries * (case.head_dim * jnp.dtype(case.dtype).itemsize + 4)
         seconds += moved / chip.hbm_bandwidth
     return seconds
 
 
-def _seconds(found: KernelSchedule, call: KernelCall, active: int, head_dim: int) -> float:
-    """Of one call with this grid, by a schedule of another grid."""
+def _seconds(
+    found: KernelSchedule, call: KernelCall, active: int, head_dim: int, runs: int = 1
+) -> float:
+    """Of so many calls with this grid, by a schedule of another grid."""
     chip = found.chip
-    steps = 1
-    for size in call.grid:
-        steps *= size
+    if not runs:
+        return 0.0
+    steps = runs * call.steps
     cores = chip.cores if found.parallel else 1
     cycles = found.cycles_a_step(active / steps, row_steps=call.grid[-1])
     peak = chip.bf16_flops * cores / chip.cores * chip.attention_fill(head_dim)
-    products = active * call.products / steps / peak
+    products = active * call.products / call.steps / peak
     transfer = active * call.step_bytes / chip.hbm_bandwidth
     return max(steps / cores * cycles / chip.clock_hz, products, transfer)
 

@@ -21,7 +21,8 @@ kernel that stalls takes longer. On v6e, large products come out at 82 to 90 % o
 on v5e at 116 %, as more of them can be started than the matrix units complete. So compare blocks of
 chips before v6e with each other only, and take the shares for upper bounds. `time` is that of the
 whole attention against no mask at all, on the same chip and with the same `head_dim`, each with its
-best blocks.
+best blocks. `padding` and `segments` are told to the program only when it runs; all but the last
+key are then seen. `backward` is that of both gradient kernels without a mask.
 
 ![shares of the ceiling](attention_blocks.svg)
 

@@ -247,9 +247,11 @@ def test_an_axis_of_one_chip_is_nobodys():
 # The case that a tuner times.
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "padding", "segments"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "padding", "segments", "long"])
 def test_a_case_traces_to_the_calls_that_it_names(mask: str):
-    case = KernelCase("v6e", 4, 4096, 4096, 128, mask=mask, num_kv_heads=2)
+    is_long, length = mask == "long", 16384 if mask == "long" else 4096
+    kind = "segments" if is_long else mask
+    case = KernelCase("v6e", 4, length, length, 128, mask=kind, num_kv_heads=2)
     built = build_kernel(case)
     jaxpr = str(jax.make_jaxpr(built.function)(*built.args))
     assert jaxpr.count("pallas_call[") == len(built.calls)
@@ -259,9 +261,12 @@ def test_a_case_traces_to_the_calls_that_it_names(mask: str):
         "causal": [(False, 8, 4), (True, 8, 8)],
         "window": [(True, 16, 12)],
         "padding": [(False, 8, 8), (True, 8, 8)],
-        "segments": [(False, 16, 16)],
+        "segments": [(True, 16, 16)],
+        # The last key is not seen: blocks of it are at the edge, one in each row of eight.
+        "long": [(False, 256, 224), (True, 128, 32)],
     }
     assert [(call.masked, call.steps, call.active) for call in built.calls] == expected[mask]
+    assert [call.runs for call in built.calls] == [1] * len(built.calls)
 
 
 def test_the_flops_of_a_case_are_those_of_what_is_seen():

@@ -41,3 +41,23 @@ def test_sharded_attention_compiles_for_v6e_without_a_matrix_of_scores():
     assert memory is not None
     # One head's scores alone, in fp32, are 9 MB.
     assert memory.temp_size_in_bytes < 9e6
+
+
+@needs_libtpu
+def test_packed_documents_compile_for_v6e_with_ids_at_their_edges_alone():
+    (device, *_) = describe("v6e-8")
+    spec = NamedSharding(Mesh(np.array([device]), ("one",)), P())
+    shape = jax.ShapeDtypeStruct((2, 2, 1500, 64), jnp.bfloat16, sharding=spec)
+    ids = jax.ShapeDtypeStruct((2, 1500), jnp.int32, sharding=spec)
+    options = AttentionOptions(
+        "splash", platform="tpu", chip="v6e", blocks=BlockSizes(256, 256, 256)
+    )
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        mask = Mask(causal=True, q_segments=ids, kv_segments=ids)
+        return attend(q, k, v, mask, options=options)
+
+    text = jax.jit(run).lower(shape, shape, shape, ids).compile().as_text() or ""
+    names = re.findall(r'%(\w+)\.\d+ = .*custom_call_target="tpu_custom_call"', text)
+    assert sorted(names) == ["splash_mha_fwd_residuals", "splash_mha_fwd_segmented_residuals"]
+    assert not re.search(r"\[(\d+,)*(1500|1536),(1500|1536)\]", text)

@@ -107,12 +107,12 @@ def traced_pieces(limits: Any, by_key: bool, count_too: bool) -> Any:
     def infos(shift: jax.Array, num_keys: jax.Array) -> Any:
         band = Band(*limits, shift, 18, num_keys if count_too else 20)
         pieces = make_pieces(band, (5, 7), (4, 3), by_key=by_key)
-        functions[:] = [piece.function for piece in pieces]
+        functions[:] = [(piece.function, piece.at_edge) for piece in pieces]
         return [piece.info for piece in pieces]
 
     def run(shift: int, num_keys: int) -> list[Piece]:
         found = infos(shift, num_keys)
-        return [Piece(info, function) for info, function in zip(found, functions, strict=True)]
+        return [Piece(info, *known) for info, known in zip(found, functions, strict=True)]
 
     return run
 

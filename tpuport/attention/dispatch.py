@@ -24,6 +24,8 @@ from tpuport.errors import UsageError
 # Rows of queries and of keys that blockwise attention handles at a time.
 _BLOCKWISE = KernelTiles(q=512, kv=1024, kv_compute=1024, q_back=512, kv_back=1024)
 _SPLASH_DTYPES = ("bfloat16", "float32")
+# Reasons of `choose_kernel`.
+CHOSEN, ANY_MASK = "chosen", "an arbitrary mask or bias"
 
 
 class AttentionWarning(UserWarning):
@@ -75,7 +77,8 @@ def attend(
     if options.kernel == "full":
         return attend_full(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
     shards = _usable(shards, q.shape)
-    kernel = _choose_kernel(q, mask, dropout, options, shards)
+    kernel, reasons = choose_kernel(q.dtype, mask, dropout, options, shards)
+    _say_why(kernel, reasons, options, shards)
     low, high = mask.band()
     problem = Problem(
         *(kernel, scale, softcap, low, high, q.shape[2], k.shape[2], _BLOCKWISE),
@@ -220,31 +223,55 @@ def _ids(segments: Any, batch: int) -> Any:
     return None if segments is None else _of_batch(segments, batch).astype(jnp.int32)
 
 
-def _choose_kernel(
-    q: jax.Array, mask: Mask, dropout: float, options: AttentionOptions, shards: Shards | None
-) -> str:
-    """ "splash" or "blockwise"; says why it is not the one that was to be."""
-    if options.kernel == "blockwise":
-        return "blockwise"
-    reasons = (
-        ("an arbitrary mask or bias", mask.blocks is not None),
+def choose_kernel(
+    dtype: Any, mask: Mask, dropout: float, options: AttentionOptions, shards: Shards | None
+) -> tuple[str, tuple[str, ...]]:
+    """The kernel that `attend` takes where no matrix of scores is asked for, and why.
+
+    Args:
+        dtype: of the operands.
+        mask: as `attend` takes it.
+        dropout: as `attend` takes it.
+        options: whose kernel is "auto", "splash" or "blockwise".
+        shards: as `attend` takes them.
+
+    Returns:
+        "splash" or "blockwise", and all reasons for it: `CHOSEN`, what splash cannot serve (for a
+        mask that it cannot, `ANY_MASK`), or the platform.
+    """
+    chosen = (CHOSEN,) if options.kernel != "auto" else ()
+    checks = (
+        (ANY_MASK, mask.blocks is not None),
         ("dropout", bool(dropout)),
-        (f"{q.dtype.name} operands", q.dtype.name not in _SPLASH_DTYPES),
+        (f"{jnp.dtype(dtype).name} operands", jnp.dtype(dtype).name not in _SPLASH_DTYPES),
     )
-    reason = next((name for name, holds in reasons if holds), None)
+    refused = tuple(name for name, holds in checks if holds)
+    if options.kernel == "blockwise" or refused:
+        return "blockwise", chosen + refused
+    platform = _platform(options, shards)
+    if options.kernel == "auto" and platform != "tpu" and not options.interpret:
+        return "blockwise", (f"splash is for TPUs, and this program is for {platform}",)
+    return "splash", chosen
+
+
+def _say_why(
+    kernel: str, reasons: tuple[str, ...], options: AttentionOptions, shards: Shards | None
+) -> None:
+    """Say, or refuse, what is not computed by splash where it was to be.
+
+    Raises:
+        UsageError: splash was asked for by name.
+    """
+    if kernel == "splash" or options.kernel == "blockwise":
+        return
+    reason = next(reason for reason in reasons if reason != CHOSEN)
     if options.kernel == "splash":
-        if reason is None:
-            return "splash"
         raise UsageError(
             f"Splash attention cannot serve {reason}. What to do: leave the kernel to 'auto', or"
             " choose 'blockwise'"
         )
-    if not (options.interpret or _platform(options, shards) == "tpu"):
-        return "blockwise"
-    if reason is None:
-        return "splash"
-    _say_once(f"Splash attention cannot serve {reason}: blockwise attention is used, slower")
-    return "blockwise"
+    if options.interpret or _platform(options, shards) == "tpu":
+        _say_once(f"Splash attention cannot serve {reason}: blockwise attention is used, slower")
 
 
 def _platform(options: AttentionOptions, shards: Shards | None) -> str:

@@ -13,7 +13,9 @@ from tpuport.attention.blocks import choose_tiles
 from tpuport.attention.dispatch import attend
 from tpuport.attention.mask import Mask
 from tpuport.attention.options import AttentionOptions, BlockSizes
-from tpuport.attention.schedule import Band, make_pieces
+from tpuport.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
+from tpuport.attention.splash import FEW_BLOCKS
+from tpuport.attention.tiles import KernelTiles
 from tpuport.errors import UsageError
 
 # The masks that block sizes are chosen by: `Mask.kind`.
@@ -31,8 +33,8 @@ class KernelCase:
         num_keys: keys.
         head_dim: size of a head.
         dtype: of the operands.
-        mask: one of `KINDS`; a window reaches back an eighth of the keys, and padding is told to
-            the program only when it runs.
+        mask: one of `KINDS`; a window reaches back an eighth of the keys; padding and segments are
+            told to the program only when it runs, and the last key is then not seen.
         blocks: tile sizes; those that `attend` would choose if None.
         num_kv_heads: key heads; as many as query heads if None.
         backward: whether gradients are taken too.
@@ -57,13 +59,14 @@ class CallSteps:
     Args:
         masked: whether it masks what it visits.
         steps: steps of the grid.
-        active: how many of them compute; where the keys are counted only when the program runs, as
-            many as if all were valid.
+        active: how many of them compute, in all runs.
+        runs: how often it is called.
     """
 
     masked: bool
     steps: int
     active: int
+    runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,41 @@ def build_kernel(case: KernelCase) -> BuiltKernel:
         return pull(out)
 
     num_blocks = -(-case.num_queries // tiles.q), -(-case.num_keys // tiles.kv)
-    pieces = make_pieces(band, num_blocks, (tiles.q, tiles.kv))
-    calls = tuple(
-        CallSteps(
-            masked=piece.function is not None,
-            steps=case.num_heads * int(np.prod(piece.info.block_mask.shape)),  # pyright: ignore
-            active=case.num_heads * int(piece.info.block_mask.sum()),  # pyright: ignore
-        )
-        for piece in pieces
-    )
+    ids = _ids(case, tiles)
+    pieces = make_pieces(band, num_blocks, (tiles.q, tiles.kv), ids=ids)
+    # Where there are few blocks, ids are compared in all of them.
+    all_masked = case.mask == "segments" and ids is None
     return BuiltKernel(
         function=gradients if case.backward else forward,
         args=_args(case),
         blocks=BlockSizes(tiles.q, tiles.kv, tiles.kv_compute),
-        calls=calls,
+        calls=tuple(_steps(piece, num_blocks[0], case.num_heads, all_masked) for piece in pieces),
         flops=4 * case.head_dim * case.num_heads * _seen(band),
+    )
+
+
+def _ids(case: KernelCase, tiles: KernelTiles) -> SegmentIds | None:
+    """One segment, which the last key does not belong to."""
+    if case.mask != "segments" or case.num_keys <= FEW_BLOCKS * tiles.kv:
+        return None
+    q_size, kv_size = (
+        -(-length // block) * block
+        for length, block in ((case.num_queries, tiles.q), (case.num_keys, tiles.kv))
+    )
+    seen = jnp.arange(kv_size) < case.num_keys - 1
+    return SegmentIds(jnp.zeros(q_size, jnp.int32), jnp.where(seen, 0, NOBODY))
+
+
+def _steps(piece: Piece, rows: int, heads: int, all_masked: bool) -> CallSteps:
+    """What a call of the kernel visits."""
+    in_rounds = piece.rounds is not None
+    block_mask: Any = piece.info.block_mask
+    width = piece.round_size if in_rounds else block_mask.shape[-1]
+    return CallSteps(
+        masked=piece.at_edge or all_masked,
+        steps=heads * rows * width,
+        active=heads * int(block_mask.sum()),
+        runs=int(piece.rounds) if in_rounds else 1,
     )
 
 

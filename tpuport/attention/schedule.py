@@ -6,18 +6,42 @@ edge of what is seen. `merge` in `splash.py` puts their results together.
 
 A schedule is worked out from numbers alone. Where these are known it is numpy's, and as narrow as
 it can be; where they are traced (a chip's place in a sharded sequence, the length of one of a
-batch's sequences) it is arrays of the program.
+batch's sequences, segments) it is arrays of the program.
+
+Of segments the schedule knows the lowest and the highest id of each block. Blocks whose ids cannot
+meet are skipped, blocks of one and the same id are seen whole, and the kernel compares the ids of
+all others: any ids give the right result, and those that rise along the sequence a short schedule.
+How many blocks of a row are at an edge is known only at run time, and a step of the kernel that
+does nothing takes time, too: so they are visited in rounds, as many as the longest row needs.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 MaskInfo = splash_attention_mask_info.MaskInfo
+# Blocks of a row that a round visits at least, and the most rounds that there are: each round reads
+# and writes the whole result once more.
+_ROUND, _MOST_ROUNDS = 4, 4
+# The id of keys that nobody sees. No query has it.
+NOBODY = np.iinfo(np.int32).min
+
+
+class SegmentIds(NamedTuple):
+    """Ids of queries and keys, padded to whole blocks; equal ones see each other, if in the band.
+
+    Args:
+        q: (blocks * size,) int32; above `NOBODY`.
+        kv: (blocks * size,) int32.
+    """
+
+    q: Any
+    kv: Any
 
 
 @dataclass(frozen=True)
@@ -78,44 +102,99 @@ class UpTo:
 
 @dataclass(frozen=True)
 class Piece:
-    """The blocks that one call of the kernel visits, for one size of blocks."""
+    """The blocks that one call of the kernel visits, for one size of blocks.
+
+    Args:
+        info: the schedule.
+        function: what the kernel masks them by; None for no such mask.
+        at_edge: whether they are not seen whole: the kernel is to compare ids, if there are any.
+        rounds: None, or in how many calls to visit them, a traced number; then `info` is of all.
+        round_size: blocks of a row that a round visits.
+        axis: of the schedule's arrays, along a row.
+    """
 
     info: MaskInfo
     function: InBand | UpTo | None
+    at_edge: bool
+    rounds: Any = None
+    round_size: int = 0
+    axis: int = 2
+
+    def of_round(self, number: Any) -> MaskInfo:
+        """The schedule of one call; past the last round one that visits nothing."""
+        schedule: Any = self.info.data_next, self.info.block_mask
+        data_next, active = (
+            lax.dynamic_slice_in_dim(x, number * self.round_size, self.round_size, self.axis)
+            for x in schedule
+        )
+        active = jnp.where(number < self.rounds, active, 0).astype(active.dtype)
+        return self.info._replace(data_next=data_next, block_mask=active)
 
 
 def make_pieces(
-    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int], *, by_key: bool = False
+    band: Band,
+    num_blocks: tuple[int, int],
+    sizes: tuple[int, int],
+    *,
+    by_key: bool = False,
+    ids: SegmentIds | None = None,
 ) -> list[Piece]:
-    """The calls that together see just what the band says.
+    """The calls that together see just what the band says, of keys of the same id if there are ids.
 
     Args:
         band: what is seen.
         num_blocks: blocks of queries and of keys.
         sizes: rows of one block of queries and of keys.
         by_key: order the blocks for the kernel of key gradients, which goes by blocks of keys.
+        ids: segments; keys past the band's have the id `NOBODY`, or are none.
 
     Returns:
         None, one or two pieces; none if nothing at all is seen.
     """
-    xp = np if band.is_known else jnp
-    seen, whole = _classify(xp, band, num_blocks, sizes)
-    edge = seen & ~whole
-    most_edge = _most_edge_blocks(band, num_blocks, sizes, by_key)
+    seen, whole = _classify(np if band.is_known else jnp, band, num_blocks, sizes)
+    axis = 0 if by_key else 1
+    widths = _widths(band, seen, whole, _most_edge_blocks(band, num_blocks, sizes, by_key), axis)
+    xp = np if band.is_known and ids is None else jnp
+    if ids is not None:
+        widths = widths[0], _width(band, seen, axis)
+        may_meet, same = _compare_ids(ids, sizes)
+        seen, whole = seen & may_meet, whole & same
     pieces = []
-    for chosen, masked in ((whole, False), (edge, True)):
-        width = chosen.shape[0 if by_key else 1]
-        if band.is_known:
-            width = int(chosen.sum(0 if by_key else 1).max())
-        elif masked:
-            width = min(width, most_edge)
+    for chosen, width, at_edge in ((whole, widths[0], False), (seen & ~whole, widths[1], True)):
         if width == 0:
             continue
-        function, positions = _mask_function(band, num_blocks, sizes) if masked else (None, None)
+        function, positions = None, None
+        if at_edge and (ids is None or (band.low, band.high) != (None, None)):
+            function, positions = _mask_function(band, num_blocks, sizes)
+        rounds, size = None, width
+        if at_edge and ids is not None:
+            size = max(_ROUND, -(-width // _MOST_ROUNDS))
+            width = -(-width // size) * size
+            rounds = (chosen.sum(axis).max() + size - 1) // size
         data_next, block_mask = _order(xp, chosen, width, by_key)
         info = MaskInfo(data_next, None, block_mask, None, positions)
-        pieces.append(Piece(info, function))
+        pieces.append(Piece(info, function, at_edge, rounds, size, axis + 1))
     return pieces
+
+
+def _widths(band: Band, seen: Any, whole: Any, most_edge: int, axis: int) -> tuple[int, int]:
+    """Most blocks of a row that are seen whole, and that are at an edge of the band."""
+    edge = _width(band, seen & ~whole, axis)
+    return _width(band, whole, axis), edge if band.is_known else min(edge, most_edge)
+
+
+def _width(band: Band, chosen: Any, axis: int) -> int:
+    """Most chosen blocks along an axis; as many as there are, where the program will find out."""
+    return int(chosen.sum(axis).max()) if band.is_known else chosen.shape[axis]
+
+
+def _compare_ids(ids: SegmentIds, sizes: tuple[int, int]) -> tuple[Any, Any]:
+    """Which blocks (queries, keys) may have an id in common, and which have one id only."""
+    q, k = (x.reshape(-1, size) for x, size in zip(ids, sizes, strict=True))
+    lowest = jnp.where(k == NOBODY, np.iinfo(np.int32).max, k).min(1)
+    may_meet = (lowest <= q.max(1)[:, None]) & (k.max(1) >= q.min(1)[:, None])
+    one_each = (q == q[:, :1]).all(1)[:, None] & (k == k[:, :1]).all(1)
+    return may_meet, one_each & (q[:, :1] == k[:, 0])
 
 
 def _classify(

@@ -5,23 +5,31 @@ logsumexp and output of a softmax over more keys than they are given, which is w
 schedules of `schedule.py` and a ring of chips need; JAX keeps the function that calls them private.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-from tpuport.attention.problem import Gradients, Local
-from tpuport.attention.schedule import Band, Piece, make_pieces
+from tpuport.attention.problem import Gradients, Local, Parts
+from tpuport.attention.schedule import (
+    NOBODY,
+    Band,
+    MaskInfo,
+    Piece,
+    SegmentIds,
+    make_pieces,
+)
 
 # What the kernel gives a score that is not seen. A row's logsumexp below half of it has seen none.
 MASK_VALUE = kernels.DEFAULT_MASK_VALUE
-# An id that no query has.
-NOBODY = np.iinfo(np.int32).min
+# Up to so many blocks of keys, ids are compared in all of them: one call of the kernel costs less
+# than two, and one schedule serves the whole batch.
+FEW_BLOCKS = 2
 
 
 class Example(NamedTuple):
@@ -90,17 +98,55 @@ class Sorting(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch as the kernel takes it, and how to take its gradients back."""
+    """A batch as the kernel takes it, and how to take its gradients back.
+
+    Args:
+        examples: of the batch.
+        band: what all of them see.
+        sorting: of their keys, or None.
+        sizes: rows of one block of queries and of keys.
+        by_ids: whether ids decide which blocks are visited, not only what is seen of them.
+    """
 
     examples: Example
     band: Band
     sorting: Sorting | None
+    sizes: tuple[int, int]
+    by_ids: bool
+
+    def pieces(self, example: Example, by_key: bool) -> list[Piece]:
+        """The schedules of one example."""
+        band = self.band
+        if example.num_keys is not None:
+            band = dataclasses.replace(band, num_keys=example.num_keys)
+        num_blocks = tuple(
+            x.shape[1] // size for x, size in zip((example.q, example.k), self.sizes, strict=True)
+        )
+        ids = SegmentIds(example.q_segments, example.kv_segments) if self.by_ids else None
+        return make_pieces(band, num_blocks, self.sizes, by_key=by_key, ids=ids)
+
+    def ids_of(self, example: Example, piece: Piece) -> kernels.SegmentIds | None:
+        """What the kernel compares in the blocks of a piece."""
+        if example.q_segments is None or (self.by_ids and not piece.at_edge):
+            return None
+        return kernels.SegmentIds(example.q_segments, example.kv_segments)
+
+    def over_batch(self, one: Callable[..., Any], *rows: jax.Array) -> Any:
+        """`one` of every example of the batch and of what else there is for it."""
+        batch = (self.examples, *rows)
+        if self.examples.num_keys is None and not self.by_ids:
+            return jax.vmap(one)(*batch)
+        # The schedules differ, and a kernel has one.
+        if self.examples.q.shape[0] == 1:
+            first = one(*jax.tree.map(lambda x: x[0], batch))
+            return jax.tree.map(lambda x: x[None], first)
+        return lax.map(lambda args: one(*args), batch)
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `blockwise.forward`."""
     prepared = _prepare(local, q, k, v, local.problem.tiles.q, local.problem.tiles.kv)
-    out, lse = _over_batch(lambda e: _forward_one(local, prepared.band, e), prepared.examples)
+    out, lse = prepared.over_batch(lambda example: _forward_one(local, prepared, example))
     num_q = q.shape[2]
     return out[:, :, :num_q], lse[:, :, :num_q]
 
@@ -123,10 +169,10 @@ def backward(
     lse = jnp.where(empty, 0, lse).astype(jnp.float32)
     rows = [_pad(x, 2, tiles.q_back) for x in (out, lse, grad)]
 
-    def one(args: Any) -> tuple[jax.Array, ...]:
-        return _backward_one(local, prepared.band, *args)
+    def one(*args: Any) -> tuple[jax.Array, ...]:
+        return _backward_one(local, prepared, *args)
 
-    dq, dk, dv = _over_batch(one, (prepared.examples, *rows))
+    dq, dk, dv = prepared.over_batch(one, *rows)
     dq = (dq[:, :, : q.shape[2]].astype(jnp.float32) * local.problem.scale).astype(q.dtype)
     dk, dv = dk[:, :, : k.shape[2]], dv[:, :, : k.shape[2]]
     if prepared.sorting is not None:
@@ -137,42 +183,59 @@ def backward(
 def _prepare(
     local: Local, q: jax.Array, k: jax.Array, v: jax.Array, q_block: int, kv_block: int
 ) -> Prepared:
-    """Scales, orders and pads a batch, and says by band and segments what is seen."""
+    """Scales, orders and pads a batch, and says by band and ids what is seen."""
     problem, parts, origin = local.problem, local.parts, local.origin
     num_keys: Any = k.shape[2]
     if not problem.keys_whole:
         num_keys = _number_of_keys(problem.num_keys, origin.k, num_keys)
-    q_segments: Any = parts.q_segments
-    kv_segments: Any = parts.kv_segments
-    valid: Any = parts.key_valid
-    sorting = counts = None
-    is_free = problem.low is None and problem.high is None and q_segments is None
-    if valid is not None and is_free and not isinstance(num_keys, jax.Array):
+    sorting = counts = ids = None
+    is_cut = isinstance(num_keys, jax.Array)
+    is_free = problem.low is None and problem.high is None and parts.q_segments is None
+    if parts.key_valid is not None and is_free and not is_cut:
         # Nobody minds the order of the keys: the valid ones go first, and are counted.
-        valid = valid & (jnp.arange(k.shape[2]) < num_keys)
+        valid = parts.key_valid & (jnp.arange(k.shape[2]) < num_keys)
         sorting = Sorting.by(valid)
         k, v = sorting.apply(k), sorting.apply(v)
         counts = valid.sum(1, dtype=jnp.int32)
         num_keys = counts
-    elif valid is not None or (isinstance(num_keys, jax.Array) and problem.low is not None):
-        within = jnp.arange(k.shape[2]) < num_keys
-        valid = within if valid is None else valid & within
-        num_keys = k.shape[2]
-        if q_segments is None:
-            q_segments = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
-            kv_segments = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
-        kv_segments = jnp.where(valid, kv_segments, NOBODY)
+    elif (
+        parts.key_valid is not None
+        or parts.q_segments is not None
+        or (is_cut and problem.low is not None)
+    ):
+        ids = _make_ids(parts, q, k, num_keys, (q_block, kv_block))
+        num_keys = ids.kv.shape[1]
     band = Band(problem.low, problem.high, origin.q - origin.k, q.shape[2], num_keys)
     scaled = (q.astype(jnp.float32) * problem.scale).astype(q.dtype)
     examples = Example(
         _pad(scaled, 2, q_block),
         _pad(k, 2, kv_block),
         _pad(v, 2, kv_block),
-        None if q_segments is None else _pad(q_segments, 1, q_block),
-        None if kv_segments is None else _pad(kv_segments, 1, kv_block),
+        None if ids is None else ids.q,
+        None if ids is None else ids.kv,
         counts,
     )
-    return Prepared(examples, band, sorting)
+    by_ids = ids is not None and k.shape[2] > FEW_BLOCKS * kv_block
+    return Prepared(examples, band, sorting, (q_block, kv_block), by_ids)
+
+
+def _make_ids(
+    parts: Parts, q: jax.Array, k: jax.Array, num_keys: Any, blocks: tuple[int, int]
+) -> SegmentIds:
+    """Ids (B, whole blocks) by which queries see the valid keys of their segment, of `num_keys`."""
+    q_ids: Any = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
+    kv_ids: Any = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
+    if parts.q_segments is not None:
+        # Only the two lowest ids that there are become one.
+        q_ids, kv_ids = (jnp.maximum(x, NOBODY + 1) for x in (parts.q_segments, parts.kv_segments))
+    seen = jnp.arange(k.shape[2]) < num_keys
+    if parts.key_valid is not None:
+        seen = seen & parts.key_valid
+    # The last query's id again, so that the last block has no id more than it needs.
+    q_ids = jnp.pad(q_ids, [(0, 0), (0, -q.shape[2] % blocks[0])], mode="edge")
+    kv_ids = jnp.where(seen, kv_ids, NOBODY)
+    more = -k.shape[2] % blocks[1]
+    return SegmentIds(q_ids, jnp.pad(kv_ids, [(0, 0), (0, more)], constant_values=NOBODY))
 
 
 def _number_of_keys(whole: int, start: Any, size: int) -> Any:
@@ -190,40 +253,14 @@ def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
     return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
 
 
-def _over_batch(one: Callable[[Any], Any], batch: Any) -> Any:
-    """`one` of every example of the batch."""
-    examples = batch if isinstance(batch, Example) else batch[0]
-    if examples.num_keys is None:
-        return jax.vmap(one)(batch)
-    # The schedules differ, and a kernel has one.
-    if examples.q.shape[0] == 1:
-        first = one(jax.tree.map(lambda x: x[0], batch))
-        return jax.tree.map(lambda x: x[None], first)
-    return lax.map(one, batch)
-
-
-def _pieces(band: Band, example: Example, sizes: tuple[int, int], by_key: bool) -> list[Piece]:
-    """The schedules of one example."""
-    if example.num_keys is not None:
-        band = Band(band.low, band.high, band.shift, band.num_queries, example.num_keys)
-    num_blocks = example.q.shape[1] // sizes[0], example.k.shape[1] // sizes[1]
-    return make_pieces(band, num_blocks, sizes, by_key=by_key)
-
-
-def _segments(example: Example) -> kernels.SegmentIds | None:
-    if example.q_segments is None:
-        return None
-    return kernels.SegmentIds(example.q_segments, example.kv_segments)
-
-
-def _forward_one(local: Local, band: Band, example: Example) -> tuple[jax.Array, jax.Array]:
+def _forward_one(local: Local, prepared: Prepared, example: Example) -> tuple[jax.Array, jax.Array]:
     """Output (Hq, Sq, Dv) and logsumexp (Hq, Sq) of one example."""
     problem = local.problem
     tiles = problem.tiles
-    results = []
-    for piece in _pieces(band, example, (tiles.q, tiles.kv), by_key=False):
+
+    def run(piece: Piece, info: MaskInfo) -> tuple[jax.Array, jax.Array]:
         kernel = kernels.SplashAttentionKernel(
-            jax.tree.map(jnp.asarray, piece.info),
+            jax.tree.map(jnp.asarray, info),
             None,
             None,
             block_sizes=kernels.BlockSizes(tiles.q, tiles.kv, tiles.kv_compute),
@@ -235,18 +272,32 @@ def _forward_one(local: Local, band: Band, example: Example) -> tuple[jax.Array,
             mask_function=piece.function,
             interpret=problem.interpret,
         )
-        out, (lse,) = kernel(example.q, example.k, example.v, _segments(example))
+        ids = prepared.ids_of(example, piece)
+        out, (lse,) = kernel(example.q, example.k, example.v, ids)
         empty = ~(lse > MASK_VALUE / 2)
-        out = jnp.where(empty[..., None], 0, out)
-        results.append((out, jnp.where(empty, -jnp.inf, lse)))
-    if not results:
-        shape = example.q.shape[:2]
-        dim = example.v.shape[-1]
-        return jnp.zeros((*shape, dim), example.q.dtype), jnp.full(shape, -jnp.inf, jnp.float32)
-    merged = results[0]
-    for other in results[1:]:
-        merged = merge(merged, other)
-    return merged[0].astype(example.q.dtype), merged[1]
+        return jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
+
+    found = None
+    for piece in prepared.pieces(example, by_key=False):
+        if piece.rounds is None:
+            now = run(piece, piece.info)
+            found = now if found is None else merge(found, now)
+            continue
+
+        def further(number: Any, found: Any, piece: Piece = piece) -> Any:
+            out, lse = merge(found, run(piece, piece.of_round(number)))
+            return out.astype(found[0].dtype), lse
+
+        found = lax.fori_loop(0, piece.rounds, further, found or _nothing(example))
+    out, lse = found or _nothing(example)
+    return out.astype(example.q.dtype), lse
+
+
+def _nothing(example: Example) -> tuple[jax.Array, jax.Array]:
+    """Output and logsumexp of no keys at all."""
+    shape = example.q.shape[:2]
+    out = jnp.zeros((*shape, example.v.shape[-1]), example.q.dtype)
+    return out, jnp.full(shape, -jnp.inf, jnp.float32)
 
 
 def merge(
@@ -261,14 +312,17 @@ def merge(
 
 
 def _backward_one(
-    local: Local, band: Band, example: Example, out: jax.Array, lse: jax.Array, grad: jax.Array
+    local: Local,
+    prepared: Prepared,
+    example: Example,
+    out: jax.Array,
+    lse: jax.Array,
+    grad: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Gradients of scaled queries, keys and values of one example."""
     problem = local.problem
     tiles = problem.tiles
-    sizes = (tiles.q_back, tiles.kv_back)
-    by_query = _pieces(band, example, sizes, by_key=False)
-    by_key = _pieces(band, example, sizes, by_key=True)
+    by_query, by_key = (prepared.pieces(example, by_key=by_key) for by_key in (False, True))
     compute = min(tiles.kv_compute, tiles.kv_back)
     blocks = kernels.BlockSizes(
         block_q=tiles.q,
@@ -280,11 +334,12 @@ def _backward_one(
         block_q_dq=tiles.q_back,
         block_kv_dq=tiles.kv_back,
     )
-    total = tuple(jnp.zeros(x.shape, jnp.float32) for x in (example.q, example.k, example.v))
-    for dq_piece, dkv_piece in zip(by_query, by_key, strict=True):
+
+    def run(piece: Piece, dq_info: MaskInfo, dkv_info: MaskInfo) -> tuple[jax.Array, ...]:
+        ids = prepared.ids_of(example, piece)
         saved = (
-            *(example.q, example.k, example.v, _segments(example), None, out, lse),
-            *(jax.tree.map(jnp.asarray, p.info) for p in (dq_piece, dkv_piece)),
+            *(example.q, example.k, example.v, ids, None, out, lse),
+            *(jax.tree.map(jnp.asarray, info) for info in (dq_info, dkv_info)),
         )
         found = kernels._splash_attention_bwd(
             save_residuals=False,
@@ -292,11 +347,26 @@ def _backward_one(
             is_mqa=False,
             block_sizes=blocks,
             residual_checkpoint_name=None,
-            mask_function=dq_piece.function,
+            mask_function=piece.function,
             attn_logits_soft_cap=problem.softcap,
             interpret=problem.interpret,
             res=saved,
             do=grad,
         )
-        total = tuple(a + b.astype(jnp.float32) for a, b in zip(total, found[3:6], strict=True))
+        return found[3:6]
+
+    total = tuple(jnp.zeros(x.shape, jnp.float32) for x in (example.q, example.k, example.v))
+
+    def add(total: Any, found: Any) -> tuple[jax.Array, ...]:
+        return tuple(a + b.astype(jnp.float32) for a, b in zip(total, found, strict=True))
+
+    for dq, dkv in zip(by_query, by_key, strict=True):
+        if dq.rounds is None:
+            total = add(total, run(dq, dq.info, dkv.info))
+            continue
+
+        def further(number: Any, total: Any, dq: Piece = dq, dkv: Piece = dkv) -> Any:
+            return add(total, run(dq, dq.of_round(number), dkv.of_round(number)))
+
+        total = lax.fori_loop(0, jnp.maximum(dq.rounds, dkv.rounds), further, total)
     return total

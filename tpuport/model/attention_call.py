@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.attention import AttentionOptions, Mask, Shards, attend
+from tpuport.attention.dispatch import ANY_MASK, choose_kernel
 from tpuport.model.attention_choice import choice, options_for, shards_for
 from tpuport.model.locate import user_site
 from tpuport.model.lowerings.attention import attention
@@ -104,8 +105,8 @@ def structured_call(
         options=options,
         shards=shards,
     )
-    kernel, reason = _served(options, mask, call, found, q.dtype)
-    _note(trace, q, k, kernel, reason, described(mask, found), spread(shards))
+    kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards)
+    _note(trace, q, k, kernel, _in_words(reasons, found), described(mask, found), spread(shards))
     return out
 
 
@@ -192,26 +193,19 @@ def _structure(trace: Trace, mask: Any, shape: tuple[int, ...], frozen: bool) ->
     return known[0]
 
 
-def _served(
-    options: AttentionOptions, mask: Mask, call: Call, found: Structure, dtype: Any
-) -> tuple[str, str]:
-    """The kernel that `attend` takes, and why it is that one."""
-    reasons = ["chosen"] if options.kernel == "blockwise" else []
-    if mask.blocks is not None:
-        what = "a bias" if found.bias is not None else "more than bands and segments"
-        left = arrays_left(found)
-        tail = f", and needs arrays of the scores' size: {', '.join(left)}" if left else ""
-        reasons.append(f"the mask is {what}{tail}")
-    if call.dropout:
-        reasons.append("dropout")
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"{jnp.dtype(dtype).name} operands")
-    if not reasons and options.kernel == "auto":
-        if options.platform != "tpu" and not options.interpret:
-            reasons.append(f"splash is for TPUs, and this program is for {options.platform}")
-    if reasons:
-        return "blockwise", "; ".join(reasons)
-    return "splash", "chosen" if options.kernel == "splash" else "it knows such masks"
+def _in_words(reasons: tuple[str, ...], found: Structure) -> str:
+    """Why `choose_kernel` took a kernel."""
+    if not reasons:
+        return "it knows such masks"
+    return "; ".join(_of_mask(found) if one == ANY_MASK else one for one in reasons)
+
+
+def _of_mask(found: Structure) -> str:
+    """What splash cannot serve of a mask."""
+    what = "a bias" if found.bias is not None else "more than bands and segments"
+    left = arrays_left(found)
+    tail = f", and needs arrays of the scores' size: {', '.join(left)}" if left else ""
+    return f"the mask is {what}{tail}"
 
 
 def _note(

@@ -11,6 +11,7 @@ import jax
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
+from tpuport.attention.sharded import OUTPUT_NAME
 from tpuport.errors import UsageError
 from tpuport.model import patterns, region, structure
 from tpuport.model.tensor import Storage, TracedTensor
@@ -20,13 +21,36 @@ _INPUT = "tpuport.module_input"
 _HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
 
 _policies = jax.checkpoint_policies
+
+
+def _with_attention(products: Callable[..., Any], attention: Callable[..., Any]) -> Any:
+    """A policy for products with weights and one for the result of attention.
+
+    That is as large as such a product, and its kernel is no product to jax.
+    """
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        chosen = attention if primitive.name == "name" else products
+        return chosen(primitive, *args, **params)
+
+    return policy
+
+
 POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
-    "dots": _policies.dots_with_no_batch_dims_saveable,
+    "dots": _with_attention(
+        _policies.dots_with_no_batch_dims_saveable,
+        _policies.save_only_these_names(OUTPUT_NAME),
+    ),
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], **_HOST
     ),
-    "dots_offload": _policies.offload_dot_with_no_batch_dims(*_HOST.values()),
+    "dots_offload": _with_attention(
+        _policies.offload_dot_with_no_batch_dims(*_HOST.values()),
+        _policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=[OUTPUT_NAME], **_HOST
+        ),
+    ),
 }
 NAMES = ("none", *POLICIES)
 

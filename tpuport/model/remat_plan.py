@@ -35,9 +35,9 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
 
             "none" keeps everything that the backward pass needs; "full" keeps the module's inputs
             and computes the rest again; "dots" keeps the results of products with weights too
-            (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`); "offload" is "full" with
-            the inputs in host memory until they are needed; "dots_offload" keeps the inputs on the
-            device and the results of products in host memory.
+            (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`), and of attention by a
+            kernel; "offload" is "full" with the inputs in host memory until they are needed;
+            "dots_offload" keeps the inputs on the device, and those results in host memory.
 
     Returns:
         The modules that are computed again, with their policies.
