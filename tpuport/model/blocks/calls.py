@@ -12,9 +12,17 @@ from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
 from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
-from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, is_frozen, trace_block
+from tpuport.model.blocks.body import (
+    NAME,
+    Arguments,
+    Entry,
+    NotPure,
+    inputs_of,
+    is_frozen,
+    trace_block,
+)
 from tpuport.model.bounded.extents import extents_of
-from tpuport.model.masks.recipes import Recipe, recipe_of
+from tpuport.model.masks.recipes import Recipe, Recipes
 from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
@@ -51,6 +59,7 @@ class BlockCalls:
         self.records: dict[int, BlockRecord] = {}
         self.known: dict[Any, list[Entry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
+        self.recipes = Recipes(NAME)
         for family in families(module):
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
@@ -69,7 +78,7 @@ class BlockCalls:
         record = self.records[id(member.family)]
         apart = self.trace.explorer.plan.apart
         first = member.family.members[0].fqn
-        taken = take_apart(self.trace, args, kwargs)
+        taken = take_apart(self.trace, args, kwargs, self.recipes)
         # Hooks may come while the model runs: transformers' that collect hidden states do.
         if taken is None or first in apart or has_hooks(member.module):
             record.reason = apart.get(first, record.reason)
@@ -154,7 +163,7 @@ class BlockCalls:
 
 
 def take_apart(
-    trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+    trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
 ) -> tuple[Arguments, Any] | None:
     """A call's arguments and what a function is traced for, None where it cannot be one.
 
@@ -185,17 +194,17 @@ def take_apart(
     )
     given = Arguments(leaves, spec)
     if options_for(trace.target) is not None:
-        given.recipes = _recipes(given)
+        given.recipes = _recipes(given, recipes)
     made = tuple((i, recipe.key) for i, recipe in given.recipes.items())
     return given, (spec.key, tuple(kinds), modes, made)
 
 
-def _recipes(given: Arguments) -> dict[int, Recipe]:
+def _recipes(given: Arguments, recipes: Recipes) -> dict[int, Recipe]:
     """The masks among the arguments, which attention is to know the structure of."""
     found = {}
     for index, leaf in enumerate(given.traced):
         frozen = leaf._frozen or not leaf.dtype.is_floating_point
-        recipe = recipe_of(leaf._elem, frozen=frozen)
+        recipe = recipes.of(leaf._elem, frozen=frozen)
         if recipe is not None:
             found[index] = recipe
     return found
