@@ -1,6 +1,6 @@
 """Calls of blocks that are alike: the first is traced as a pure function, the others reuse it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
-from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
+from tpuport.model.blocks.alike import Member, families, same_value
 from tpuport.model.blocks.body import (
     NAME,
     Arguments,
@@ -51,16 +51,17 @@ class BlockCalls:
     Args:
         trace: the running trace.
         module: the traced copy of the model.
+        leaves: the state of it.
     """
 
-    def __init__(self, trace: Trace, module: torch.nn.Module) -> None:
+    def __init__(self, trace: Trace, module: torch.nn.Module, leaves: Iterable[Any]) -> None:
         self.trace = trace
         self.members: dict[int, Member] = {}
         self.records: dict[int, BlockRecord] = {}
         self.known: dict[Any, list[Entry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
         self.recipes = Recipes(NAME)
-        for family in families(module):
+        for family in families(module, leaves):
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
                 self.members.setdefault(id(member.module), member)
@@ -78,10 +79,15 @@ class BlockCalls:
         record = self.records[id(member.family)]
         apart = self.trace.explorer.plan.apart
         first = member.family.members[0].fqn
-        taken = take_apart(self.trace, args, kwargs, self.recipes)
         # Hooks may come while the model runs: transformers' that collect hidden states do.
-        if taken is None or first in apart or has_hooks(member.module):
-            record.reason = apart.get(first, record.reason)
+        taken = None
+        if first in apart:
+            record.reason = apart[first]
+        elif member.is_changed:
+            record.reason = f"{member.fqn}: the model changed it while it ran"
+        elif not member.has_hooks:
+            taken = take_apart(self.trace, args, kwargs, self.recipes)
+        if taken is None:
             return run(*args, **kwargs)
         given, key = taken
         key = (id(member.family), self._policies(member), *key)
@@ -122,8 +128,7 @@ class BlockCalls:
     def _policies(self, member: Member) -> tuple[str | None, ...]:
         """The remat policies of a block and what is in it."""
         if id(member) not in self.policies:
-            names = (name for name, _ in member.module.named_modules())
-            fqns = (f"{member.fqn}.{name}" if name else member.fqn for name in names)
+            fqns = (f"{member.fqn}.{name}" if name else member.fqn for name, _ in member.modules)
             self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
