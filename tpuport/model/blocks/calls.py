@@ -61,7 +61,10 @@ class BlockCalls:
         self.known: dict[Any, list[Entry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
         self.recipes = Recipes(NAME)
-        for family in families(module, leaves):
+        # Else each size that a tensor is asked for passes the modes of the trace.
+        with torch._C.DisableTorchFunction():
+            found = families(module, leaves)
+        for family in found:
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
                 self.members.setdefault(id(member.module), member)
