@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 
 from tpuport.model import structure
 from tpuport.model.locate import port_error
+from tpuport.model.tensor import TracedTensor
 
 _NUMPY = (np.random.Generator, np.random.RandomState)
+
+
+# Nothing hangs on these.
+_BARE = (torch.Tensor, np.ndarray, *structure.ATOMS)
+# Most of what there is, told by its exact type; and what holds nothing if it is empty.
+_PASSED = structure.ATOMIC | {TracedTensor, torch.nn.Parameter}
+_CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 
 
 def _sources(roots: list[Any]) -> list[Any]:
@@ -21,16 +30,24 @@ def _sources(roots: list[Any]) -> list[Any]:
     stack = list(roots)
     while stack:
         value = stack.pop()
-        if id(value) in seen or isinstance(value, (torch.Tensor, np.ndarray, *structure.ATOMS)):
+        if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (*_NUMPY, random.Random)):
-            found.append(value)
-        elif isinstance(value, dict):
-            stack.extend(value.values())
+        parts: list[Any] = []
+        if isinstance(value, dict):
+            parts += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
-            stack.extend(value)
-        stack.extend(structure.attributes_of(value).values())
+            parts += value
+        elif isinstance(value, _BARE):
+            continue
+        elif isinstance(value, (*_NUMPY, random.Random)):
+            found.append(value)
+        parts += structure.attributes_of(value).values()
+        stack += [
+            part
+            for part in parts
+            if type(part) not in _PASSED and (type(part) not in _CONTAINERS or part)
+        ]
     return found
 
 

@@ -42,7 +42,10 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     frozen = not (
         tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
     )
-    made = TracedTensor(Storage(value, trace), (), meta_of(tensor), value, frozen)
+    # The tensor itself has what is asked of its meta tensor; making one for each takes time.
+    whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
+    like = tensor if whole else meta_of(tensor)
+    made = TracedTensor(Storage(value, trace), (), like, value, frozen)
     vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
@@ -75,6 +78,8 @@ def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: li
     Raises:
         PortError: it reached another tensor (a global, one in a closure).
     """
+    if not trace.promoted:
+        return
     owned = set(trace.made)
     if module is not None:
         leaves = state_tree(module).leaves.values()

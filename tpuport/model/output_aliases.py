@@ -2,21 +2,24 @@
 
 from typing import Any
 
-import torch
-
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.request import Alias, Outcome
-from tpuport.model.state import state_tree
 from tpuport.model.tensor import TracedTensor, meta_of
 
 
 def output_aliases(
-    outcome: Outcome, outputs: list[Any], made: list[Any], module: torch.nn.Module | None
+    outcome: Outcome, outputs: list[Any], made: list[Any], state: dict[str, Any]
 ) -> dict[int, Alias]:
-    """Outputs that are arguments, or state that the call leaves as it is, or views of them."""
+    """Outputs that are arguments, or state that the call leaves as it is, or views of them.
+
+    Args:
+        outcome: the call's.
+        outputs: its results, taken apart.
+        made: its arguments, taken apart.
+        state: the tensors of the module after it, by name.
+    """
     if len(outputs) != len(outcome.out_leaves):
         return {}  # numbers among them
-    state = state_tree(module).leaves if module is not None else {}
     kept = {name: leaf for name, leaf in state.items() if name not in outcome.state}
     owners: dict[int, tuple[int | str, TracedTensor]] = {}
     for of, leaf in (*enumerate(made), *kept.items()):

@@ -14,6 +14,7 @@ import torch
 from tpuport.diagnosis.explain import explaining
 from tpuport.model import ahead, arguments, notes, pure, structure, verify
 from tpuport.model.blocks import at_rest
+from tpuport.model.cloning import clone_module
 from tpuport.model.compiled import (
     Compiled,
     Executable,
@@ -29,7 +30,6 @@ from tpuport.model.ported_state import PortedState
 from tpuport.model.random_keys import fresh_key, unused_key
 from tpuport.model.report import PortReport, Retrace
 from tpuport.model.request import Outcome, Request
-from tpuport.model.state import clone_module
 
 
 class PortedModel(PortedState):

@@ -12,9 +12,10 @@ import torch
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend
 from tpuport.model.blocks import at_rest
+from tpuport.model.cloning import clone_module
 from tpuport.model.compiled import Compiled
 from tpuport.model.program import Program
-from tpuport.model.state import clone_module, state_tree
+from tpuport.model.state import state_tree
 
 if TYPE_CHECKING:
     from tpuport.checkpoints.loading import Place, Progress

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from tpuport.model import backend, host_randomness, numbers, structure
 from tpuport.model.arguments import Watch, program_leaf, unsized
 from tpuport.model.blocks import BlockCalls, roll
 from tpuport.model.bounded.extents import extents_of
+from tpuport.model.cloning import clone_module
 from tpuport.model.explorer import Explorer
 from tpuport.model.inside import (
     program_leaves,
@@ -34,7 +36,7 @@ from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
-from tpuport.model.state import StateTree, clone_module, python_changes, state_tree
+from tpuport.model.state import StateTree, named_owners, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor
 from tpuport.model.trace import KeyStream, Trace, active, no_policy
 from tpuport.model.values import value_of
@@ -157,6 +159,7 @@ class Program:
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),
+            uncollected(),
             eager_compiled(),
             _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
@@ -178,7 +181,7 @@ class Program:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
         tree = state_tree(module, objects=True) if module is not None else None
-        named = [] if module is None else module.named_modules()
+        named = [] if module is None else named_owners(module)
         trace.own_modules = {id(m): fqn for fqn, m in named}
         if self.on_module is not None:
             self.on_module(module)
@@ -188,8 +191,8 @@ class Program:
         before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
         trace.placement = self.placement if self.placement.constrains else None
-        if module is not None and self.blocks != "unroll":
-            trace.blocks = BlockCalls(trace, module)
+        if module is not None and tree is not None and self.blocks != "unroll":
+            trace.blocks = BlockCalls(trace, module, tree.leaves.values())
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
         with host_randomness.unchanged(roots):
@@ -198,8 +201,10 @@ class Program:
             raise trace.refusal
         trace.guards.refuse_writes()
         refuse_foreign_writes(trace, module, made)
-        outcome = self._outcome(trace, module, tree, result, request.values, baked)
-        outcome.out_aliases = output_aliases(outcome, structure.flatten(result)[0], made, module)
+        after = state_tree(module, objects=True) if module is not None else None
+        outcome = self._outcome(trace, module, tree, after, result, request.values, baked)
+        leaves = {} if after is None else after.leaves
+        outcome.out_aliases = output_aliases(outcome, structure.flatten(result)[0], made, leaves)
         outcome.argument_changes = watch.changes()
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves
@@ -235,7 +240,9 @@ class Program:
             if self.plan.host_state and name in known and _is_small_state(tensor):
                 baked[name] = backend.to_torch(known[name], tensor.dtype)
                 return baked[name]
-            traced[name] = state_tensor(trace, tensor, values[name])
+            # Else each size that the tensor is asked for passes the modes of the trace.
+            with torch._C.DisableTorchFunction():
+                traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
 
         module, _ = clone_module(self.master, tensor_map)
@@ -253,6 +260,7 @@ class Program:
         trace: Trace,
         module: torch.nn.Module | None,
         before: StateTree | None,
+        after: StateTree | None,
         result: Any,
         values: dict[str, jax.Array],
         baked: dict[str, torch.Tensor],
@@ -262,8 +270,7 @@ class Program:
         outcome = Outcome(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
-        if module is not None and before is not None:
-            after = state_tree(module, objects=True)
+        if module is not None and before is not None and after is not None:
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):
                     raise unsized(f"the state {name!r} that the call leaves")
@@ -321,6 +328,22 @@ def eager_compiled() -> Any:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without collections of garbage.
+
+    One that comes to the oldest objects visits all that the imports have made, which takes longer
+    than tracing a large model; a trace leaves few cycles, and they are collected afterwards.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 @contextlib.contextmanager

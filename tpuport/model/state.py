@@ -1,143 +1,18 @@
-"""A module's state.
+"""A module's state: every tensor that hangs on it by name, and what a call changed."""
 
-Copies to trace, every tensor that hangs on it by name, and what a call changed.
-"""
-
-import copy
-import enum
-import functools
-import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tpuport.model import numbers, structure
+from tpuport.model.cloning import Cloner
 from tpuport.model.tensor import TracedTensor, meta_of
 
-_SHARED = (
-    *structure.ATOMS,
-    torch.Generator,
-    enum.Enum,
-    threading.Thread,
-    types.CodeType,
-    types.GeneratorType,
-)
 # What torch keeps on every module: its own bookkeeping, hooks included.
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
-
-
-class Cloner:
-    """Copies modules, containers and plain objects; tensors go through `tensor_map`."""
-
-    def __init__(self, tensor_map: Callable[[torch.Tensor], Any]) -> None:
-        self.tensor_map = tensor_map
-        self.memo: dict[int, Any] = {}
-        self.keep: list[Any] = []
-
-    def clone(self, value: Any) -> Any:
-        """A copy of a value; the same copy each time."""
-        if isinstance(value, torch.Tensor):
-            known = self.memo.get(id(value))
-            if known is None:
-                known = self.memo[id(value)] = self.tensor_map(value)
-                self.keep.append(value)
-            return known
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.clone(value.__self__))
-        if isinstance(value, _SHARED):
-            return value
-        if isinstance(value, weakref.ref):
-            # Recurrent layers know their weights by such references, and look whether they changed.
-            referent = value()
-            is_tensor = isinstance(referent, torch.Tensor)
-            return weakref.ref(self.clone(referent)) if is_tensor else value
-        known = self.memo.get(id(value))
-        if known is not None:
-            return known
-        self.keep.append(value)
-        if isinstance(value, functools.partial):
-            parts = [self.clone(p) for p in value.args]
-            made = functools.partial(self.clone(value.func), *parts, **self.clone(value.keywords))
-            self.memo[id(value)] = made
-            return made
-        if isinstance(value, tuple):
-            parts = [self.clone(p) for p in value]
-            if all(a is b for a, b in zip(parts, value, strict=True)):
-                made = value
-            else:
-                made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-            self.memo[id(value)] = made
-            return made
-        return self._object(value)
-
-    def _object(self, value: Any) -> Any:
-        made: Any
-        if not self._copies(value):
-            self.memo[id(value)] = value
-            return value
-        if isinstance(value, torch.nn.Module):
-            made = value.__class__.__new__(value.__class__)
-        elif isinstance(value, (dict, list, set)) and type(value).__module__ in (
-            "builtins",
-            "collections",
-        ):
-            made = copy.copy(value)
-        else:
-            try:
-                made = copy.copy(value)
-            except (TypeError, ValueError, AttributeError, RuntimeError, copy.Error):
-                self.memo[id(value)] = value
-                return value
-        self.memo[id(value)] = made
-        self._fill(made, value)
-        return made
-
-    def _fill(self, made: Any, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, part in list(dict.items(value)):
-                dict.__setitem__(made, name, self.clone(part))
-        elif isinstance(value, list):
-            made[:] = [self.clone(part) for part in value]
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            for name, part in attributes.items():
-                made.__dict__[name] = self.clone(part)
-        for name, part in structure.slots_of(value).items():
-            object.__setattr__(made, name, self.clone(part))
-
-    @staticmethod
-    def _copies(value: Any) -> bool:
-        if isinstance(value, (torch.nn.Module, dict, list, set)):
-            return True
-        module = type(value).__module__.split(".")[0]
-        return module not in (
-            "builtins",
-            "torch",
-            "numpy",
-            "jax",
-            "logging",
-            "_thread",
-            "weakref",
-            "re",
-        ) and (hasattr(value, "__dict__") or bool(structure.slots_of(value)))
-
-
-def clone_module(
-    module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
-) -> tuple[torch.nn.Module, dict[int, Any]]:
-    """A copy of a module and of the Python state below it.
-
-    Each tensor is replaced by `tensor_map(tensor)`.
-
-    Returns:
-        The copy, and the copies by id of the original (tensors included).
-    """
-    cloner = Cloner(tensor_map)
-    return cloner.clone(module), cloner.memo
 
 
 @dataclass
@@ -158,9 +33,29 @@ class StateTree:
     modules: dict[str, int]
 
 
-def named_owners(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each distinct submodule with its first fqn."""
-    yield from module.named_modules()
+def named_owners(
+    module: torch.nn.Module, *, repeated: bool = False
+) -> list[tuple[str, torch.nn.Module]]:
+    """Each submodule with its fqn, in the order of `named_modules`, which takes much longer.
+
+    Args:
+        module: any module; it comes first, with an empty fqn.
+        repeated: give one that is held in several places for each of them, not for the first only.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+    stack = [("", module)]
+    while stack:
+        fqn, owner = stack.pop()
+        if id(owner) in seen:
+            continue
+        if not repeated:
+            seen.add(id(owner))
+        found.append((fqn, owner))
+        prefix = fqn + "." if fqn else ""
+        children = [(prefix + name, m) for name, m in owner._modules.items() if m is not None]
+        stack += reversed(children)
+    return found
 
 
 def state_tree(
@@ -187,24 +82,45 @@ def state_tree(
                 return
         tree.leaves[name] = value
 
+    # Not under the modes of a running trace: it is asked for the sizes of tensors only.
+    with torch._C.DisableTorchFunction():
+        _take_apart(tree, leaf, module, number_names, objects)
+    return tree
+
+
+def _take_apart(
+    tree: StateTree,
+    leaf: Callable[[StateTree, str, Any], None],
+    module: torch.nn.Module,
+    number_names: set[str] | frozenset[str],
+    objects: bool,
+) -> None:
     for fqn, owner in named_owners(module):
         tree.modules[fqn] = id(owner)
         prefix = fqn + "." if fqn else ""
         for holder in (owner._parameters, owner._buffers):
             for name, value in holder.items():
+                full = prefix + name
                 if value is not None:
-                    leaf(tree, prefix + name, value)
-                    tree.registered.add(prefix + name)
-                tree.statics[prefix + name] = None if value is None else _tensor_kind(value)
-                tree.owners[prefix + name] = (fqn, name)
-                tree.values[prefix + name] = value
+                    leaf(tree, full, value)
+                    tree.registered.add(full)
+                tree.statics[full] = None if value is None else _tensor_kind(value)
+                tree.owners[full] = (fqn, name)
+                tree.values[full] = value
         for name, value in owner.__dict__.items():
             if name in _INTERNAL:
                 continue
-            _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
-    return tree
+            if type(value) in _EXACT and not number_names:
+                full = prefix + name
+                tree.owners[full] = (fqn, name)
+                tree.values[full] = value
+                tree.statics[full] = (type(value), value)
+            else:
+                _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
 
 
+# Types whose values are the same if they are equal.
+_EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
 
 

@@ -6,6 +6,7 @@ tensors (key-value caches). Shared references stay shared.
 """
 
 import enum
+import functools
 import types
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -24,30 +25,37 @@ ATOMS = (
 )  # fmt: skip
 
 
+# Values of exactly these types hold nothing: a quick test for the most common ones.
+ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})
+
+
 def is_leaf(value: Any) -> bool:
     """Whether `value` crosses the jit boundary as an array (or a generator as its key)."""
     return isinstance(value, (torch.Tensor, jax.Array, torch.Generator))
 
 
-def _slot_names(cls: type) -> tuple[str, ...]:
-    slots: Any = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@functools.lru_cache(maxsize=1024)
+def _slot_names(kind: type) -> tuple[str, ...]:
+    """The names in `__slots__` of a class and of its bases."""
+    names: list[str] = []
+    for cls in kind.__mro__:
+        slots: Any = cls.__dict__.get("__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes that an object keeps in `__slots__`."""
-    return {
-        name: getattr(value, name)
-        for cls in type(value).__mro__
-        for name in _slot_names(cls)
-        if name not in ("__dict__", "__weakref__") and hasattr(value, name)
-    }
+    names = _slot_names(type(value))
+    if not names:
+        return {}
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """All attributes that an object holds itself."""
     held = getattr(value, "__dict__", None)
-    return {**(held if isinstance(held, dict) else {}), **slots_of(value)}
+    return (dict(held) if isinstance(held, dict) else {}) | slots_of(value)
 
 
 @dataclass
@@ -193,9 +201,14 @@ def is_plain(value: Any) -> bool:
     kind = type(value)
     if kind is np.ndarray:
         return value.dtype != object
+    return is_open(value) and _blank_of(kind) is object.__new__
+
+
+def is_open(value: Any) -> bool:
+    """Whether what code reads of an object is in its attributes, or most of it."""
     if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
         return False
-    return kind.__module__.split(".")[0] not in _OPAQUE and _blank_of(kind) is object.__new__
+    return type(value).__module__.split(".")[0] not in _OPAQUE
 
 
 def _blank_of(kind: type) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpuport.errors import ParityError
 from tpuport.model import backend, structure
 from tpuport.model.blocks import at_rest
+from tpuport.model.cloning import clone_module
 from tpuport.model.dispatch import dispatch
 from tpuport.model.parts import part_of_program
 from tpuport.model.precision_seen import RTOL, Precision, tolerance
@@ -22,7 +23,7 @@ from tpuport.model.program import eager_compiled
 from tpuport.model.random_keys import keyed
 from tpuport.model.report import Kind, Parity
 from tpuport.model.seen_device import seen_device
-from tpuport.model.state import clone_module, state_tree
+from tpuport.model.state import state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
 from tpuport.model.values import map_tensors

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
 from tpuport.model import ahead, arguments, structure
-from tpuport.model.blocks import at_rest
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
@@ -172,7 +171,7 @@ def _call(
         given = {**buffers, **params}
         request = Request(
             method,
-            at_rest.unstack(given),
+            {},  # from `given`
             key,
             values,
             taken.metas,

@@ -10,11 +10,12 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import arguments, backend, structure, verify
+from tpuport.model.cloning import Cloner, clone_module
 from tpuport.model.compiled import Prepared
 from tpuport.model.convert import check_signature
 from tpuport.model.notes import new_report
 from tpuport.model.ported import PortedModel
-from tpuport.model.state import Cloner, StateTree, clone_module, state_tree
+from tpuport.model.state import StateTree, state_tree
 from tpuport.running import gradients
 from tpuport.running.noticed import (
     changed_names,
@@ -269,8 +270,7 @@ class LiveModel(PortedModel):
             return tensor if value is None else gradients.host_tensor(value, tensor.dtype)
 
         cloner = Cloner(back)
-        for fqn, module in master.named_modules():
-            cloner.memo[id(module)] = self._user.get_submodule(fqn)
+        cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
         for name in changes.names:
             fqn, attribute = changes.owners[name]
             theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)

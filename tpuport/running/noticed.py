@@ -8,7 +8,8 @@ import torch
 
 from tpuport.errors import PortError
 from tpuport.model import numbers, structure
-from tpuport.model.state import Cloner, StateTree
+from tpuport.model.cloning import Cloner
+from tpuport.model.state import StateTree
 from tpuport.running.tags import mark_of
 
 

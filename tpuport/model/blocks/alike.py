@@ -1,7 +1,7 @@
 """Which blocks of a model are alike: of one class and structure, with state of the same shapes."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from tpuport.model import structure
-from tpuport.model.state import state_tree
+from tpuport.model.blocks.watched import OWN, Record, Watcher, is_unchanged
+from tpuport.model.state import named_owners, state_tree
 from tpuport.model.tensor import TracedTensor
 
 # Fewer are not worth a loop.
@@ -31,6 +32,8 @@ class Member:
         fqn: its name in the model.
         module: the block.
         family: the blocks that it is like.
+        modules: the block and the modules in it, each with its name within the block.
+        held: what they held when the trace began.
         state: its tensors by their name within the block.
         varying: what may differ between the family's blocks, by (module, attribute).
     """
@@ -38,6 +41,8 @@ class Member:
     fqn: str
     module: torch.nn.Module
     family: "Family"
+    modules: list[tuple[str, torch.nn.Module]]
+    held: list[Record]
     state: dict[str, TracedTensor]
     varying: dict[tuple[str, str], Any]
 
@@ -46,6 +51,16 @@ class Member:
         """The name of it and of those like it: `layers.*`."""
         prefix, dot, _ = self.fqn.rpartition(".")
         return f"{prefix}{dot}*"
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether calls of it, or of a module in it, run code that is not its own."""
+        return any(m.__dict__.get(hooks) for _, m in self.modules for hooks in _HOOKS)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its modules hold something else than when the trace began."""
+        return not is_unchanged(self.held)
 
 
 @dataclass(eq=False)
@@ -66,33 +81,31 @@ class Family:
 class _Outline:
     """What two blocks must share, and the attributes in which they may differ."""
 
+    modules: list[tuple[str, torch.nn.Module]]
     key: Any
     plain: dict[tuple[str, str], Any]
 
 
-def families(module: torch.nn.Module) -> list[Family]:
+def families(module: torch.nn.Module, leaves: Iterable[Any]) -> list[Family]:
     """The blocks of a model that are alike, in its lists and sequences of modules.
 
     Args:
         module: the traced copy of a model: its state is traced tensors.
+        leaves: that state.
     """
     found: list[Family] = []
-    for prefix, owner in module.named_modules():
+    watcher = Watcher(same_value)
+    views = any(_is_view(leaf) for leaf in leaves)
+    for prefix, owner in named_owners(module):
         if not isinstance(owner, (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)):
             continue
         by_kind: dict[Any, list[tuple[str, torch.nn.Module]]] = {}
         for name, child in owner.named_children():
-            kind = (type(child), len(list(child.modules())), _shapes(child))
-            by_kind.setdefault(kind, []).append((f"{prefix}.{name}".lstrip("."), child))
+            by_kind.setdefault(type(child), []).append((f"{prefix}.{name}".lstrip("."), child))
         for blocks in by_kind.values():
-            if len(blocks) >= MIN_BLOCKS and any(True for _ in blocks[0][1].children()):
-                found += _families(blocks)
+            if len(blocks) >= MIN_BLOCKS and any(b._modules for _, b in blocks):
+                found += _families(blocks, watcher, views)
     return found
-
-
-def has_hooks(block: torch.nn.Module) -> bool:
-    """Whether calls of a block, or of a module in it, run code that is not its own."""
-    return any(getattr(module, hooks, None) for module in block.modules() for hooks in _HOOKS)
 
 
 def _keeps_statistics(module: torch.nn.Module) -> bool:
@@ -101,15 +114,13 @@ def _keeps_statistics(module: torch.nn.Module) -> bool:
     return norm and module.training and bool(module.track_running_stats)
 
 
-def _shapes(module: torch.nn.Module) -> Any:
-    return tuple((name, tuple(value.shape)) for name, value in module.named_parameters())
-
-
-def _families(blocks: list[tuple[str, torch.nn.Module]]) -> Iterator[Family]:
+def _families(
+    blocks: list[tuple[str, torch.nn.Module]], watcher: Watcher, views: bool
+) -> Iterator[Family]:
     """Those of some blocks that are alike."""
     outlined: dict[Any, list[tuple[str, torch.nn.Module, _Outline]]] = {}
     for fqn, block in blocks:
-        outline = _outline(block)
+        outline = _outline(block, views) if any(block.children()) else None
         if outline is not None:
             outlined.setdefault(outline.key, []).append((fqn, block, outline))
     for alike in outlined.values():
@@ -123,7 +134,10 @@ def _families(blocks: list[tuple[str, torch.nn.Module]]) -> Iterator[Family]:
                 family.attributes.add(name)
         for fqn, block, outline in alike:
             varying = {name: outline.plain[name] for name in family.attributes}
-            family.members.append(Member(fqn, block, family, _state(block), varying))
+            held = watcher.records(module for _, module in outline.modules)
+            state = _state(outline.modules)
+            member = Member(fqn, block, family, outline.modules, held, state, varying)
+            family.members.append(member)
         yield family
 
 
@@ -171,17 +185,30 @@ _COMPARED = (
 )
 
 
-def _state(block: torch.nn.Module) -> dict[str, TracedTensor]:
-    held = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    return {name: leaf for name, leaf in held.items() if isinstance(leaf, TracedTensor)}
+def _state(modules: list[tuple[str, torch.nn.Module]]) -> dict[str, TracedTensor]:
+    found: dict[str, TracedTensor] = {}
+    seen: set[int] = set()
+    for holder in ("_parameters", "_buffers"):
+        for fqn, module in modules:
+            for name, value in module.__dict__[holder].items():
+                if isinstance(value, TracedTensor) and id(value) not in seen:
+                    seen.add(id(value))
+                    found[f"{fqn}.{name}" if fqn else name] = value
+    return found
 
 
-def _outline(block: torch.nn.Module) -> _Outline | None:
-    """What decides whether a block is like another; None for one that has to run by itself."""
+def _outline(block: torch.nn.Module, views: bool) -> _Outline | None:
+    """What decides whether a block is like another; None for one that has to run by itself.
+
+    Args:
+        block: the block.
+        views: whether some state of the model is a view.
+    """
     shared = set()
     plain: dict[tuple[str, str], Any] = {}
     parts: list[Any] = []
-    for fqn, module in block.named_modules(remove_duplicate=False):
+    modules = list(named_owners(block, repeated=True))
+    for fqn, module in modules:
         cls = type(module)
         if id(module) in shared or _keeps_statistics(module):
             return None
@@ -193,14 +220,11 @@ def _outline(block: torch.nn.Module) -> _Outline | None:
             parts += [(fqn, name, _kind(value)) for name, value in holder.items()]
         # Containers name what they hold by attributes of their own.
         for name, value in module.__dict__.items():
-            if name not in _OWN:
+            if name not in OWN:
                 plain[fqn, name] = value
-    if any(_is_view(leaf) for leaf in state_tree(block).leaves.values()):
+    if views and any(_is_view(leaf) for leaf in state_tree(block).leaves.values()):
         return None
-    return _Outline((tuple(parts), tuple(plain)), plain)
-
-
-_OWN = frozenset(torch.nn.Module().__dict__)
+    return _Outline(modules, (tuple(parts), tuple(plain)), plain)
 
 
 def _kind(value: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.errors import UsageError
 from tpuport.model.blocks.alike import MIN_BLOCKS
+from tpuport.model.blocks.parts import parts_of
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
@@ -124,7 +125,7 @@ def unstack(values: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, jax.ShapeDtypeStruct):
             out.update(dict.fromkeys(members, _shape_of_part(value)))
         else:
-            out.update(zip(members, _parts(value), strict=True))
+            out.update(zip(members, parts_of(value), strict=True))
     return out
 
 
@@ -133,15 +134,6 @@ def _shape_of_part(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return jax.ShapeDtypeStruct(value.shape[1:], value.dtype, sharding=sharding)
-
-
-def _tpuport_unstack(value: jax.Array) -> list[jax.Array]:
-    return [jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0])]
-
-
-# The name by which `stacking` knows it in a program: one equation, however many parts.
-UNSTACK = _tpuport_unstack.__name__
-_parts = jax.jit(_tpuport_unstack)
 
 
 def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One block as a pure function: its state, arguments and random keys in, its results out."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
         del trace.checks[checks:]
     read = {name: member.varying[name] for name in reads}
     assert result.spec is not None
-    program = _named(closed, jax.tree.structure(shape))
+    program = _named(closed, jax.tree.structure(shape), inputs)
     within = _placed(trace, member, places)
     counts, keep = trace.counters.since(counted), _held_by(given)
     return Entry(program, result.outputs, result.spec, result.draws, read, within, counts, keep)
@@ -164,14 +165,30 @@ def _held_by(given: Arguments) -> list[Any]:
     ]
 
 
-def _named(closed: Any, treedef: Any) -> Callable[..., Any]:
+def _named(closed: Any, treedef: Any, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+    """A traced block as a call of a function by the name of `NAME`.
+
+    The first call is kept as an equation, of which the others are copies: passing `jit` again would
+    take several times as long.
+    """
     function = jaxpr_as_fun(closed)
 
-    def block(*inputs: Any) -> Any:
-        return jax.tree.unflatten(treedef, function(*jax.tree.leaves(inputs)))
+    def block(*values: Any) -> Any:
+        return function(*values)
 
     block.__name__ = block.__qualname__ = NAME
-    return jax.jit(block)
+    called = jax.jit(block)
+    first = jax.tree.leaves(inputs)
+    kinds = [jax.typeof(value) for value in first]
+    again = jaxpr_as_fun(jax.make_jaxpr(called)(*first))
+
+    def run(*inputs: Any) -> Any:
+        values = jax.tree.leaves(inputs)
+        # On a mesh whose axes are part of types, values of one shape may differ.
+        is_same = [jax.typeof(value) for value in values] == kinds
+        return jax.tree.unflatten(treedef, (again if is_same else called)(*values))
+
+    return run
 
 
 def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]:
@@ -280,17 +297,24 @@ def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
         held = weakref.ref(tensor)
         del tensor
         # The trace itself holds the memory once, so that no other tensor gets its address.
-        if held() is not None or torch._C._storage_Use_Count(key) > 1:  # pyright: ignore
+        if not _is_gone(held) or torch._C._storage_Use_Count(key) > 1:  # pyright: ignore
             trace.promoted[key] = (held(), storage)  # pyright: ignore[reportArgumentType]
 
 
 def _check_gone(result: _Result) -> None:
     """Note values that outlive the call: something of elsewhere holds them."""
     assert result.effects is not None
-    if any(storage() is not None for storage in result.effects.created.values()):
+    if any(not _is_gone(storage) for storage in result.effects.created.values()):
         result.changed = result.changed or "it keeps a tensor elsewhere than in its results"
-    if any(number() is not None for number in result.effects.numbers):
+    if any(not _is_gone(number) for number in result.effects.numbers):
         result.changed = result.changed or "it keeps a number that depends on data"
+
+
+def _is_gone(held: weakref.ref[Any]) -> bool:
+    if held() is not None:
+        # A cycle may hold it, and garbage waits while a trace runs: what it made is all young.
+        gc.collect(0)
+    return held() is None
 
 
 def _check_results(result: _Result, out_leaves: list[Any]) -> None:

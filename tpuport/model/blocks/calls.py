@@ -1,6 +1,6 @@
 """Calls of blocks that are alike: the first is traced as a pure function, the others reuse it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,18 @@ from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
-from tpuport.model.blocks.alike import Member, families, has_hooks, same_value
-from tpuport.model.blocks.body import Arguments, Entry, NotPure, inputs_of, is_frozen, trace_block
+from tpuport.model.blocks.alike import Member, families, same_value
+from tpuport.model.blocks.body import (
+    NAME,
+    Arguments,
+    Entry,
+    NotPure,
+    inputs_of,
+    is_frozen,
+    trace_block,
+)
 from tpuport.model.bounded.extents import extents_of
-from tpuport.model.masks.recipes import Recipe, recipe_of
+from tpuport.model.masks.recipes import Recipe, Recipes
 from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
@@ -43,15 +51,20 @@ class BlockCalls:
     Args:
         trace: the running trace.
         module: the traced copy of the model.
+        leaves: the state of it.
     """
 
-    def __init__(self, trace: Trace, module: torch.nn.Module) -> None:
+    def __init__(self, trace: Trace, module: torch.nn.Module, leaves: Iterable[Any]) -> None:
         self.trace = trace
         self.members: dict[int, Member] = {}
         self.records: dict[int, BlockRecord] = {}
         self.known: dict[Any, list[Entry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
-        for family in families(module):
+        self.recipes = Recipes(NAME)
+        # Else each size that a tensor is asked for passes the modes of the trace.
+        with torch._C.DisableTorchFunction():
+            found = families(module, leaves)
+        for family in found:
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
                 self.members.setdefault(id(member.module), member)
@@ -69,10 +82,15 @@ class BlockCalls:
         record = self.records[id(member.family)]
         apart = self.trace.explorer.plan.apart
         first = member.family.members[0].fqn
-        taken = take_apart(self.trace, args, kwargs)
         # Hooks may come while the model runs: transformers' that collect hidden states do.
-        if taken is None or first in apart or has_hooks(member.module):
-            record.reason = apart.get(first, record.reason)
+        taken = None
+        if first in apart:
+            record.reason = apart[first]
+        elif member.is_changed:
+            record.reason = f"{member.fqn}: the model changed it while it ran"
+        elif not member.has_hooks:
+            taken = take_apart(self.trace, args, kwargs, self.recipes)
+        if taken is None:
             return run(*args, **kwargs)
         given, key = taken
         key = (id(member.family), self._policies(member), *key)
@@ -113,8 +131,7 @@ class BlockCalls:
     def _policies(self, member: Member) -> tuple[str | None, ...]:
         """The remat policies of a block and what is in it."""
         if id(member) not in self.policies:
-            names = (name for name, _ in member.module.named_modules())
-            fqns = (f"{member.fqn}.{name}" if name else member.fqn for name in names)
+            fqns = (f"{member.fqn}.{name}" if name else member.fqn for name, _ in member.modules)
             self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
@@ -154,7 +171,7 @@ class BlockCalls:
 
 
 def take_apart(
-    trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+    trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
 ) -> tuple[Arguments, Any] | None:
     """A call's arguments and what a function is traced for, None where it cannot be one.
 
@@ -185,17 +202,17 @@ def take_apart(
     )
     given = Arguments(leaves, spec)
     if options_for(trace.target) is not None:
-        given.recipes = _recipes(given)
+        given.recipes = _recipes(given, recipes)
     made = tuple((i, recipe.key) for i, recipe in given.recipes.items())
     return given, (spec.key, tuple(kinds), modes, made)
 
 
-def _recipes(given: Arguments) -> dict[int, Recipe]:
+def _recipes(given: Arguments, recipes: Recipes) -> dict[int, Recipe]:
     """The masks among the arguments, which attention is to know the structure of."""
     found = {}
     for index, leaf in enumerate(given.traced):
         frozen = leaf._frozen or not leaf.dtype.is_floating_point
-        recipe = recipe_of(leaf._elem, frozen=frozen)
+        recipe = recipes.of(leaf._elem, frozen=frozen)
         if recipe is not None:
             found[index] = recipe
     return found

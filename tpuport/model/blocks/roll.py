@@ -17,7 +17,7 @@ from jax.extend import core
 
 from tpuport.model.blocks.body import NAME
 from tpuport.model.blocks.rounds import Loop, matched
-from tpuport.model.blocks.stacking import copied_bytes, stacked
+from tpuport.model.blocks.stacking import copied_bytes, read_for, stacked
 from tpuport.model.dead_code import without_dead_code
 
 MIN_ROUNDS = 3
@@ -62,6 +62,7 @@ def roll(
     found: list[Rolled] = []
     if not any(isinstance(part, Loop) for part in parts):
         return closed, found
+    parts = _without_needless(parts, jaxpr.outvars, definitions)
 
     def program(*args: Any) -> Any:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -74,7 +75,6 @@ def roll(
         return [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
 
     rolled = jax.make_jaxpr(program)(*(_shape(var.aval) for var in jaxpr.invars))
-    # The single weights of stacks are read by nothing now.
     return without_dead_code(rolled), found
 
 
@@ -82,6 +82,36 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=getattr(aval, "sharding", None)
     )
+
+
+def _without_needless(parts: list[Any], outvars: Any, definitions: dict[Any, Any]) -> list[Any]:
+    """Parts of a program without equations that nothing reads now.
+
+    Those that gave the single weights of stacks are, which would be many more to run.
+    """
+    read = {var for var in outvars if isinstance(var, core.Var)}
+    kept: list[Any] = []
+    for part in reversed(parts):
+        if isinstance(part, Loop):
+            read.update(_read_by(part, definitions))
+            kept.append(part)
+            continue
+        equations = []
+        for eqn in reversed(part):
+            if eqn.effects or not read.isdisjoint(eqn.outvars):
+                read.update(var for var in eqn.invars if isinstance(var, core.Var))
+                equations.append(eqn)
+        kept.append(equations[::-1])
+    return kept[::-1]
+
+
+def _read_by(loop: Loop, definitions: dict[Any, Any]) -> Iterator[Any]:
+    """The variables that a loop needs the values of."""
+    for atom in [*(atom for _, atom in loop.fixed), *(atom for _, atom, _ in loop.carried)]:
+        if isinstance(atom, core.Var):
+            yield atom
+    for _, atoms in loop.varying:
+        yield from read_for(atoms, definitions)
 
 
 def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:

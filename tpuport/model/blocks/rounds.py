@@ -64,12 +64,12 @@ def matched(rounds: list[list[Any]], min_rounds: int, calls: int) -> Loop | None
     first = rounds[0]
     slots: list[list[list[Any]]] = []
     count = 0
-    places: list[dict[Any, tuple[int, int]]] = []
+    places: dict[Any, tuple[int, tuple[int, int]]] = {}
     for number, whole in enumerate(rounds):
         equations = whole[: len(first)]
         if not _same_work(first, equations):
             break
-        places.append(_places(equations))
+        places.update(_places(equations, number))
         operands = [[_operand(atom, number, places) for atom in eqn.invars] for eqn in equations]
         if any(_TOO_OLD in row for row in operands) or not _fits(slots, operands, number):
             break
@@ -105,10 +105,11 @@ def _same(a: Any, b: Any) -> bool:
     return equal if isinstance(equal, bool) else False
 
 
-def _places(equations: list[Any]) -> dict[Any, tuple[int, int]]:
+def _places(equations: list[Any], number: int) -> dict[Any, tuple[int, tuple[int, int]]]:
+    """The round that defines each variable, and where in it."""
     return {
-        var: (number, index)
-        for number, eqn in enumerate(equations)
+        var: (number, (place, index))
+        for place, eqn in enumerate(equations)
         for index, var in enumerate(eqn.outvars)
     }
 
@@ -117,17 +118,17 @@ _INSIDE, _BEFORE, _OUTSIDE = "inside", "before", "outside"
 _TOO_OLD = ("too old", None)
 
 
-def _operand(atom: Any, number: int, places: list[dict[Any, tuple[int, int]]]) -> Any:
+def _operand(
+    atom: Any, number: int, places: dict[Any, tuple[int, tuple[int, int]]]
+) -> tuple[str, Any]:
     """Where an operand comes from: this round, the one before, or outside."""
-    if isinstance(atom, core.Literal):
+    found = None if isinstance(atom, core.Literal) else places.get(atom)
+    if found is None:
         return (_OUTSIDE, atom)
-    if atom in places[number]:
-        return (_INSIDE, places[number][atom])
-    if number and atom in places[number - 1]:
-        return (_BEFORE, places[number - 1][atom])
-    if any(atom in earlier for earlier in places[: max(number - 1, 0)]):
+    made, place = found
+    if made < number - 1:
         return _TOO_OLD
-    return (_OUTSIDE, atom)
+    return (_INSIDE if made == number else _BEFORE, place)
 
 
 def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) -> bool:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tpuport.model.blocks.at_rest import UNSTACK
+from tpuport.model.blocks.parts import UNSTACK
 
 
 def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) -> Any:
@@ -33,6 +33,17 @@ def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) 
         return jax.lax.convert_element_type(stacked(sources, env, definitions), dtype)
     values = [a.val if isinstance(a, core.Literal) else env[a] for a in atoms]
     return jnp.stack([jnp.asarray(value, dtype=atoms[0].aval.dtype) for value in values])
+
+
+def read_for(atoms: list[Any], definitions: dict[Any, Any]) -> list[Any]:
+    """The variables whose values `stacked` reads."""
+    part = _one_part(atoms, definitions)
+    if part is not None:
+        return [part[0]]
+    converted = _one_conversion(atoms, definitions)
+    if converted is not None:
+        return read_for(converted[0], definitions)
+    return [atom for atom in atoms if isinstance(atom, core.Var)]
 
 
 def copied_bytes(atoms: list[Any], definitions: dict[Any, Any]) -> int:
@@ -72,8 +83,8 @@ def _one_conversion(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[list
 
 
 def _part(atom: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The stack that an operand is a part of (see `at_rest.unstack`), and which part."""
+    """The stack that an operand is a part of (see `parts_of`), and which part."""
     eqn = definitions.get(atom)
-    if eqn is None or eqn.params.get("name") != UNSTACK:
+    if eqn is None or eqn.primitive is not UNSTACK:
         return None
     return eqn.invars[0], eqn.outvars.index(atom)

@@ -4,6 +4,7 @@ A repeated block is traced as a function of its arguments. A mask among them wou
 there, of the scores' size and without a graph: the short arrays behind it go in, in its stead.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,15 +51,40 @@ class Recipe:
         return values[id(self.nodes[-1])]
 
 
-def recipe_of(value: Any, *, frozen: bool) -> Recipe | None:
-    """How a traced mask is computed from short arrays; None if it is not, or is no mask."""
-    if not isinstance(value, jax.core.Tracer) or value.ndim < 2:
-        return None
-    top = Graph(frozen=frozen).of(value)
+class Recipes:
+    """The recipes of the masks of one trace, each worked out once.
+
+    Args:
+        closed: The name of calls (of repeated blocks) whose floating results are activations: what
+            is behind them is the model so far.
+    """
+
+    def __init__(self, closed: str) -> None:
+        self._closed = closed
+        # Not the arrays themselves: jax drops equations whose results nobody holds any more.
+        self._known: dict[tuple[int, bool], tuple[weakref.ref[Any], Recipe | None]] = {}
+
+    def of(self, value: Any, *, frozen: bool) -> Recipe | None:
+        """How a traced mask is computed from short arrays; None if it is not, or is no mask.
+
+        Args:
+            value: An array or tracer.
+            frozen: No gradient flows into it.
+        """
+        if not isinstance(value, jax.core.Tracer) or value.ndim < 2:
+            return None
+        held, recipe = self._known.get((id(value), frozen), (None, None))
+        if held is None or held() is not value:
+            recipe = _recipe_of(Graph(frozen=frozen, closed=self._closed).of(value), frozen)
+            self._known[id(value), frozen] = weakref.ref(value), recipe
+        return recipe
+
+
+def _recipe_of(top: Node, frozen: bool) -> Recipe | None:
     if top.op is None or not (top.is_bool or frozen):
         return None
     nodes: list[Node] = []
-    # First, since it is bounded: the graph behind an activation is that of the model so far.
+    # First, since it is bounded: the graph behind an activation is long.
     if not _collect(top, top.size, nodes, set()):
         return None
     if not (top.is_bool or split(top).conditions):
@@ -85,7 +111,10 @@ def _collect(node: Node, size: int, nodes: list[Node], seen: set[int]) -> bool:
     seen.add(id(node))
     if len(seen) > _MOST_NODES:
         return False
-    if not _is_input(node, size):
+    if _is_input(node, size):
+        if node.size * _SHORTER > size:
+            return False
+    else:
         if node.op is None and node.value is None:
             return False
         if not all(_collect(x, size, nodes, seen) for x in node.inputs):

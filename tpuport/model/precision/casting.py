@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tpuport.model import backend, structure
+from tpuport.model.cloning import clone_module
 from tpuport.model.precision import meeting
 from tpuport.model.request import Outcome, Request
-from tpuport.model.state import clone_module, state_tree
+from tpuport.model.state import state_tree
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,127 @@
+"""Whether a block is still what it was when the trace began.
+
+A model may change its blocks while it runs (`block.scale = i` before a call), and then what was
+traced for one of them does not stand for the others.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.model import structure
+from tpuport.model.tensor import TracedTensor
+
+# What is to be seen again, and what it was: a check of the two.
+Record = tuple[Callable[[Any, Any], bool], Any, Any]
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+_MAX_DEPTH = 12
+
+
+class Watcher:
+    """Notes what blocks hold.
+
+    Args:
+        same: whether two values that are not one object are the same for code that reads them.
+    """
+
+    def __init__(self, same: Callable[[Any, Any], bool]) -> None:
+        self._same = same
+        # What is below an object that several blocks may hold, a configuration for example.
+        self._below: dict[int, tuple[Any, list[Record]]] = {}
+
+    def records(self, modules: Iterable[torch.nn.Module]) -> list[Record]:
+        """What modules hold now.
+
+        Args:
+            modules: a block and all modules in it. What else they refer to is noted as deep as
+                containers and objects go, other modules only by which they are.
+        """
+        found: list[Record] = []
+        for module in modules:
+            held = module.__dict__
+            found.append(self._of_dict(held))
+            found += [self._of_dict(held[name]) for name in _HOLDERS if name in held]
+            for name, value in held.items():
+                if name not in OWN and type(value) not in structure.ATOMIC:
+                    found += self._of(value, 0)
+        return found
+
+    def _of_dict(self, value: dict[Any, Any]) -> Record:
+        return self._is_same_dict, value, (list(value), list(value.values()))
+
+    def _of(self, value: Any, depth: int) -> list[Record]:
+        if isinstance(value, (*structure.ATOMS, torch.nn.Module)) or depth > _MAX_DEPTH:
+            return []
+        if isinstance(value, torch.Tensor):
+            counted = not isinstance(value, TracedTensor) and not value.is_inference()
+            return [(_is_same_version, value, value._version)] if counted else []
+        known = self._below.get(id(value))
+        if known is None:
+            records: list[Record] = []
+            known = self._below[id(value)] = value, records
+            records += self._inside(value, depth + 1)
+        return known[1]
+
+    def _inside(self, value: Any, depth: int) -> list[Record]:
+        found: list[Record] = []
+        parts: list[Any] = []
+        if isinstance(value, np.ndarray):
+            return [(_is_same_array, value, value.copy())] if structure.is_plain(value) else []
+        if isinstance(value, dict):
+            found.append(self._of_dict(value))
+            parts += dict.values(value)
+        elif isinstance(value, (list, deque)):
+            found.append((self._is_same_list, value, list(value)))
+            parts += value
+        elif isinstance(value, set):
+            found.append((_is_same_set, value, set(value)))
+        elif isinstance(value, (tuple, frozenset)):
+            parts += value
+        held = structure.attributes_of(value) if structure.is_open(value) else {}
+        if held:
+            found.append((self._is_same_object, value, (list(held), list(held.values()))))
+            parts += held.values()
+        for part in parts:
+            if type(part) not in structure.ATOMIC:
+                found += self._of(part, depth)
+        return found
+
+    def _is_same_dict(self, value: dict[Any, Any], was: tuple[list[Any], list[Any]]) -> bool:
+        names, values = was
+        if len(value) != len(names) or list(value) != names:
+            return False
+        return self._are_same(list(value.values()), values)
+
+    def _is_same_object(self, value: Any, was: tuple[list[Any], list[Any]]) -> bool:
+        return self._is_same_dict(structure.attributes_of(value), was)
+
+    def _is_same_list(self, value: Any, was: list[Any]) -> bool:
+        return len(value) == len(was) and self._are_same(list(value), was)
+
+    def _are_same(self, values: list[Any], were: list[Any]) -> bool:
+        return all(map(is_, values, were)) or all(map(self._same, values, were))
+
+
+def _is_same_version(value: torch.Tensor, was: int) -> bool:
+    return value._version == was
+
+
+def _is_same_array(value: np.ndarray, was: np.ndarray) -> bool:
+    return value.dtype == was.dtype and np.array_equal(value, was)
+
+
+def _is_same_set(value: set[Any], was: set[Any]) -> bool:
+    return value == was
+
+
+def is_unchanged(records: list[Record]) -> bool:
+    """Whether everything is as it was noted."""
+    return all(check(value, was) for check, value, was in records)
+
+
+# What torch keeps on every module.
+OWN = frozenset(torch.nn.Module().__dict__)
