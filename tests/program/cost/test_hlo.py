@@ -164,7 +164,9 @@ HloModule jit_f, is_scheduled=true, num_partitions=8
   %p-start = (bf16[300,1200]{1,0}, bf16[300,1200]{1,0}, u32[], u32[]) collective-permute-start(%h), channel_id=7, source_target_pairs={{0,1},{1,0}}
   %p-done = bf16[300,1200]{1,0} collective-permute-done(%p-start)
   %attend.3 = bf16[300,1200]{1,0:T(8,128)(2,1)} custom-call(%h), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/body/closed_call/blocks.0/attend/pallas_call"}
-  ROOT %t = (s32[]{:T(128)}, bf16[300,1200]{1,0:T(8,128)(2,1)}) tuple(%i, %attend.3)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%one, %i)
+  ROOT %t = (s32[]{:T(128)}, bf16[300,1200]{1,0:T(8,128)(2,1)}) tuple(%next, %attend.3)
 }
 
 %condition (s: (s32[], bf16[300,1200])) -> pred[] {
@@ -193,6 +195,21 @@ def on_tpu() -> CompiledCost:
 def test_trips_of_a_loop_that_counts_from_two_to_fourteen(on_tpu):
     assert {one.times for one in on_tpu.collectives} == {12}
     assert not on_tpu.unknown
+
+
+@pytest.mark.parametrize(("step", "trips"), [(2, 6), (5, 3), (24, 1)])
+def test_trips_of_a_loop_that_counts_in_larger_steps(step, trips):
+    """As libtpu's do that overlap a product with the gathering of its operand."""
+    found = read_compiled(TPU_TEXT.replace("constant(1)", f"constant({step})"))
+    assert {one.times for one in found.collectives} == {trips}
+    assert found.dot_flops == trips * 2 * 300 * 1200 * 1200
+    assert not found.unknown
+
+
+def test_a_step_that_is_not_known_is_said():
+    found = read_compiled(TPU_TEXT.replace("add(%one, %i)", "multiply(%one, %i)"))
+    assert {one.times for one in found.collectives} == {12}
+    assert found.unknown == ("by how much the loop while counts up; one is taken",)
 
 
 def test_asynchronous_collectives_count_once(on_tpu):
@@ -246,8 +263,8 @@ def test_traffic_of_memory_counts_runs(on_tpu):
         2 * h,
         2 * h,
     ]
-    # With each run of the body one comparison of the counter; a copy of a number before all.
-    assert on_tpu.hbm_bytes == 12 * sum(each) + 12 * 9 + 8
+    # With each run of the body the counter is increased and compared; a copy of a number before.
+    assert on_tpu.hbm_bytes == 12 * sum(each) + 12 * (12 + 9) + 8
 
 
 SLICED = """\
