@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 import torch
 
@@ -128,6 +127,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(refused: tpuport.Com
     first, *rest = refused.advice
     assert first.startswith("spread parameters and the optimiser's state over all 4 chips")
     assert any("a smaller batch" in line for line in rest)
+    assert any("policy=lambda ported: tpuport.cast(ported, 'bf16'):" in line for line in rest)
+    assert any("tpuport.remat(ported, 'full')" in line for line in rest)
     assert refused.held_is_whole
     assert f"float32[{1 << 30}, {WIDTH}]" in [one.shape for one in refused.held]
 
@@ -155,14 +156,16 @@ def test_a_policy_changes_the_copy_that_is_compiled():
     ported = on_meta()
 
     def narrow(copy: tpuport.PortedModel) -> None:
-        for name, leaf in copy.params.items():
-            copy.params[name] = jax.ShapeDtypeStruct(leaf.shape, "bfloat16")  # type: ignore[assignment]
+        tpuport.cast(copy, "bf16")
+        tpuport.remat(copy, {"block": "full"})
 
     report = tpuport.compile_for(
         ported, "v5e-4", inputs=batch(1 << 30), train=squared, policy=narrow
     )
     assert report.memory.parameters == (WEIGHTS // 4 + WHOLE) // 2
     assert {str(leaf.dtype) for leaf in ported.params.values()} == {"float32"}
+    # What was done is not advised.
+    assert not [line for line in report.advice if "tpuport.cast" in line or "tpuport.remat" in line]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tpuport.markup import plural
 from tpuport.model import report_format as fmt
 from tpuport.model.patterns import generalised
 from tpuport.model.ported import PortedModel
+from tpuport.model.trace import no_policy
 from tpuport.program.advice import advise
 from tpuport.program.aot import Ahead, compile_ahead
 from tpuport.program.cost.records import Estimate
@@ -150,7 +151,9 @@ def _reported(
         findings=tuple(_findings(plan, captured, constant_budget, read.work)),
         versions=_versions(),
     )
-    return report if report.fits else advise(report, plan)
+    if report.fits:
+        return report
+    return advise(report, plan, recomputes=spread._program.remat is not no_policy)
 
 
 @dataclass(frozen=True)
