@@ -71,8 +71,9 @@ class BlockCalls:
         first = member.family.members[0].fqn
         taken = take_apart(self.trace, args, kwargs)
         # Hooks may come while the model runs: transformers' that collect hidden states do.
-        if taken is None or first in apart or has_hooks(member.module):
-            record.reason = apart.get(first, record.reason)
+        hooked = has_hooks(member.module)
+        if taken is None or first in apart or hooked:
+            record.reason = apart.get(first, "it has hooks" if hooked else record.reason)
             return run(*args, **kwargs)
         given, key = taken
         key = (id(member.family), self._policies(member), *key)
