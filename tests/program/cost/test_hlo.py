@@ -289,6 +289,19 @@ def test_of_a_stack_one_slice_is_read_and_one_is_written():
     assert read_compiled(SLICED).hbm_bytes == 2 * 8 * 128 * 4 + 4
 
 
+FETCHED = """\
+ENTRY %main (a: f32[64,128]) -> f32[8,128] {
+  %a = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %start = ((f32[64,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:8], [0:128]}
+  ROOT %done = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%start)
+}
+"""  # noqa: E501
+
+
+def test_of_an_array_that_is_fetched_in_parts_the_part_is_read():
+    assert read_compiled(FETCHED).hbm_bytes == 8 * 128 * 4
+
+
 def test_buffers_have_their_padding(on_tpu):
     gathered = next(one for one in on_tpu.buffers if one.name == "w")
     assert (gathered.bytes, gathered.padded_bytes) == (1200 * 1200 * 2, 1200 * 1280 * 2)

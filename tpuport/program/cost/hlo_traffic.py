@@ -68,8 +68,9 @@ def _part(program: Program, inner: Computation, source: Instruction) -> int | No
 
 def _used(program: Program, computation: Computation, user: Instruction, place: int) -> int | None:
     """Bytes that one user reads of its operand; None for all of it."""
-    if user.opcode in _SLICES and place == 0:
-        return sum(array.bytes for array in user.arrays)
+    # Also one that goes on beside other work, such as `slice-start`.
+    if user.opcode.removesuffix("-start") in _SLICES and place == 0:
+        return sum(array.bytes for array in user.results)
     if user.opcode == _UPDATE and place == 0:
         return 0
     if user.opcode == "bitcast":
