@@ -152,7 +152,8 @@ def _time_row(one: dict[str, Any]) -> str:
     parts = one["step"] or {}
     names = ("dense", "hbm", "collectives", "kernels")
     cells = [f"{parts[name]:.2f} s" if name in parts else "?" for name in names]
-    total = f"{sum(parts.values()):.2f} s" if parts else "?"
+    # A part that was not read leaves the whole open.
+    total = f"{sum(parts.values()):.2f} s" if set(names) <= set(parts) else "?"
     return (
         f"| {one['name']}, {one['topology']} | {one['model_flops'] / 1e15:.2f} | {products:.2f}"
         f" | {total} | {' | '.join(cells)} |"
