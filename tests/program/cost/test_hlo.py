@@ -235,6 +235,17 @@ def test_one_spread_over_several_fusions_counts_once():
     assert count_collectives(text) == {"all-gather": 1}
 
 
+def test_one_that_goes_on_during_a_loop_counts_once():
+    step = (
+        "  %{0} = bf16[2400,1200] all-gather(%{1}), channel_id=9, replica_groups=[1,8]<=[8],"
+        ' frontend_attributes={{chain_id="8"}}\n'
+    )
+    text = TPU_TEXT.replace("  %copy.4 =", step.format("further", "h") + "  %copy.4 =")
+    text = text.replace("  %init =", step.format("start", "x") + "  %init =")
+    found = [one for one in read_compiled(text).collectives if one.bytes == 2400 * 1200 * 2]
+    assert sorted(one.times for one in found) == [1, 12]
+
+
 def test_a_product_that_became_a_convolution(on_tpu):
     assert on_tpu.dot_flops_by_module == {"blocks.0": 12 * 2 * 300 * 1200 * 1200}
 
