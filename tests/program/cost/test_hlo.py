@@ -313,6 +313,29 @@ def test_of_an_array_that_is_fetched_in_parts_the_part_is_read():
     assert read_compiled(FETCHED).hbm_bytes == 8 * 128 * 4
 
 
+ON_ITS_WAY = """\
+%async_collective_fusion.1 (p0: f32[8,128], p1: f32[64,128], p2: f32[16,128]) -> (f32[16,128], f32[8,128], f32[64,128]) {
+  %p0 = f32[8,128] parameter(0)
+  %p1 = f32[64,128] parameter(1)
+  %p2 = f32[16,128] parameter(2)
+  %work = f32[16,128] negate(%p2)
+  %step = f32[64,128] all-gather(%p0), channel_id=1, replica_groups=[1,8]<=[8], frontend_attributes={chain_id="1"}
+  ROOT %t = (f32[16,128], f32[8,128], f32[64,128]) tuple(%work, %p0, %step)
+}
+
+ENTRY %main (a: f32[8,128], b: f32[64,128], c: f32[16,128]) -> (f32[16,128], f32[8,128], f32[64,128]) {
+  %a = f32[8,128] parameter(0)
+  %b = f32[64,128] parameter(1)
+  %c = f32[16,128] parameter(2)
+  ROOT %f = (f32[16,128], f32[8,128], f32[64,128]) fusion(%a, %b, %c), kind=kOutput, calls=%async_collective_fusion.1
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_work_moves_on_by_a_step_moves_nothing_more():
+    assert read_compiled(ON_ITS_WAY).hbm_bytes == 2 * 16 * 128 * 4
+
+
 def test_buffers_have_their_padding(on_tpu):
     gathered = next(one for one in on_tpu.buffers if one.name == "w")
     assert (gathered.bytes, gathered.padded_bytes) == (1200 * 1200 * 2, 1200 * 1280 * 2)
