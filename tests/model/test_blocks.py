@@ -311,9 +311,10 @@ def test_blocks_with_hooks_run_them():
     model = Stack(Block)
     for block in model.blocks:
         block.register_forward_hook(lambda m, i, o: seen.append(m.index) or o * 2)
-    _, found = check(model, x_of())
+    ported, found = check(model, x_of())
     assert found == []
     assert seen[:5] == list(range(5))
+    assert records(ported)[0].reason == "it has hooks"
 
 
 def test_a_branch_on_a_value_inside_a_block():

@@ -3,14 +3,14 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 import torch
 
 import tpuport
 from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
 from tpuport.errors import UsageError
-from tpuport.program.records import Memory
+from tpuport.program.compiling import products_in_fp32
+from tpuport.program.records import Memory, Product, Work
 from tpuport.program.step import as_call
 from tpuport.sharding import make_mesh
 
@@ -108,6 +108,7 @@ def test_text_and_page_give_the_verdict(
 ):
     assert str(forward).startswith("✔ Small, forward: fits v6e-8")
     assert "block.up.weight: P('fsdp')" in str(forward)
+    assert "on all chips, 1.00 times the model's" in str(forward)
     assert str(refused).startswith("✘ Small, training step: does not fit v5e-4")
     refused.save(tmp_path / "r.html")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
@@ -128,8 +129,22 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(refused: tpuport.Com
     first, *rest = refused.advice
     assert first.startswith("spread parameters and the optimiser's state over all 4 chips")
     assert any("a smaller batch" in line for line in rest)
+    assert any("policy=lambda ported: tpuport.cast(ported, 'bf16'):" in line for line in rest)
+    assert any("tpuport.remat(ported, 'full')" in line for line in rest)
     assert refused.held_is_whole
     assert f"float32[{1 << 30}, {WIDTH}]" in [one.shape for one in refused.held]
+
+
+def test_float32_products_are_said_where_they_are_a_part_of_the_work():
+    wide, narrow = "float32 x float32", "bfloat16 x bfloat16"
+
+    def said(flops: int) -> list[str]:
+        products = (Product(narrow, "", 8, 10**6), Product(wide, "", 1, flops))
+        return products_in_fp32(Work(0, products=products, fp32_products=(products[1],)))
+
+    assert said(999) == []
+    (line,) = said(10**6)
+    assert line.startswith("50.0% of the FLOPs of products have float32 operands")
 
 
 def test_too_large_without_a_refusal_does_not_fit_either():
@@ -155,14 +170,16 @@ def test_a_policy_changes_the_copy_that_is_compiled():
     ported = on_meta()
 
     def narrow(copy: tpuport.PortedModel) -> None:
-        for name, leaf in copy.params.items():
-            copy.params[name] = jax.ShapeDtypeStruct(leaf.shape, "bfloat16")  # type: ignore[assignment]
+        tpuport.cast(copy, "bf16")
+        tpuport.remat(copy, {"block": "full"})
 
     report = tpuport.compile_for(
         ported, "v5e-4", inputs=batch(1 << 30), train=squared, policy=narrow
     )
     assert report.memory.parameters == (WEIGHTS // 4 + WHOLE) // 2
     assert {str(leaf.dtype) for leaf in ported.params.values()} == {"float32"}
+    # What was done is not advised.
+    assert not [line for line in report.advice if "tpuport.cast" in line or "tpuport.remat" in line]
 
 
 @pytest.mark.parametrize(

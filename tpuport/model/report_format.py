@@ -52,6 +52,12 @@ def size(num_bytes: int) -> str:
     return f"{amount:.1f} GiB"
 
 
+def tera(flops: float) -> str:
+    """Of FLOPs: `0.0687`, `135`, `7,241`, in units of 10**12."""
+    amount = flops / 1e12
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
+
+
 def array(dtype: str, shape: tuple[int, ...]) -> str:
     """`float32[2, 16]`."""
     return f"{dtype}{list(shape)}"

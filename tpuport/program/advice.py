@@ -20,14 +20,19 @@ _ROOM = 0.8
 _COUNTS = 0.05
 
 
-def advise(report: CompileReport, plan: ShardingPlan) -> CompileReport:
+def advise(report: CompileReport, plan: ShardingPlan, *, recomputes: bool) -> CompileReport:
     """The report with what to try, the first first. The figures are those of this program: each
     can be tried, or all of them by `search`.
+
+    Args:
+        report: of a program that does not fit.
+        plan: what its rules did.
+        recomputes: whether blocks are computed again in the backward pass already.
     """
-    return dataclasses.replace(report, advice=tuple(_advice(report, plan)))
+    return dataclasses.replace(report, advice=tuple(_advice(report, plan, recomputes)))
 
 
-def _advice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
+def _advice(report: CompileReport, plan: ShardingPlan, recomputes: bool) -> Iterator[str]:
     yield from _spread_state(report, plan)
     yield from _scores(report)
     yield from _dtypes(report, plan)
@@ -36,7 +41,7 @@ def _advice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
     left = memory.available - state
     needed = memory.peak - state
     if needed > left > 0:
-        yield from _activations(report, left, needed)
+        yield from _activations(report, left, needed, recomputes)
     counts = memory.optimiser > _COUNTS * memory.available
     if counts and report.optimiser != "adafactor":
         yield (
@@ -85,17 +90,17 @@ def _dtypes(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
         less = wide // 2 + (report.memory.optimiser // 2)
         state = f"{fmt.size(less)} less a chip for state, and " if less > 1 << 20 else ""
         yield (
-            f"weights in bfloat16 (model.to(torch.bfloat16)): {state}half of what is kept of"
-            " activations"
+            "weights in bfloat16, with policy=lambda ported: tpuport.cast(ported, 'bf16'):"
+            f" {state}half of what is kept of activations"
         )
 
 
-def _activations(report: CompileReport, left: int, needed: int) -> Iterator[str]:
+def _activations(report: CompileReport, left: int, needed: int, recomputes: bool) -> Iterator[str]:
     share = left / needed
-    if report.what == "training step":
+    if report.what == "training step" and not recomputes:
         yield (
-            "recompute blocks in the backward pass instead of keeping what is in them: a remat"
-            " policy ('full', or 'dots' to keep products) for the repeated blocks"
+            "compute blocks again in the backward pass instead of keeping what is in them:"
+            " tpuport.remat(ported, 'full') in the same policy= ('dots' keeps products)"
         )
     if report.num_chips > 1 and report.mesh.get("sequence", 1) == 1:
         yield (

@@ -14,6 +14,7 @@ from tpuport.markup import plural
 from tpuport.model import report_format as fmt
 from tpuport.model.patterns import generalised
 from tpuport.model.ported import PortedModel
+from tpuport.model.trace import no_policy
 from tpuport.program.advice import advise
 from tpuport.program.aot import Ahead, compile_ahead
 from tpuport.program.cost.records import Estimate
@@ -34,6 +35,8 @@ from tpuport.sharding.on_mesh import OnMesh, ShardingWarning
 from tpuport.sharding.plan import ShardingPlan
 
 CONSTANT_BUDGET = 1 << 20
+# A share of float32 among the FLOPs of products that is worth a word.
+_COUNTS = 1e-3
 _PACKAGES = ("tpuport", "jax", "libtpu")
 
 
@@ -150,7 +153,9 @@ def _reported(
         findings=tuple(_findings(plan, captured, constant_budget, read.work)),
         versions=_versions(),
     )
-    return report if report.fits else advise(report, plan)
+    if report.fits:
+        return report
+    return advise(report, plan, recomputes=spread._program.remat is not no_policy)
 
 
 @dataclass(frozen=True)
@@ -185,18 +190,18 @@ def _findings(
             f" program: {captured[0].shape} {captured[0].name} is the largest. Make them buffers,"
             " or arguments of the call"
         )
-    return found + _products_in_fp32(work)
+    return found + products_in_fp32(work)
 
 
-def _products_in_fp32(work: Work) -> list[str]:
+def products_in_fp32(work: Work) -> list[str]:
     """What to say where most products are of bf16 and some are not."""
     if not work.products or "bfloat16" not in work.products[0].dtypes:
         return []
     slipped = [one for one in work.fp32_products if one.flops]
     flops = sum(one.flops for one in slipped)
-    if not flops:
-        return []
     share = flops / max(1, sum(one.flops for one in work.products))
+    if share < _COUNTS:
+        return []
     return [
         f"{share:.1%} of the FLOPs of products have float32 operands, most of them in"
         f" {slipped[0].module or 'no module'} ({slipped[0].dtypes})"

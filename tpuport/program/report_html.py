@@ -104,7 +104,7 @@ def _products(report: CompileReport) -> Markup | str:
     found = report.work.products if report.work else ()
     most = max((one.flops for one in found), default=1) or 1
     return _rows(
-        (one.dtypes, f"{one.flops / 1e12:,.3g} T", f"{one.count:,} in a step", one.flops / most)
+        (one.dtypes, f"{fmt.tera(one.flops)} T", f"{one.count:,} in a step", one.flops / most)
         for one in found
     )
 
@@ -115,7 +115,7 @@ def _fp32(report: CompileReport) -> Markup | str:
     return _rows(
         (
             one.module or "no module",
-            f"{one.flops / 1e12:,.3g} T",
+            f"{fmt.tera(one.flops)} T",
             f"{one.dtypes}, {one.count:,} in a step",
             one.flops / most,
         )

@@ -125,12 +125,8 @@ def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
     work = report.work
     if work is None:
         return
-    rows = [(f"{one.flops / 1e12:,.3g}", one.dtypes, f"{one.count:,}") for one in work.products]
-    title = f"FLOPs of a step: {work.model_flops / 1e12:,.4g} T in the model"
-    if work.chip_flops:
-        whole = work.chip_flops * report.num_chips / 1e12
-        title += f", products of {whole:,.4g} T on all chips"
-    yield title, _rows(("TFLOP", "products of", "count"), rows)
+    rows = [(fmt.tera(one.flops), one.dtypes, f"{one.count:,}") for one in work.products]
+    yield flops_title(report), _rows(("TFLOP", "products of", "count"), rows)
     if work.attention:
         rows = [
             (one.kernel, one.shape, f"x{one.count}", one.module or "the model")
@@ -159,6 +155,18 @@ def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
         yield "Layouts", Text(words)
     if work.unknown:
         yield "Not counted", _lines(work.unknown, _MAX_FINDINGS)
+
+
+def flops_title(report: CompileReport) -> str:
+    """The FLOPs of the model, and how much of its products chips repeat."""
+    assert report.work is not None
+    work = report.work
+    title = f"FLOPs of a step: {fmt.tera(work.model_flops)} T in the model"
+    if work.chip_flops:
+        whole, once = work.chip_flops * report.num_chips, sum(one.flops for one in work.products)
+        title += f"; products of {fmt.tera(whole)} T on all chips"
+        title += f", {whole / once:.2f} times the model's" if once else ""
+    return title
 
 
 def _estimate(report: CompileReport) -> RenderableType:

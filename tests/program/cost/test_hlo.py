@@ -164,7 +164,9 @@ HloModule jit_f, is_scheduled=true, num_partitions=8
   %p-start = (bf16[300,1200]{1,0}, bf16[300,1200]{1,0}, u32[], u32[]) collective-permute-start(%h), channel_id=7, source_target_pairs={{0,1},{1,0}}
   %p-done = bf16[300,1200]{1,0} collective-permute-done(%p-start)
   %attend.3 = bf16[300,1200]{1,0:T(8,128)(2,1)} custom-call(%h), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/body/closed_call/blocks.0/attend/pallas_call"}
-  ROOT %t = (s32[]{:T(128)}, bf16[300,1200]{1,0:T(8,128)(2,1)}) tuple(%i, %attend.3)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%one, %i)
+  ROOT %t = (s32[]{:T(128)}, bf16[300,1200]{1,0:T(8,128)(2,1)}) tuple(%next, %attend.3)
 }
 
 %condition (s: (s32[], bf16[300,1200])) -> pred[] {
@@ -195,6 +197,21 @@ def test_trips_of_a_loop_that_counts_from_two_to_fourteen(on_tpu):
     assert not on_tpu.unknown
 
 
+@pytest.mark.parametrize(("step", "trips"), [(2, 6), (5, 3), (24, 1)])
+def test_trips_of_a_loop_that_counts_in_larger_steps(step, trips):
+    """As libtpu's do that overlap a product with the gathering of its operand."""
+    found = read_compiled(TPU_TEXT.replace("constant(1)", f"constant({step})"))
+    assert {one.times for one in found.collectives} == {trips}
+    assert found.dot_flops == trips * 2 * 300 * 1200 * 1200
+    assert not found.unknown
+
+
+def test_a_step_that_is_not_known_is_said():
+    found = read_compiled(TPU_TEXT.replace("add(%one, %i)", "multiply(%one, %i)"))
+    assert {one.times for one in found.collectives} == {12}
+    assert found.unknown == ("by how much the loop while counts up; one is taken",)
+
+
 def test_asynchronous_collectives_count_once(on_tpu):
     found = {one.kind: (one.bytes, one.group_size) for one in on_tpu.collectives}
     assert found == {
@@ -216,6 +233,17 @@ def test_one_spread_over_several_fusions_counts_once():
     (found,) = read_compiled(text).collectives
     assert (found.bytes, found.times) == (256 * 1024 * 4, 1)
     assert count_collectives(text) == {"all-gather": 1}
+
+
+def test_one_that_goes_on_during_a_loop_counts_once():
+    step = (
+        "  %{0} = bf16[2400,1200] all-gather(%{1}), channel_id=9, replica_groups=[1,8]<=[8],"
+        ' frontend_attributes={{chain_id="8"}}\n'
+    )
+    text = TPU_TEXT.replace("  %copy.4 =", step.format("further", "h") + "  %copy.4 =")
+    text = text.replace("  %init =", step.format("start", "x") + "  %init =")
+    found = [one for one in read_compiled(text).collectives if one.bytes == 2400 * 1200 * 2]
+    assert sorted(one.times for one in found) == [1, 12]
 
 
 def test_a_product_that_became_a_convolution(on_tpu):
@@ -246,8 +274,8 @@ def test_traffic_of_memory_counts_runs(on_tpu):
         2 * h,
         2 * h,
     ]
-    # With each run of the body one comparison of the counter; a copy of a number before all.
-    assert on_tpu.hbm_bytes == 12 * sum(each) + 12 * 9 + 8
+    # With each run of the body the counter is increased and compared; a copy of a number before.
+    assert on_tpu.hbm_bytes == 12 * sum(each) + 12 * (12 + 9) + 8
 
 
 SLICED = """\
@@ -270,6 +298,42 @@ ENTRY %main (a: f32[9,8,128], i: s32[], b: f32[9,8,128]) -> f32[9,8,128] {
 
 def test_of_a_stack_one_slice_is_read_and_one_is_written():
     assert read_compiled(SLICED).hbm_bytes == 2 * 8 * 128 * 4 + 4
+
+
+FETCHED = """\
+ENTRY %main (a: f32[64,128]) -> f32[8,128] {
+  %a = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %start = ((f32[64,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={[0:8], [0:128]}
+  ROOT %done = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%start)
+}
+"""  # noqa: E501
+
+
+def test_of_an_array_that_is_fetched_in_parts_the_part_is_read():
+    assert read_compiled(FETCHED).hbm_bytes == 8 * 128 * 4
+
+
+ON_ITS_WAY = """\
+%async_collective_fusion.1 (p0: f32[8,128], p1: f32[64,128], p2: f32[16,128]) -> (f32[16,128], f32[8,128], f32[64,128]) {
+  %p0 = f32[8,128] parameter(0)
+  %p1 = f32[64,128] parameter(1)
+  %p2 = f32[16,128] parameter(2)
+  %work = f32[16,128] negate(%p2)
+  %step = f32[64,128] all-gather(%p0), channel_id=1, replica_groups=[1,8]<=[8], frontend_attributes={chain_id="1"}
+  ROOT %t = (f32[16,128], f32[8,128], f32[64,128]) tuple(%work, %p0, %step)
+}
+
+ENTRY %main (a: f32[8,128], b: f32[64,128], c: f32[16,128]) -> (f32[16,128], f32[8,128], f32[64,128]) {
+  %a = f32[8,128] parameter(0)
+  %b = f32[64,128] parameter(1)
+  %c = f32[16,128] parameter(2)
+  ROOT %f = (f32[16,128], f32[8,128], f32[64,128]) fusion(%a, %b, %c), kind=kOutput, calls=%async_collective_fusion.1
+}
+"""  # noqa: E501
+
+
+def test_a_collective_that_work_moves_on_by_a_step_moves_nothing_more():
+    assert read_compiled(ON_ITS_WAY).hbm_bytes == 2 * 16 * 128 * 4
 
 
 def test_buffers_have_their_padding(on_tpu):

@@ -88,7 +88,9 @@ class BlockCalls:
             record.reason = apart[first]
         elif member.is_changed:
             record.reason = f"{member.fqn}: the model changed it while it ran"
-        elif not member.has_hooks:
+        elif member.has_hooks:
+            record.reason = "it has hooks"
+        else:
             taken = take_apart(self.trace, args, kwargs, self.recipes)
         if taken is None:
             return run(*args, **kwargs)

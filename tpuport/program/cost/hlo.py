@@ -89,7 +89,8 @@ class _Reader:
         if kind := collective_kind(one.opcode):
             found = self._collective(computation, one, kind, times)
             known = self.collectives.setdefault(collective_id(one), found)
-            if found.times > known.times:
+            # Its steps may be spread over a loop that it overlaps with; it starts and ends once.
+            if found.times < known.times:
                 self.collectives[collective_id(one)] = found
         if _is_kernel(one):
             name = re.sub(r"(?:\.\d+|\.clone)+$", "", one.name)

@@ -41,7 +41,7 @@ def _visit(program: Program, computation: Computation, times: int, fused: bool, 
         if one.opcode.endswith(_ENDS):
             continue
         if one.opcode == "while":
-            trips = _trip_count(program, computation, one)
+            trips = _trip_count(program, computation, one, runs)
             if trips is None:
                 runs.unknown.append(f"how often the loop {one.name} runs; it is counted once")
             for name in one.called("body") + one.called("condition"):
@@ -60,72 +60,97 @@ def _enter(program: Program, name: str, times: int, fused: bool, runs: Runs) -> 
         _visit(program, program.computations[name], times, fused, runs)
 
 
-def _trip_count(program: Program, outer: Computation, loop: Instruction) -> int | None:
+def _trip_count(program: Program, outer: Computation, loop: Instruction, runs: Runs) -> int | None:
     """Said by XLA, or read from a condition that compares a counter with a constant.
 
-    JAX's scans and `fori_loop`s of fixed length count up by one.
+    A counter does not always count by one: where a product overlaps with the gathering of its
+    operand, libtpu's loop makes two rounds in one.
     """
     known = _TRIPS.search(loop.attributes)
     if known:
         return int(known[1])
-    conditions = [program.computations.get(name) for name in loop.called("condition")]
-    root = conditions[0].root if conditions and conditions[0] else None
-    if root is None or conditions[0] is None:
+    condition = program.computations.get((loop.called("condition") or [""])[0])
+    ends = _compared(program, condition)
+    if condition is None or ends is None:
         return None
-    if root.opcode == "fusion":
-        return _trips_of_fused(program, outer, loop, conditions[0], root)
-    if root.opcode != "compare" or "direction=LT" not in root.attributes:
+    first, last = (_value(outer, loop, where, name) for where, name in ends)
+    if first is None or last is None:
         return None
-    first, last = (_value(outer, loop, conditions[0], name) for name in root.operands[:2])
-    return None if first is None or last is None else max(0, last - first)
+    index = _carried(*ends[0])
+    step = None if index is None else _step(program, loop, index)
+    if step is None:
+        runs.unknown.append(f"by how much the loop {loop.name} counts up; one is taken")
+    return max(0, -(-(last - first) // (step or 1)))
 
 
-def _trips_of_fused(
-    program: Program,
-    outer: Computation,
-    loop: Instruction,
-    condition: Computation,
-    root: Instruction,
-) -> int | None:
-    """The same where the comparison was fused, with the fusion's operands as its parameters."""
+def _compared(
+    program: Program, condition: Computation | None
+) -> list[tuple[Computation, str]] | None:
+    """Both sides of the "less than" that a condition is, each with where it is.
+
+    The comparison may be fused; then what the fusion takes stands for its parameters.
+    """
+    root = condition.root if condition else None
+    if condition is None or root is None:
+        return None
     inner = program.computations.get((root.called("calls") or [""])[0])
-    compare = inner.root if inner else None
-    if inner is None or compare is None or compare.opcode != "compare":
-        return None
-    if "direction=LT" not in compare.attributes:
+    within, compare = (inner, inner.root) if inner else (condition, root)
+    if compare is None or compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
     ends = []
     for name in compare.operands[:2]:
-        source = inner.instructions[name]
-        if source.opcode == "parameter":
-            outside = root.operands[int(source.arguments)]
-            ends.append(_value(outer, loop, condition, outside))
+        source = within.instructions[name]
+        if within is not condition and source.opcode == "parameter":
+            ends.append((condition, root.operands[int(source.arguments)]))
         else:
-            ends.append(_constant(inner, name))
-    first, last = ends
-    return None if first is None or last is None else max(0, last - first)
+            ends.append((within, name))
+    return ends
 
 
-def _value(outer: Computation, loop: Instruction, condition: Computation, name: str) -> int | None:
-    """A number in a condition: a constant, or one that the loop started with."""
-    source = condition.instructions.get(name)
-    while source is not None and source.opcode in ("copy", "bitcast") and source.operands:
-        source = condition.instructions.get(source.operands[0])
-    if source is None:
+def _carried(where: Computation, name: str) -> int | None:
+    """Which of the values that a loop carries this is; None if it is something else."""
+    source = _behind_copies(where, name)
+    if source is None or source.opcode != "get-tuple-element":
         return None
-    if source.opcode != "get-tuple-element":
-        return _constant(condition, source.name)
     index = re.search(r"\bindex=(\d+)", source.attributes)
+    return int(index[1]) if index else None
+
+
+def _value(outer: Computation, loop: Instruction, where: Computation, name: str) -> int | None:
+    """A number in a condition: a constant, or one that the loop started with."""
+    index = _carried(where, name)
+    if index is None:
+        return _constant(where, name)
     start = outer.instructions.get((loop.operands or [""])[0])
-    if index is None or start is None or start.opcode != "tuple":
+    if start is None or start.opcode != "tuple":
         return None
-    return _constant(outer, start.operands[int(index[1])])
+    return _constant(outer, start.operands[index])
 
 
-def _constant(computation: Computation, name: str) -> int | None:
-    found = computation.instructions.get(name)
+def _step(program: Program, loop: Instruction, index: int) -> int | None:
+    """By how much a round increases a value that the loop carries; None if that is not clear."""
+    body = program.computations.get((loop.called("body") or [""])[0])
+    if body is None or body.root is None or body.root.opcode != "tuple":
+        return None
+    added = _behind_copies(body, body.root.operands[index])
+    if added is None or added.opcode != "add":
+        return None
+    for one, other in (added.operands[:2], added.operands[1::-1]):
+        if _carried(body, one) == index:
+            step = _constant(body, other)
+            return step if step and step > 0 else None
+    return None
+
+
+def _behind_copies(where: Computation, name: str) -> Instruction | None:
+    found = where.instructions.get(name)
     while found is not None and found.opcode in ("copy", "bitcast", "convert") and found.operands:
-        found = computation.instructions.get(found.operands[0])
+        found = where.instructions.get(found.operands[0])
+    return found
+
+
+def _constant(where: Computation, name: str) -> int | None:
+    found = _behind_copies(where, name)
     if found is None or found.opcode != "constant":
         return None
     return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments) else None

@@ -5,10 +5,14 @@ they run, and what stays on the chip does not count. Of an array that is only sl
 read; of one that is updated in place, the update is written.
 """
 
+from tpuport.sharding.collectives import collective_kind
 from tpuport.sharding.hlo_text import Array, Computation, Instruction, Program
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATE = "dynamic-update-slice"
+# A fusion that moves a collective on by a step, beside its own work. What the collective moves
+# counts where it starts and ends.
+_STEP = "async_collective_fusion"
 
 
 def traffic(program: Program, computation: Computation, one: Instruction) -> int:
@@ -68,9 +72,12 @@ def _part(program: Program, inner: Computation, source: Instruction) -> int | No
 
 def _used(program: Program, computation: Computation, user: Instruction, place: int) -> int | None:
     """Bytes that one user reads of its operand; None for all of it."""
-    if user.opcode in _SLICES and place == 0:
-        return sum(array.bytes for array in user.arrays)
+    # Also one that goes on beside other work, such as `slice-start`.
+    if user.opcode.removesuffix("-start") in _SLICES and place == 0:
+        return sum(array.bytes for array in user.results)
     if user.opcode == _UPDATE and place == 0:
+        return 0
+    if _only_steps(computation, user):
         return 0
     if user.opcode == "bitcast":
         return _part(program, computation, user)
@@ -78,6 +85,13 @@ def _used(program: Program, computation: Computation, user: Instruction, place: 
         parameter = _parameter(inner, place)
         return None if parameter is None else _part(program, inner, parameter)
     return None
+
+
+def _only_steps(where: Computation, one: Instruction) -> bool:
+    """Whether this is a collective on its way, or an array that is handed on to it."""
+    if not where.name.startswith(_STEP):
+        return False
+    return one.opcode in ("parameter", "tuple") or collective_kind(one.opcode) is not None
 
 
 def _written(computation: Computation, one: Instruction, inner: Computation | None) -> int:
@@ -91,6 +105,8 @@ def _written(computation: Computation, one: Instruction, inner: Computation | No
         parts = [root]
     total = 0
     for part, array in zip(parts, one.results, strict=False):
+        if part is not None and _only_steps(where, part):
+            continue
         update = _updated(where, part)
         whole = _in_memory([array])
         total += whole if update is None else min(update, whole)

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.full_size`: full-size models compiled for slices that are not there.
+
+Writes docs/benchmarks/full_size.json and docs/full_size.md. Each case takes minutes, and up to
+5 GiB of memory; `--only` compiles some, and keeps the rows of the others.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.full_size_models import Case, hunyuan_video, internvl, llama
+
+DOCS = Path(__file__).parent.parent / "docs"
+RESULTS = DOCS / "benchmarks" / "full_size.json"
+_TRAINED = "training step, AdamW, bf16, blocks recomputed"
+
+CASES = {
+    "llama-v6e": Case(
+        "Llama 3.1 8B", f"{_TRAINED}; 16 x 8192 tokens", "v6e-16", lambda: llama(16), {"fsdp": -1}
+    ),
+    "llama-v5p": Case(
+        "Llama 3.1 8B", f"{_TRAINED}; 16 x 8192 tokens", "v5p-32", lambda: llama(16), {"fsdp": -1}
+    ),
+    "internvl-v6e": Case(
+        "like InternVL3-8B",
+        f"{_TRAINED}; 16 x 4096 tokens, 13 tiles each",
+        "v6e-16",
+        lambda: internvl(16),
+        {"fsdp": -1},
+    ),
+    "hunyuan-v6e": Case(
+        "HunyuanVideo 1.5, 54 blocks",
+        "forward, bf16; 2 x 112,856 tokens (121 frames of 720p)",
+        "v6e-8",
+        lambda: hunyuan_video(2),
+        {"sequence": -1},
+        sequence="heads",
+    ),
+}
+
+
+def compiled(case: Case) -> Any:
+    """The report of a case."""
+    import tpuport
+
+    ported, options = case.make()
+    with tpuport.attention_options(sequence=case.sequence):
+        return tpuport.compile_for(ported, case.topology, mesh=case.mesh, **options)
+
+
+def row(case: Case, report: Any) -> dict[str, Any]:
+    """What the page says of a report, as JSON."""
+    work, estimate = report.work, report.estimate
+    kernels = sorted({one.kernel for one in work.attention})
+    return {
+        "name": case.name,
+        "setting": case.setting,
+        "topology": case.topology,
+        "mesh": {axis: size for axis, size in report.mesh.items() if size > 1},
+        "fits": report.fits,
+        "available": report.memory.available,
+        "peak": report.memory.peak,
+        "memory": report.memory.parts(),
+        "model_flops": work.model_flops,
+        "product_flops": sum(one.flops for one in work.products),
+        "chip_flops": work.chip_flops,
+        "chips": report.num_chips,
+        "collectives": work.bytes_by_kind(),
+        "attention": kernels,
+        "step": None if estimate is None else {p.name: p.seconds for p in estimate.parts},
+        "unknown": list(work.unknown),
+        "findings": list(report.findings),
+        "seconds": {
+            "trace": report.seconds.trace,
+            "lower": report.seconds.lower,
+            "compile": report.seconds.compile,
+        },
+    }
+
+
+def page(rows: Iterable[dict[str, Any]]) -> str:
+    """The page of these rows."""
+    rows = list(rows)
+    lines = [
+        "# Models at their full size",
+        "",
+        "Compiled by `tpuport.compile_for` for slices that were not there, without weights:"
+        " `python -m benchmarks.full_size`.",
+        "",
+        "| model | what | slice, mesh | fits | peak a chip | compile |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        mesh = " ".join(f"{axis}={size}" for axis, size in one["mesh"].items())
+        share = one["peak"] / one["available"]
+        lines.append(
+            f"| {one['name']} | {one['setting']} | {one['topology']}, {mesh} |"
+            f" {'yes' if one['fits'] else 'no'} | {_gib(one['peak'])} GiB, {share:.0%} |"
+            f" {one['seconds']['compile']:.0f} s |"
+        )
+    lines += [
+        "",
+        "| model | parameters, optimiser, temporaries | sent in a step, a chip | attention |",
+        "|---|---|---|---|",
+    ]
+    for one in rows:
+        held = " + ".join(
+            _gib(one["memory"][part]) for part in ("parameters", "optimiser", "temporaries")
+        )
+        sent = ", ".join(f"{kind} {_gib(size)}" for kind, size in one["collectives"].items())
+        name = f"{one['name']}, {one['topology']}"
+        lines.append(f"| {name} | {held} GiB | {sent} GiB | {_attention(one)} |")
+    lines += [
+        "",
+        "| model | PFLOP a step | products: chips / model | a step, estimated"
+        " | dense | hbm | collectives | kernels |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        lines.append(_time_row(one))
+    lines += [
+        "",
+        "The estimate adds the parts up: nothing overlaps in it. Products: 1.00 means that no chip"
+        " computes what another one does, too; what is computed",
+        "again for the backward pass is in both. Compile times are those of two cores that other"
+        " work was using, too.",
+        "",
+        "Taken with "
+        + ", ".join(f"{name} {version}" for name, version in machine.versions().items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"
+
+
+def _attention(one: dict[str, Any]) -> str:
+    scores = [kernel for kernel in one["attention"] if kernel == "full scores"]
+    if scores:
+        return "an array of scores"
+    return "splash" if one["attention"] else "none"
+
+
+def _time_row(one: dict[str, Any]) -> str:
+    products = one["chip_flops"] * one["chips"] / max(1, one["product_flops"])
+    parts = one["step"] or {}
+    names = ("dense", "hbm", "collectives", "kernels")
+    cells = [f"{parts[name]:.2f} s" if name in parts else "?" for name in names]
+    # A part that was not read leaves the whole open.
+    total = f"{sum(parts.values()):.2f} s" if set(names) <= set(parts) else "?"
+    return (
+        f"| {one['name']}, {one['topology']} | {one['model_flops'] / 1e15:.2f} | {products:.2f}"
+        f" | {total} | {' | '.join(cells)} |"
+    )
+
+
+def run(names: Iterable[str], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """The rows of some cases, by name."""
+    found = {}
+    for name in names:
+        report = compiled(CASES[name])
+        found[name] = row(CASES[name], report)
+        say(str(report))
+    return found
+
+
+def main() -> None:
+    """Compile, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    options = parser.parse_args()
+    for name in options.only:
+        rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        rows |= run([name], print)
+        ordered = {known: rows[known] for known in CASES if known in rows}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        (DOCS / "full_size.md").write_text(page(ordered.values()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
