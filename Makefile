@@ -18,8 +18,9 @@ help: ## list the targets
 demo: $(VENV)/.installed-demo ## port two real models and print the report
 	$(BIN)/tpuport demo
 
+# More processes than two want more than 16 GiB of memory.
 test: $(VENV)/.installed-dev ## run the test suite
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .
