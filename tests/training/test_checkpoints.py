@@ -105,11 +105,37 @@ def test_a_state_of_another_model_is_refused(tmp_path):
     step = new_step()
     with Checkpoints(tmp_path) as saved:
         saved.save(step.init())
+    wider = new_step(width=32).init()
     with (
         Checkpoints(tmp_path) as saved,
-        pytest.raises(CheckpointError, match=r"step 0 in .* was not read"),
+        pytest.raises(
+            CheckpointError,
+            match=r"params\['first.bias'\] is float32\[16\] there and float32\[32\] in the state",
+        ),
     ):
-        saved.restore(new_step(width=32).init())
+        saved.restore(wider)
+    without = make_train_step(tpuport.convert(Small()), loss).init()
+    with (
+        Checkpoints(tmp_path) as saved,
+        pytest.raises(CheckpointError, match=r"ema\['first.bias'\] is float32\[16\] .* missing"),
+    ):
+        saved.restore(without)
+
+
+def test_a_damaged_state_is_an_error_that_names_the_others(tmp_path):
+    step = new_step()
+    state, _ = run(step, step.init(), batches(1))
+    with Checkpoints(tmp_path) as saved:
+        saved.save(step.init())
+        saved.save(state)
+    for file in (tmp_path / "1" / "state").rglob("*"):
+        if file.is_file() and "METADATA" in file.name.upper():
+            file.write_bytes(b"not what was there")
+    with (
+        Checkpoints(tmp_path) as saved,
+        pytest.raises(CheckpointError, match=r"step 1 in .* was not read.* steps \[0, 1\]"),
+    ):
+        saved.restore(state)
 
 
 # Saves state after state of 64 MiB, and says so, until it is killed.

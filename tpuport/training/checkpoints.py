@@ -12,6 +12,8 @@ from tpuport.errors import CheckpointError, MissingExtraError, UsageError
 from tpuport.training.state import TrainState
 
 _STATE, _POSITION = "state", "position"
+# The parts of a state that are dicts of arrays by fqn.
+_BY_NAME = ("params", "frozen", "buffers", "ema")
 
 
 class Restored(NamedTuple):
@@ -118,7 +120,10 @@ class Checkpoints:
         if has_position:
             parts[_POSITION] = ocp.args.JsonRestore()
         try:
+            self._check_fits(like, number)
             found = self._manager.restore(number, args=ocp.args.Composite(**parts))
+        except CheckpointError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             first = str(error).strip().splitlines()[0]
             raise CheckpointError(
@@ -128,6 +133,26 @@ class Checkpoints:
             ) from error
         position = found[_POSITION]["position"] if has_position else None
         return Restored(TrainState(**found[_STATE]), position)
+
+    def _check_fits(self, like: TrainState, number: int) -> None:
+        """Raise `CheckpointError` if a state on disk has other parameters or buffers."""
+        with self._ocp.StandardCheckpointer() as reader:
+            there: Any = reader.metadata(self.directory / str(number) / _STATE)
+        if there.item_metadata is None:
+            raise ValueError("what says which arrays it has is damaged")
+        tree = there.item_metadata.tree
+        for part in _BY_NAME:
+            found = {n: (tuple(v.shape), str(v.dtype)) for n, v in (tree[part] or {}).items()}
+            wanted = {n: (v.shape, str(v.dtype)) for n, v in getattr(like, part).items()}
+            for name in dict.fromkeys([*found, *wanted]):
+                saved, given = found.get(name), wanted.get(name)
+                if saved != given:
+                    raise CheckpointError(
+                        f"the state of step {number} in {self.directory} is another model's:"
+                        f" {part}[{name!r}] is {_shown(saved)} there and {_shown(given)} in the"
+                        " state that was given. What to do: give a state of the model that it was"
+                        " saved from"
+                    )
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -165,6 +190,11 @@ class Checkpoints:
 def _as_tree(state: TrainState) -> Mapping[str, Any]:
     """The parts of a state by name: a later version of the class reads them, too."""
     return {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
+
+
+def _shown(kind: tuple[tuple[int, ...], str] | None) -> str:
+    """`float32[16, 8]`."""
+    return "missing" if kind is None else f"{kind[1]}{list(kind[0])}"
 
 
 def _struct(leaf: Any) -> Any:
