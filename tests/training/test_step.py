@@ -215,6 +215,23 @@ def test_a_method_or_the_output_may_give_the_loss():
     assert float(metrics["loss"]) > 3
 
 
+def test_two_losses_of_one_model_are_two_steps():
+    ported, x = tpuport.convert(torch.nn.Linear(4, 2)), torch.randn(4, 4)
+
+    def first(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def second(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).abs().mean() + 10
+
+    one, two = make_train_step(ported, first), make_train_step(ported, second)
+    large = two(two.init(), x)[1]["loss"]
+    small = one(one.init(), x)[1]["loss"]
+    with torch.no_grad():
+        np.testing.assert_allclose(small, first(ported.to_torch(), x).item(), rtol=1e-5)
+        np.testing.assert_allclose(large, second(ported.to_torch(), x).item(), rtol=1e-5)
+
+
 class Counting(torch.nn.Module):
     """One that counts its calls in Python."""
 
@@ -229,7 +246,7 @@ class Counting(torch.nn.Module):
 
 
 REFUSED = {
-    "no loss": (lambda m, x: {"y": m(x)}, {}, "gave a dict, which has no loss"),
+    "no loss": (lambda m, x: {"y": m(x)}, {}, "a dict has no loss: expected a scalar"),
     "no scalar": (
         lambda m, x: m(x),
         {},

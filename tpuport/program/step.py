@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,6 +17,7 @@ from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Request
 from tpuport.program.described import shape_of
+from tpuport.program.losses import loss_and_metrics
 
 LEARNING_RATE = 1e-4
 OPTIMISERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -109,7 +109,8 @@ def training_step(ported: PortedModel, method: str, inputs: Any, loss: Any, opti
         leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
         out = structure.rebuild(outcome.out_spec, leaves)
         changed = {name: v for name, v in outcome.state.items() if name not in params}
-        return _scalar(out, loss), changed
+        value, _ = loss_and_metrics(loss(out) if callable(loss) else out)
+        return value, changed
 
     def gradients(params: Any, buffers: Any, key: Any, inputs: Any) -> Any:
         (value, changed), grads = jax.value_and_grad(measured, has_aux=True)(
@@ -209,31 +210,3 @@ def _optimiser_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     return jax.tree.map(placed, state, places), places
-
-
-def _scalar(out: Any, loss: Any) -> jax.Array:
-    """The loss of an output.
-
-    Raises:
-        UsageError: there is none, or it is no scalar.
-    """
-    value: Any = loss(out) if callable(loss) else _own_loss(out)
-    if value is None or not hasattr(value, "dtype"):
-        raise UsageError(
-            f"the output is a {type(out).__name__} and has no loss. What to do: pass"
-            " train=lambda out: ..., a function of the output that gives a scalar"
-        )
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise UsageError(
-            f"the loss has shape {list(value.shape)} and dtype {value.dtype}: expected one floating"
-            " number. What to do: reduce it, as in train=lambda out: out.mean()"
-        )
-    return value
-
-
-def _own_loss(out: Any) -> Any:
-    if isinstance(out, jax.Array):
-        return out
-    if isinstance(out, dict):
-        return out.get("loss")
-    return getattr(out, "loss", None)

@@ -18,12 +18,12 @@ from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome, Request
+from tpuport.program.losses import WEIGHT, loss_and_metrics
 from tpuport.program.step import as_optimiser
 from tpuport.training.batches import in_parts
-from tpuport.training.losses import WEIGHT, loss_and_metrics
 from tpuport.training.state import TrainState, ema_of, ema_update
 
-# The name under which a loss function is one of the model's methods.
+# How the names begin under which loss functions are methods of the model.
 LOSS = "training_loss"
 
 Metrics = dict[str, jax.Array]
@@ -298,6 +298,17 @@ def _changed_buffers(
     return changed
 
 
+def _name_of(loss: Callable[..., Any], ported: PortedModel) -> str:
+    """The name under which a loss function is one of the model's methods, each its own."""
+    functions = ported._program.functions
+    for name, function in functions.items():
+        if function is loss:
+            return name
+    name = f"{LOSS}_{len(functions)}"
+    functions[name] = loss
+    return name
+
+
 def make_train_step(
     ported: PortedModel,
     loss: Callable[..., Any] | str = "forward",
@@ -342,13 +353,10 @@ def make_train_step(
     chosen = as_optimiser(optimiser)
     if chosen is None:
         raise UsageError("optimiser is None: expected one of optax's or the name of one")
-    method = loss if isinstance(loss, str) else LOSS
-    if not isinstance(loss, str):
-        ported._program.functions[LOSS] = loss
     return TrainStep(
         ported,
         chosen,
-        method=method,
+        method=loss if isinstance(loss, str) else _name_of(loss, ported),
         accumulate=accumulate,
         clip_norm=clip_norm,
         ema_decay=ema_decay,

@@ -33,9 +33,9 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
             loss = out if hasattr(out, "dtype") else getattr(out, "loss", None)
     if loss is None or not hasattr(loss, "dtype"):
         raise UsageError(
-            f"the loss function gave a {type(out).__name__}, which has no loss: expected a scalar"
-            " tensor, (loss, {'name': metric}), or an output with `loss`. What to do: pass"
-            " loss=def(model, batch) that returns one"
+            f"a {type(out).__name__} has no loss: expected a scalar tensor, (loss, {{'name':"
+            " metric}), or an output with `loss`. What to do: pass a function that gives one"
+            " (train= of compile_for, loss= of make_train_step)"
         )
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise UsageError(
