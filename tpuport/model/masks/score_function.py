@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuport.model.masks.graph import Node
-from tpuport.model.masks.two_valued import inverse
+from tpuport.model.masks.two_valued import sides
 from tpuport.model.masks.views import base, broadcast, sunk, uniform
 
 _MOST_NODES = 2000
@@ -34,11 +34,7 @@ def changed(node: Node, score: Node) -> Changed | None:
     if base(node) is score and node.shape == score.shape:
         return Changed()
     if node.name == "select_n" and node.inputs[0].is_bool:
-        chooser, on_false, on_true = node.inputs
-        for hidden, seen, rest in (
-            (uniform(on_false), chooser, on_true),
-            (uniform(on_true), inverse(chooser), on_false),
-        ):
+        for hidden, seen, rest in sides(node):
             if hidden is not None and np.isneginf(hidden):
                 inner = changed(rest, score)
                 if inner is None or _depends(seen, score):

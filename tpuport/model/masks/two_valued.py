@@ -4,6 +4,7 @@ A boolean mask is a conjunction of conditions. A mask of numbers that are added 
 too if it has two values, 0 and one that leaves a key no weight.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -219,6 +220,15 @@ def _evaluated(node: Node, values: list[Any]) -> Any:
         return np.asarray(node.op.bind(*arrays, **node.params))[()]
 
 
+def sides(node: Node) -> Iterator[tuple[Any, Node, Node]]:
+    """Of a `select_n` of two, either way: the number that one side is (None if it is more than
+    one), where the other is taken, and the other.
+    """
+    chooser, on_false, on_true = node.inputs
+    yield uniform(on_false), chooser, on_true
+    yield uniform(on_true), inverse(chooser), on_false
+
+
 def split(node: Node) -> Split:
     """What a mask of numbers hides, and what it adds where it hides nothing."""
     node = sunk(node)
@@ -228,11 +238,7 @@ def split(node: Node) -> Split:
     if uniform(node) == 0:
         return Split([], None)
     if node.name == "select_n" and node.inputs[0].is_bool:
-        chooser, on_false, on_true = node.inputs
-        for value, seen, rest in (
-            (uniform(on_false), chooser, on_true),
-            (uniform(on_true), inverse(chooser), on_false),
-        ):
+        for value, seen, rest in sides(node):
             if value is not None and np.isneginf(value):
                 inner = split(rest)
                 return Split(conditions(seen) + inner.conditions, inner.bias, inner.is_finite)
