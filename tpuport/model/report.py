@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tpuport.errors import UsageError
-from tpuport.model.report_files import SavedReport
+from tpuport.model.report_files import SavedReport, plain_text
 from tpuport.model.report_records import AttentionCall as AttentionCall
 from tpuport.model.report_records import Branch as Branch
 from tpuport.model.report_records import Divergence as Divergence
@@ -118,9 +118,9 @@ class PortReport(SavedReport):
 
     def __str__(self) -> str:
         """Plain text of at most 100 columns, without colour codes."""
-        from tpuport.model.report_text import to_text
+        from tpuport.model.report_text import WIDTH
 
-        return to_text(self)
+        return plain_text(self, WIDTH)
 
     def __rich__(self) -> "RenderableType":
         """What rich prints, at the width of the terminal."""

@@ -1,10 +1,23 @@
 """Reports that can be saved: as JSON, as a page or as text."""
 
+import io
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from tpuport.errors import UsageError
+
+
+def plain_text(report: Any, width: int) -> str:
+    """What rich prints of a report, in so many columns, without colour codes."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False, highlight=False).print(
+        report
+    )
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 class SavedReport(ABC):

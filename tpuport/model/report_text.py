@@ -1,10 +1,9 @@
 """The port report on a terminal, through rich: the verdict, then only the sections that apply."""
 
-import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,16 +21,6 @@ _MAX_CODE_LINES = 12
 _BAR = 40
 _ARRAY_WIDTH = 28
 _MARKS = {"agrees": ("✔", "green"), "differs": ("✘", "red"), "not verified": ("?", "yellow")}
-
-
-def to_text(report: "PortReport") -> str:
-    """The report as plain text of at most 100 columns, without colour codes."""
-    out = io.StringIO()
-    console = Console(
-        file=out, width=WIDTH, color_system=None, force_terminal=False, highlight=False
-    )
-    console.print(render(report))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def render(report: "PortReport") -> RenderableType:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpuport.errors import UsageError
-from tpuport.model.report_files import SavedReport
+from tpuport.model.report_files import SavedReport, plain_text
 from tpuport.program.codec import decoded, encoded
 from tpuport.program.cost.records import Estimate
 from tpuport.program.records import Captured, Held, Memory, Seconds, Work
@@ -103,9 +103,9 @@ class CompileReport(SavedReport):
         return to_html(self)
 
     def __str__(self) -> str:
-        from tpuport.program.report_text import to_text
+        from tpuport.program.report_text import WIDTH
 
-        return to_text(self)
+        return plain_text(self, WIDTH)
 
     def __rich__(self) -> Any:
         from tpuport.program.report_text import render

@@ -17,7 +17,7 @@ from tpuport.program.report_text import (
 
 _NUM_ROWS = 16
 
-# Name and value of one row, what is told below it, and the share of the bar.
+# Name and value of one row, what is told below it, and the amount that its bar shows.
 _Row = tuple[str, str, str, float]
 
 
@@ -73,13 +73,12 @@ def _memory(report: CompileReport) -> Markup:
 
 
 def _held(report: CompileReport) -> Markup | str:
-    most = max((one.bytes for one in report.held), default=1)
     return _rows(
         (
             f"{one.module or 'the model'}{f' x {one.count}' if one.count > 1 else ''}",
             fmt.size(one.bytes),
             f"{one.shape} {one.operation}",
-            one.bytes / most,
+            one.bytes,
         )
         for one in report.held
     )
@@ -102,22 +101,20 @@ def _time(report: CompileReport) -> Markup:
 
 def _products(report: CompileReport) -> Markup | str:
     found = report.work.products if report.work else ()
-    most = max((one.flops for one in found), default=1) or 1
     return _rows(
-        (one.dtypes, f"{fmt.tera(one.flops)} T", f"{one.count:,} in a step", one.flops / most)
+        (one.dtypes, f"{fmt.tera(one.flops)} T", f"{one.count:,} in a step", one.flops)
         for one in found
     )
 
 
 def _fp32(report: CompileReport) -> Markup | str:
     found = report.work.fp32_products if report.work else ()
-    most = max((one.flops for one in found), default=1) or 1
     return _rows(
         (
             one.module or "no module",
             f"{fmt.tera(one.flops)} T",
             f"{one.dtypes}, {one.count:,} in a step",
-            one.flops / most,
+            one.flops,
         )
         for one in found
     )
@@ -125,13 +122,12 @@ def _fp32(report: CompileReport) -> Markup | str:
 
 def _attention(report: CompileReport) -> Markup | str:
     found = report.work.attention if report.work else ()
-    most = max((one.bytes for one in found), default=1) or 1
     return _rows(
         (
             f"{one.module or 'the model'} x {one.count}",
             fmt.size(one.bytes) if one.bytes else "no scores",
             f"{one.kernel} {one.shape}",
-            one.bytes / most,
+            one.bytes,
         )
         for one in found
     )
@@ -139,13 +135,12 @@ def _attention(report: CompileReport) -> Markup | str:
 
 def _collectives(report: CompileReport) -> Markup | str:
     found = report.work.collectives if report.work else ()
-    most = max((one.bytes for one in found), default=1) or 1
     return _rows(
         (
             f"{one.kind} of {one.group_size} chips x {one.count}",
             fmt.size(one.bytes),
             " · ".join(filter(None, (one.module or "no module", one.rule))),
-            one.bytes / most,
+            one.bytes,
         )
         for one in found
     )
@@ -164,26 +159,24 @@ def _remarks(report: CompileReport) -> list[str]:
 
 
 def _constants(report: CompileReport) -> Markup | str:
-    most = max((one.bytes for one in report.captured), default=1) or 1
-    return _rows(
-        (one.shape, fmt.size(one.bytes), one.name, one.bytes / most) for one in report.captured
-    )
+    return _rows((one.shape, fmt.size(one.bytes), one.name, one.bytes) for one in report.captured)
 
 
 def _compiling(report: CompileReport) -> Markup:
     seconds = report.seconds
     parts = [("trace", seconds.trace), ("lower", seconds.lower), ("compile", seconds.compile)]
-    most = max(value for _, value in parts) or 1
-    return tag(
-        "div",
-        *(_row((name, fmt.seconds(value), "", value / most)) for name, value in parts),
-        tag("p", f"{report.equations:,} equations in the traced program", class_="how"),
-        class_="plot",
+    return join(
+        [
+            _rows((name, fmt.seconds(value), "", value) for name, value in parts),
+            tag("p", f"{report.equations:,} equations in the traced program", class_="how"),
+        ]
     )
 
 
 def _rows(rows: Iterable[_Row]) -> Markup | str:
-    made = [_row(row) for row in rows]
+    rows = list(rows)
+    most = max((row[3] for row in rows), default=0) or 1
+    made = [_row(row, most) for row in rows]
     if not made:
         return ""
     shown, rest = made[:_NUM_ROWS], made[_NUM_ROWS:]
@@ -194,8 +187,9 @@ def _rows(rows: Iterable[_Row]) -> Markup | str:
     return join(parts)
 
 
-def _row(row: _Row) -> Markup:
-    name, value, under, share = row
+def _row(row: _Row, most: float) -> Markup:
+    name, value, under, amount = row
+    share = amount / most
     return tag(
         "div",
         tag("span", tag("code", name), class_="name"),

@@ -1,9 +1,8 @@
 """A compile report on a terminal, through rich."""
 
-import io
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,14 +15,6 @@ WIDTH = 110
 _BAR = 36
 _MAX_ROWS = 12
 _MAX_FINDINGS = 8
-
-
-def to_text(report: CompileReport) -> str:
-    """The report as plain text, without colour codes."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    console.print(render(report))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def render(report: CompileReport) -> RenderableType:

@@ -1,7 +1,6 @@
 """Meshes, rules and ways of attention tried one after the other, those that fit ranked by time."""
 
 import contextlib
-import io
 import itertools
 import json
 import time
@@ -9,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +17,7 @@ from tpuport.markup import page, tag, visible
 from tpuport.model import report_format as fmt
 from tpuport.model.attention_choice import attention_options, choice
 from tpuport.model.ported import PortedModel
-from tpuport.model.report_files import SavedReport
+from tpuport.model.report_files import SavedReport, plain_text
 from tpuport.program.codec import encoded
 from tpuport.program.compiling import compile_for
 from tpuport.program.report import CompileReport
@@ -128,9 +126,7 @@ class SearchReport(SavedReport):
         return self.best.report.to_html()
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        Console(file=out, width=WIDTH, color_system=None, highlight=False).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return plain_text(self, WIDTH)
 
     def __rich__(self) -> Any:
         fitting = self.ranked

@@ -9,7 +9,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from tpuport.model.ported_state import PortedState
-from tpuport.model.report_files import SavedReport
+from tpuport.model.report_files import SavedReport, plain_text
 from tpuport.sharding import findings
 from tpuport.sharding.fitting import axes_of, fitted, num_shards, shown
 from tpuport.sharding.mesh import sizes_of
@@ -173,9 +173,9 @@ class ShardingPlan(SavedReport):
         return to_html(self)
 
     def __str__(self) -> str:
-        from tpuport.sharding.plan_text import to_text
+        from tpuport.sharding.plan_text import WIDTH
 
-        return to_text(self)
+        return plain_text(self, WIDTH)
 
     def __rich__(self) -> Any:
         from tpuport.sharding.plan_text import render

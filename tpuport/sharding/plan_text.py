@@ -1,9 +1,8 @@
 """A sharding plan on a terminal, through rich."""
 
-import io
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
 
 WIDTH = 110
 _MAX_FINDINGS = 20
-
-
-def to_text(plan: ShardingPlan) -> str:
-    """The plan as plain text, without colour codes."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False)
-    console.print(render(plan))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def render(plan: ShardingPlan) -> RenderableType:
