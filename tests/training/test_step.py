@@ -12,6 +12,7 @@ import torch
 import tpuport
 from tests.training.small import Small, batches, loss
 from tpuport.errors import UsageError
+from tpuport.sharding import fsdp
 from tpuport.training import TrainState, make_train_step
 
 
@@ -186,6 +187,36 @@ def test_nothing_waits_for_the_device():
     with jax.transfer_guard_device_to_host("disallow"):
         _, metrics = step(state, batch)
     assert all(isinstance(value, jax.Array) for value in metrics.values())
+
+
+def places(state: TrainState) -> dict[str, Any]:
+    """Where each array of a state lies."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): leaf.sharding for path, leaf in leaves}
+
+
+def test_a_spread_state_stays_where_it_was_and_gives_what_one_device_gives():
+    found: list[tuple[TrainState, list[float]]] = []
+    for spread in (False, True):
+        torch.manual_seed(0)
+        ported = tpuport.convert(Small(0.0, width=64))
+        if spread:
+            tpuport.shard(ported, {"fsdp": 8}, fsdp(ported, {"fsdp": 8}, min_size=64))
+        step = make_train_step(ported, loss, optax.adamw(1e-2), clip_norm=1.0, ema_decay=0.9)
+        state, losses = step.init(), []
+        before = places(state)
+        for batch in batches(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            assert places(state) == before
+        found.append((state, losses))
+    (alone, expected), (state, losses) = found
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, value in alone.params.items():
+        np.testing.assert_allclose(state.params[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    moments = state.optimiser[0].mu["first.weight"]
+    for one in (state.params["first.weight"], state.ema["first.weight"], moments):
+        assert {shard.data.shape for shard in one.addressable_shards} == {(8, 8)}
 
 
 class WithLoss(torch.nn.Module):

@@ -130,7 +130,7 @@ def training_step(ported: PortedModel, method: str, inputs: Any, loss: Any, opti
             params = optax.apply_updates(params, updates)
         return params, state, changed, value
 
-    state, state_places = _optimiser_state(ported, chosen)
+    state, state_places = optimiser_state(ported, chosen)
     given = {"params": ported.params, "optimiser": state, **rest}
     return Step(train, given, (0, 1), (places, state_places, None, None), hoisted)
 
@@ -191,10 +191,12 @@ def _call(
     return call, values, key
 
 
-def _optimiser_state(
+def optimiser_state(
     ported: PortedModel, optimiser: optax.GradientTransformation
 ) -> tuple[Any, Any]:
-    """The shapes of an optimiser's state with their places, and the places alone."""
+    """The shapes of an optimiser's state with their places, and the places alone: state of a
+    parameter lies where the parameter does.
+    """
     placement: Any = ported._program.placement
     state = jax.eval_shape(optimiser.init, ported.params)
     places = placement.rules.for_state(state, ported, placement.mesh)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.errors import UsageError
@@ -19,7 +20,7 @@ from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome, Request
 from tpuport.program.losses import WEIGHT, loss_and_metrics
-from tpuport.program.step import as_optimiser
+from tpuport.program.step import as_optimiser, optimiser_state
 from tpuport.training.batches import in_parts
 from tpuport.training.state import TrainState, ema_of, ema_update
 
@@ -98,15 +99,20 @@ class TrainStep:
         params = {name: take(value) for name, value in self.ported.params.items()}
         frozen = {name: take(value) for name, value in self.ported.frozen.items()}
         buffers = {n: take(v) for n, v in self.ported.buffers.items() if n not in frozen}
+        counts: Any = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jax.random.key(seed)
+        mesh, places = self.ported._program.placement.mesh, None
+        if mesh is not None:
+            counts = jax.device_put(counts, NamedSharding(mesh, PartitionSpec()))
+            _, places = optimiser_state(self.ported, self.optimiser)
         return TrainState(
             params=params,
             frozen=frozen,
             buffers=buffers,
-            optimiser=jax.jit(self.optimiser.init)(params),
+            optimiser=jax.jit(self.optimiser.init, out_shardings=places)(params),
             ema=ema_of(params) if self._ema_decay is not None else {},
-            step=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            key=jax.random.key(seed),
+            step=counts[0],
+            skipped=counts[1],
+            key=counts[2],
         )
 
     def put(self, state: TrainState, *, ema: bool = False) -> PortedModel:
@@ -155,10 +161,16 @@ class TrainStep:
 
     def _compile(self, state: TrainState, call: _Call) -> _Compiled:
         hoisted, held = Hoisted(), []
+        places = jax.tree.map(lambda value: value.sharding, state)
 
         def program(state: TrainState, key: Any, values: list[Any]) -> Any:
             del key
-            return self._step(state, replace(call, values=values), call.values, hoisted, held)
+            given = replace(call, values=values)
+            after, metrics = self._step(state, given, call.values, hoisted, held)
+            if self.ported._program.placement.mesh is not None:
+                # Else the partitioner may choose others, and the next step is another program.
+                after = jax.lax.with_sharding_constraint(after, places)
+            return after, metrics
 
         with self.ported._precision_scope():
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
