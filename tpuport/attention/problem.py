@@ -136,7 +136,13 @@ def hoist(
     # A tile of padding and all may be longer than the sequence itself.
     known = sizes if within is None else tuple(map(min, sizes, within))
     start = jax.ShapeDtypeStruct((), jnp.int32)
-    closed = jax.make_jaxpr(lambda q, k: blocks(q, known[0], k, known[1]))(start, start)
+
+    def inline(q: Any, k: Any) -> jax.Array:
+        # A jitted function within would keep the mesh as it is outside of `shard_map`.
+        with jax.disable_jit():
+            return blocks(q, known[0], k, known[1])
+
+    closed = jax.make_jaxpr(inline)(start, start)
     jaxpr = closed.jaxpr
 
     def further(captured: Sequence[jax.Array], q_start: Any, k_start: Any) -> jax.Array:

@@ -60,7 +60,7 @@ def attention_call(
         if choice() is not None:
             _note(trace, query, key, "full", "chosen")
         return _full(query, key, value, call)
-    refused = _refused(query, key, call, options)
+    refused = _refused(query, key, value, call, options)
     if refused:
         _note(trace, query, key, "full", refused)
         return _full(query, key, value, call)
@@ -143,10 +143,20 @@ def spread(shards: Shards | None) -> str:
 _DROPPED_WHOLE = 1 << 26
 
 
-def _refused(query: jax.Array, key: jax.Array, call: Call, options: AttentionOptions) -> str:
+def _refused(
+    query: jax.Array, key: jax.Array, value: jax.Array, call: Call, options: AttentionOptions
+) -> str:
     """Why the matrix of scores is used after all; empty if it is not."""
-    if query.ndim < 3:
+    if min(query.ndim, key.ndim, value.ndim) < 3:
         return "queries without heads"
+    if not (query.size and key.size and value.size):
+        return "no queries, or nothing to attend to"
+    heads = query.shape[-3], key.shape[-3]
+    if key.shape[-3] != value.shape[-3] or heads[0] % heads[1]:
+        return "heads that are broadcast"
+    leads = [x.shape[:-3] for x in (query, key, value)]
+    if jnp.broadcast_shapes(*leads) != leads[0]:
+        return "queries whose batch is broadcast"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
     weights = query.size // max(query.shape[-1], 1) * key.shape[-2]

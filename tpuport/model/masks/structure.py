@@ -65,17 +65,16 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
         shape: (batch, heads, queries, keys).
         frozen: No gradient flows into it.
     """
-    node = Graph(frozen=frozen).of(value)
-    lead = 4 - len(node.shape)
-    node = broadcast(node, (1,) * lead + node.shape)
+    node = _four(Graph(frozen=frozen).of(value))
     if node.is_bool:
         found = Structure(shape)
         _sort(found, conditions(node))
         return found
     parts = split(node)
-    found = Structure(shape, bias=parts.bias)
+    found = Structure(shape, bias=None if parts.bias is None else _four(parts.bias))
     _sort(found, parts.conditions)
-    if parts.is_finite and not found.covers():
+    # Where a finite number hides, a bias may outweigh it: then what is hidden is seen after all.
+    if parts.is_finite and (parts.bias is not None or not found.covers()):
         return Structure(shape, bias=node)
     return found
 
@@ -83,14 +82,18 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
 def with_conditions(found: Structure, node: Node) -> Structure:
     """The structure, and a boolean node that broadcasts to the scores holds too."""
     found = replace(found, keys=[*found.keys], queries=[*found.queries], rest=[*found.rest])
-    lead = 4 - len(node.shape)
-    _sort(found, conditions(broadcast(node, (1,) * lead + node.shape)))
+    _sort(found, conditions(_four(node)))
     return found
+
+
+def _four(node: Node) -> Node:
+    """A node with the four dims of scores: an operand within a mask may have fewer."""
+    return broadcast(node, (1,) * (4 - len(node.shape)) + tuple(node.shape))
 
 
 def _sort(found: Structure, parts: list[Node]) -> None:
     tiles = found.tiles
-    for part in parts:
+    for part in map(_four, parts):
         along = tiles.varying(part)
         if along <= {0, K}:
             if not _is_all_true(part, along):
