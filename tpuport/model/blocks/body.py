@@ -260,6 +260,8 @@ def is_frozen(leaf: TracedTensor) -> bool:
 def _stand_in(trace: Trace, leaf: TracedTensor, value: jax.Array) -> TracedTensor:
     made = TracedTensor(Storage(value, trace), (), meta_of(leaf), value, is_frozen(leaf))
     made._bounds = leaf._bounds
+    if getattr(leaf, "_is_param", False):
+        made._is_param = True
     return made
 
 

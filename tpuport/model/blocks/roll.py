@@ -239,6 +239,9 @@ class _Search:
         at = [i for i, eqn in enumerate(dependent) if id(eqn) in calls][::period]
         best: tuple[Loop, list[list[Any]], list[Any]] | None = None
         for rounds, start in _divisions(before, dependent, at, period):
+            held = {var for eqn in before[len(start) :] for var in eqn.outvars}
+            if not held.isdisjoint(free_variables(early)):
+                continue  # what comes before the loop would read what is in it
             loop = matched(rounds, self.min_rounds, period)
             if loop is None or (best is not None and loop.rounds <= best[0].rounds):
                 continue
@@ -251,6 +254,10 @@ class _Search:
         rest = rounds[loop.rounds - 1][len(loop.body) :]
         rest += [eqn for equations in rounds[loop.rounds :] for eqn in equations]
         loop.note_results(rounds, rest, self.outvars)
+        for equations in rounds[: loop.rounds]:
+            for eqn in equations[: len(loop.body)]:
+                for var in eqn.outvars:
+                    self.definitions.pop(var, None)
         # What needs no result of the calls may stand before the loop: it may read it.
         return start + early, loop, rest
 
