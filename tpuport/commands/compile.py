@@ -10,6 +10,7 @@ from tpuport.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.program.report import CompileReport
+    from tpuport.program.search import SearchReport
 
 DOES_NOT_FIT = 3
 _MINUTE = 60.0
@@ -100,7 +101,15 @@ def compile_(
         }
         ported, inputs = _ported(given.pop("model"), target, method), given.pop("inputs")
         if search:
-            _search(ported, topology, inputs, given, minutes * _MINUTE, out or [])
+            if mesh or rules != "fsdp":
+                raise UsageError("--mesh and --rules are what --search looks for; leave them out")
+            found = _search(ported, topology, inputs, given, minutes * _MINUTE)
+            typer.echo(found.to_json() if as_json else str(found))
+            for path in out or ():
+                found.save(path)
+                say(f"wrote {path}")
+            if not found.ranked:
+                raise typer.Exit(DOES_NOT_FIT if found.trials else WRONG_CALL)
             return
         from tpuport.program.compiling import compile_for
 
@@ -170,13 +179,13 @@ def _show(report: "CompileReport", *, as_json: bool) -> None:
 
 
 def _search(
-    ported: Any, topology: str, inputs: Any, given: dict[str, Any], seconds: float, out: list[Path]
-) -> None:
+    ported: Any, topology: str, inputs: Any, given: dict[str, Any], seconds: float
+) -> "SearchReport":
     from rich.console import Console
 
     from tpuport.program.search import search
 
-    for name in ("mesh", "rules", "strict"):
+    for name in ("mesh", "rules"):
         given.pop(name, None)
     console = Console(stderr=True, highlight=False)
 
@@ -190,13 +199,7 @@ def _search(
             status.update(f"{done + 1} of {total}: {what}")
             tell(f"{done + 1} of {total}: {what}")
 
-        found = search(ported, topology, inputs=inputs, seconds=seconds, progress=progress, **given)
-    typer.echo(str(found))
-    for path in out:
-        found.save(path)
-        say(f"wrote {path}")
-    if not found.ranked:
-        raise typer.Exit(DOES_NOT_FIT if found.trials else WRONG_CALL)
+        return search(ported, topology, inputs=inputs, seconds=seconds, progress=progress, **given)
 
 
 __all__ = ["DOES_NOT_FIT", "FAILED", "compile_"]
