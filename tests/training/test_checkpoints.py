@@ -99,6 +99,9 @@ def test_a_state_moves_to_another_mesh(tmp_path):
     assert found is not None
     assert found.state.params["first.weight"].sharding == like.params["first.weight"].sharding
     jax.tree.map(np.testing.assert_array_equal, held(found.state), expected)
+    after, metrics = spread(found.state, batches(2)[1])
+    assert float(metrics["loss"]) > 0
+    assert len(after.optimiser[0].mu["first.weight"].addressable_shards) == 8
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
@@ -191,6 +194,23 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install \"tpuport\[train\]\""):
         Checkpoints(tmp_path)
+
+
+def test_what_would_not_be_saved_is_said(tmp_path):
+    step = new_step()
+    first = step.init()
+    with Checkpoints(tmp_path) as saved:
+        for position in ((1, 2), {1: 2}, np.int64(3), float("nan")):
+            with pytest.raises(UsageError, match="position: expected numbers, strings, lists"):
+                saved.save(first, position)
+        assert saved.steps == []
+        state, _ = run(step, first, batches(2))
+        saved.save(state, [1, {"epoch": 2}])
+        saved.save(state)  # it is there already
+        with pytest.raises(CheckpointError, match=r"has states up to step 2.*another directory"):
+            saved.save(step.init())
+        saved.wait()
+        assert saved.steps == [2]
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path):

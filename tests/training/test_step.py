@@ -11,7 +11,7 @@ import torch
 
 import tpuport
 from tests.training.small import Small, batches, loss
-from tpuport.errors import UsageError
+from tpuport.errors import PortError, UsageError
 from tpuport.sharding import fsdp
 from tpuport.training import TrainState, make_train_step
 
@@ -176,7 +176,12 @@ def test_frozen_parameters_never_meet_the_optimiser():
     assert not any("frozen" in jax.tree_util.keystr(path) for path, _ in moments)
 
 
-def test_nothing_waits_for_the_device():
+def refuse_to_read(array: Any) -> None:
+    """In place of what fetches an array's value."""
+    raise AssertionError(f"read {array.shape}")
+
+
+def test_nothing_waits_for_the_device(monkeypatch):
     step = make_train_step(tpuport.convert(Small(0.1)), loss, clip_norm=1.0, ema_decay=0.9)
     (batch,) = batches(1)
     state, _ = step(step.init(), batch)
@@ -184,8 +189,10 @@ def test_nothing_waits_for_the_device():
     text = str(compiled.run.jaxpr)
     assert "callback" not in text
     # Arguments go to the device; nothing comes back.
-    with jax.transfer_guard_device_to_host("disallow"):
-        _, metrics = step(state, batch)
+    monkeypatch.setattr(type(state.step), "_value", property(refuse_to_read))
+    with pytest.raises(AssertionError, match="read"):
+        float(state.step)
+    _, metrics = step(state, batch)
     assert all(isinstance(value, jax.Array) for value in metrics.values())
 
 
@@ -263,6 +270,32 @@ def test_two_losses_of_one_model_are_two_steps():
         np.testing.assert_allclose(large, second(ported.to_torch(), x).item(), rtol=1e-5)
 
 
+def test_a_part_that_counts_for_nothing_does_no_harm():
+    def masked(model: Any, x: torch.Tensor, keep: torch.Tensor) -> Any:
+        each = model(x).square().mean(-1)
+        return (each * keep).sum() / keep.sum(), {"weight": keep.sum()}
+
+    x, keep = torch.randn(8, 8), torch.tensor([1.0, 0, 1, 1, 0, 0, 0, 0])
+    ported = tpuport.convert(torch.nn.Linear(8, 4))
+    found = []
+    for accumulate in (1, 2):
+        step = make_train_step(ported, masked, "sgd", accumulate=accumulate)
+        _, metrics = step(step.init(), x, keep)
+        found.append((metrics["loss"], metrics["grad_norm"], metrics["skipped"]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_a_size_is_not_read_from_the_whole_batch_for_a_part_of_it():
+    def ragged(model: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        n = int(lengths.max())
+        return model(x).square().mean() + torch.ones(n, 2).sum()
+
+    ported = tpuport.convert(torch.nn.Linear(8, 4))
+    step = make_train_step(ported, ragged, "sgd", accumulate=4)
+    with pytest.raises(PortError):
+        step(step.init(), torch.randn(8, 8), torch.tensor([1, 1, 1, 1, 2, 2, 4, 4]))
+
+
 class Counting(torch.nn.Module):
     """One that counts its calls in Python."""
 
@@ -291,6 +324,13 @@ REFUSED = {
     "parts": (lambda m, x: m(x).sum(), {"accumulate": 4}, "batch of 6 cannot be cut into 4 equal"),
     "none": (lambda m, x: m(x).sum(), {"accumulate": 0}, "accumulate=0: expected the number"),
     "decay": (lambda m, x: m(x).sum(), {"ema_decay": 1.0}, "ema_decay=1.0: expected a rate"),
+    "clip": (lambda m, x: m(x).sum(), {"clip_norm": 0.0}, "clip_norm=0.0: expected the largest"),
+    "method": ("trainig_step", {}, "loss='trainig_step': Linear has no method of that name"),
+    "reserved": (
+        lambda m, x: (m(x).sum(), {"loss": x.sum()}),
+        {},
+        "gives a metric 'loss', which a step reports itself",
+    ),
     "optimiser": (lambda m, x: m(x).sum(), {"optimiser": "adamx"}, "one of adamw, adam"),
 }
 

@@ -10,6 +10,8 @@ from tpuport.errors import UsageError
 
 # Of the metrics that a loss gives, the one that says how much the batch counts.
 WEIGHT = "weight"
+# What a step reports besides.
+_OUR_OWN = {"loss", "grad_norm", "skipped"}
 
 
 def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -41,6 +43,11 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         raise UsageError(
             f"the loss has shape {list(loss.shape)} and dtype {loss.dtype}: expected one floating"
             " number. What to do: reduce it, with .mean() for example"
+        )
+    for name in _OUR_OWN & metrics.keys():
+        raise UsageError(
+            f"the loss function gives a metric {name!r}, which a step reports itself. What to do:"
+            " give it another name"
         )
     for name, value in metrics.items():
         if not _is_scalar(value):

@@ -1,6 +1,7 @@
 """Training states on disk: written in the background, whole or not at all, the last few kept."""
 
 import importlib.util
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -71,16 +72,27 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, state: TrainState, position: Any = None) -> None:
-        """Save a state under its step.
+        """Save a state under its step; one that is there already stays.
 
         Args:
             state: it may be given to the next step at once.
             position: of the input, to go on with: numbers, strings, lists and dicts of them.
 
         Raises:
-            CheckpointError: an earlier write failed in the background, or this one does.
+            CheckpointError: an earlier write failed in the background, or this one does, or there
+                are states of later steps.
+            UsageError: the position would come back as something else.
         """
         ocp, number = self._ocp, int(state.step)
+        _check_position(position)
+        steps = self.steps
+        if number in steps:
+            return
+        if steps and number < max(steps):
+            raise CheckpointError(
+                f"step {number} was not saved: {self.directory} has states up to step {max(steps)}."
+                " What to do: give another directory, or delete the later states"
+            )
         parts: dict[str, Any] = {_STATE: ocp.args.StandardSave(_as_tree(state))}
         if position is not None:
             parts[_POSITION] = ocp.args.JsonSave({"position": position})
@@ -124,7 +136,7 @@ class Checkpoints:
         except CheckpointError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            first = str(error).strip().splitlines()[0]
+            first = " ".join(str(error).split())[:300]
             raise CheckpointError(
                 f"the state of step {number} in {self.directory} was not read: {first}. What to do:"
                 " give a state of the model and optimiser that it was saved from, or another of"
@@ -179,6 +191,18 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_position(position: Any) -> None:
+    try:
+        same = json.loads(json.dumps(position, allow_nan=False)) == position
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"position: expected numbers, strings, lists and dicts with strings for keys, got"
+            f" {position!r}"
+        )
 
 
 def _as_tree(state: TrainState) -> Mapping[str, Any]:

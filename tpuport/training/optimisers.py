@@ -32,12 +32,15 @@ def from_torch(
 ) -> optax.GradientTransformation:
     """The updates that a torch optimiser makes, with its groups and its schedule.
 
+    A parameter that the loss does not depend on has no gradient in torch, whose optimisers then
+    leave it alone; here its gradient is zero, so weight decay and momentum go on. Freeze it
+    (`requires_grad=False`) to have it left alone.
+
     Args:
         ported: made of the module whose parameters the optimiser has.
         optimiser: AdamW, Adam, SGD or RMSprop, before its first step.
         scheduler: one of torch's, or any with `step()` that sets learning rates by the number of
-            the step; its rates are read by running a copy of it, so each is to the bit what torch
-            would use.
+            the step; its rates are read by running a copy of it, so each is torch's, in float32.
         steps: for how many steps; after them the last rate stays. Needed with a scheduler.
 
     Raises:
@@ -201,6 +204,11 @@ def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
         raise UsageError(
             "ReduceLROnPlateau depends on a metric, not on the step. What to do: use"
             " optax.contrib.reduce_on_plateau in the optimiser, or another schedule"
+        )
+    if getattr(scheduler, "optimizer", None) is not optimiser:
+        raise UsageError(
+            f"the {type(scheduler).__name__} is not one of this {type(optimiser).__name__}"
+            " (scheduler.optimizer). What to do: pass optax's schedule to optax's optimiser"
         )
     # A copy has its own optimiser, so that neither of the user's takes a step; without the weights.
     weights = [p for group in optimiser.param_groups for p in group["params"]]

@@ -13,7 +13,7 @@ from tpuport.diagnosis.explain import explaining
 from tpuport.errors import UsageError
 from tpuport.model import arguments, structure
 from tpuport.model.blocks import at_rest
-from tpuport.model.compiled import Executable, Signature
+from tpuport.model.compiled import Executable, Signature, release
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
@@ -81,11 +81,12 @@ class TrainStep:
         self._ema_decay = ema_decay
         self._skip = skip_nonfinite
         self._programs: dict[Signature, _Compiled] = {}
+        self._num_compiled = 0
 
     @property
     def retraces(self) -> int:
         """How many programs there are beyond the first."""
-        return max(len(self._programs) - 1, 0)
+        return max(self._num_compiled - 1, 0)
 
     def init(self, seed: int = 0, *, copy: bool = True) -> TrainState:
         """The state before the first step.
@@ -179,13 +180,16 @@ class TrainStep:
         name = f"train_{self.ported.report.model}"
         run = Executable(closed, shape, name, donate_state=True)
         run.hoisted = self.ported._program.placement.constants(run.hoisted)
+        release(held[-1])
+        self._num_compiled += 1
         return _Compiled(run, held[-1])
 
     def _step(
         self, state: TrainState, call: _Call, concrete: list[Any], hoisted: Hoisted, held: list[Any]
     ) -> tuple[TrainState, Metrics]:
         """The pure function that is compiled."""
-        known = dict(enumerate(concrete))
+        # Of a batch that is cut, no part's values are known.
+        known = {i: v for i, v in enumerate(concrete) if self._accumulate == 1 or not v.ndim}
 
         def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
             given = {**state.frozen, **buffers, **params}
@@ -252,9 +256,12 @@ class TrainStep:
                 state.params, buffers, jax.random.fold_in(key, number), values
             )
             weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
-            # What is added up is in no less than float32: many small terms.
+            # What is added up is in no less than float32: many small terms. A part that counts
+            # for nothing may have a mean over nothing, which is no number.
             total = jax.tree.map(
-                lambda t, g: t + weight * g.astype(t.dtype), total, (grads, loss, metrics)
+                lambda t, g: t + jnp.where(weight == 0, 0, weight * g.astype(t.dtype)),
+                total,
+                (grads, loss, metrics),
             )
             return (buffers, total, weights + weight), None
 
@@ -348,8 +355,8 @@ def make_train_step(
             part, the gradient of the whole.
         clip_norm: the largest norm of all gradients together, as `clip_grad_norm_`.
         ema_decay: keep averages of the parameters that forget at this rate.
-        skip_nonfinite: leave everything as it was where the loss or a gradient is infinite or NaN,
-            and count it; False applies it all the same.
+        skip_nonfinite: leave everything as it was where the loss or a gradient is infinite or NaN
+            (a schedule of optax's, too), and count it; False applies it all the same.
 
     Raises:
         UsageError: an argument is of no use.
@@ -358,6 +365,10 @@ def make_train_step(
         raise UsageError(f"accumulate={accumulate}: expected the number of parts, 1 or more")
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise UsageError(f"ema_decay={ema_decay}: expected a rate from 0 up to 1, such as 0.999")
+    if clip_norm is not None and clip_norm <= 0:
+        raise UsageError(f"clip_norm={clip_norm}: expected the largest norm, above 0, or None")
+    if isinstance(loss, str) and not callable(getattr(ported.module, loss, None)):
+        raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
     if not ported.params:
         raise UsageError(
             f"{ported.report.model} has no parameter with requires_grad=True: nothing to train"
