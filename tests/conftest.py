@@ -31,3 +31,7 @@ def _same_seed_for_each_test() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    # A test that shows how a tracer leaks into torchax's key leaves it there.
+    env = getattr(sys.modules.get("torchax"), "_env", None)
+    if env is not None:
+        env.manual_seed(0)
