@@ -1,11 +1,13 @@
 """Weights of repeated blocks kept as one array each."""
 
+from collections import OrderedDict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch import nn
 
 import tpuport
 from tests.model.repeated import DIM, Block, Stack, check, jaxpr_of, loops, x_of
@@ -146,3 +148,42 @@ def test_no_gradient_passes_a_block_that_runs_without():
 
     got = jax.grad(loss)(jnp.asarray(x_of().numpy()))
     assert jnp.allclose(got, ported.params["head.weight"].sum(0), atol=1e-6)
+
+
+class InDict(nn.Module):
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["sequential", "named", "dict"])
+def test_blocks_that_no_list_with_a_name_of_its_own_holds(kind: str):
+    torch.manual_seed(0)
+    blocks = {name: Block() for name in ("first", "second", "third")}
+    model: nn.Module
+    if kind == "dict":
+        model, names = InDict(blocks), {"blocks[first|second|third].up.weight"}
+    elif kind == "named":
+        model, names = nn.Sequential(OrderedDict(blocks)), {"[first|second|third].up.weight"}
+    else:
+        model, names = nn.Sequential(*blocks.values()), {"[0:3].up.weight"}
+    ported = tpuport.convert(model, blocks="scan", verify=False)
+    assert names <= set(tpuport.stack_blocks(ported))
+    assert set(ported.by_fqn()) == set(dict(model.named_parameters()))
+    torch.testing.assert_close(tpuport.to_torch(ported(x_of())), model(x_of()).detach())
+    assert loops(jaxpr_of(ported, x_of())) == [3]
+
+
+def test_a_name_that_no_stack_could_hold_stays_by_itself():
+    model = nn.Sequential(OrderedDict({f"a|{i}": nn.Linear(3, 3) for i in range(3)}))
+    assert at_rest.stack_names(model) == []
+
+
+def test_a_model_that_is_not_ported_has_nothing_to_stack():
+    with pytest.raises(UsageError, match=r"takes what tpuport.convert gives; got a Linear"):
+        tpuport.stack_blocks(nn.Linear(3, 3))  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.attention import AttentionOptions, Mask, Shards, attend
-from tpuport.attention.dispatch import ANY_MASK, choose_kernel
+from tpuport.attention.dispatch import ANY_MASK, CHOSEN, choose_kernel, not_for_splash
+from tpuport.errors import UsageError
 from tpuport.model.attention_choice import choice, options_for, shards_for
-from tpuport.model.locate import user_site
+from tpuport.model.locate import user_line, user_site
 from tpuport.model.lowerings.attention import attention
 from tpuport.model.masks.bands import Band
 from tpuport.model.masks.structure import Structure, arrays_left, read, to_mask
@@ -62,14 +63,15 @@ def attention_call(
         return _full(query, key, value, call)
     refused = _refused(query, key, value, call, options)
     if refused:
+        if options.kernel == "splash" and query.size and key.size and value.size:
+            raise _splash_refusal(trace, refused)
         _note(trace, query, key, "full", refused)
         return _full(query, key, value, call)
-    lead = query.shape[:-3]
-    q, k, v = (_four(x, lead) for x in (query, key, value))
+    dims, (q, k, v) = _four(query, key, value)
     shape = (*q.shape[:3], k.shape[2])
-    found = _structure(trace, _four_mask(call.mask, lead, shape), shape, call.frozen)
+    found = _structure(trace, _four_mask(call.mask, dims[:-1], shape), shape, call.frozen)
     out = structured_call(trace, (q, k, v), found, call, options)
-    return out.reshape(*query.shape[:-1], v.shape[-1])
+    return out.reshape(*dims, *out.shape[-2:])
 
 
 def structured_call(
@@ -93,6 +95,10 @@ def structured_call(
         found = replace(found, band=found.band & Band(high=0))
     mask = to_mask(found)
     shards = shards_for(trace.mesh, q.shape[:3])
+    kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards)
+    if options.kernel == "splash" and kernel != "splash":
+        others = [one for one in reasons if one != CHOSEN]
+        raise _splash_refusal(trace, _in_words((others[0],), found))
     out = attend(
         q,
         k,
@@ -105,7 +111,6 @@ def structured_call(
         options=options,
         shards=shards,
     )
-    kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards)
     _note(trace, q, k, kernel, _in_words(reasons, found), described(mask, found), spread(shards))
     return out
 
@@ -147,16 +152,12 @@ def _refused(
     query: jax.Array, key: jax.Array, value: jax.Array, call: Call, options: AttentionOptions
 ) -> str:
     """Why the matrix of scores is used after all; empty if it is not."""
-    if min(query.ndim, key.ndim, value.ndim) < 3:
-        return "queries without heads"
     if not (query.size and key.size and value.size):
         return "no queries, or nothing to attend to"
-    heads = query.shape[-3], key.shape[-3]
-    if key.shape[-3] != value.shape[-3] or heads[0] % heads[1]:
-        return "heads that are broadcast"
-    leads = [x.shape[:-3] for x in (query, key, value)]
-    if jnp.broadcast_shapes(*leads) != leads[0]:
-        return "queries whose batch is broadcast"
+    of_query, of_key, of_value = (1 if x.ndim < 3 else x.shape[-3] for x in (query, key, value))
+    shared = max(of_key, of_value)
+    if min(of_key, of_value) not in (1, shared) or (of_query > 1 and of_query % shared):
+        return f"{of_query} heads of queries with {of_key} of keys and {of_value} of values"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
     weights = query.size // max(query.shape[-1], 1) * key.shape[-2]
@@ -180,9 +181,31 @@ def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> jax
     )
 
 
-def _four(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """[batch, heads, sequence, size] with all dims before the heads as the batch."""
-    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+def _splash_refusal(trace: Trace, reason: str) -> UsageError:
+    """The error, at the user's line, for what splash was asked for by name and cannot serve."""
+    error = UsageError(f"{user_line()}: {not_for_splash(reason)}")
+    # A bare `except` in the user's code must not turn it into another path of the program.
+    trace.refusal = trace.refusal or error
+    return error
+
+
+def _four(*operands: jax.Array) -> tuple[tuple[int, ...], list[jax.Array]]:
+    """Queries, keys and values as [batch, heads, sequence, size], all dims before heads the batch.
+
+    What one of them lacks is broadcast, apart from heads of keys that heads of queries share.
+
+    Returns:
+        The dims of the result before its sequence, and the operands.
+    """
+    whole = [x if x.ndim > 2 else x[None] for x in operands]
+    lead = jnp.broadcast_shapes(*(x.shape[:-3] for x in whole))
+    shared = max(x.shape[-3] for x in whole[1:])
+    heads = [max(whole[0].shape[-3], shared), shared, shared]
+    dims = () if max(x.ndim for x in operands) < 3 else (*lead, heads[0])
+    return dims, [
+        jnp.broadcast_to(x, (*lead, n, *x.shape[-2:])).reshape(-1, n, *x.shape[-2:])
+        for x, n in zip(whole, heads, strict=True)
+    ]
 
 
 def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:

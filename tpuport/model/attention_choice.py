@@ -4,11 +4,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
 from tpuport.attention import AttentionOptions, BlockSizes, Shards
+from tpuport.attention.dispatch import usable_shards
 from tpuport.attention.options import Kernel, SequenceWay
 from tpuport.errors import UsageError
 
@@ -100,23 +100,23 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
 
     Raises:
         UsageError: the user named an axis that the mesh does not have.
+
+    Warns:
+        AttentionWarning: once for each axis that does not divide a dim.
     """
     if mesh is None or mesh.size == 1:
         return None
     chosen = choice()
     named: dict[str, tuple[str, ...]] = dict(chosen.axes) if chosen is not None else {}
-    found: dict[str, Any] = {}
-    for (dim, usual), left in zip(_AXES.items(), sizes, strict=True):
-        kept: tuple[str, ...] = ()
-        for axis in named[dim] if dim in named else usual:
-            size = mesh.shape.get(axis)
-            if size is None and dim in named:
-                known = ", ".join(map(repr, mesh.shape))
-                raise UsageError(
-                    f"attention_options(axes=...) puts {dim} over {axis!r}, and the axes of the"
-                    f" mesh are {known}"
-                )
-            if size is not None and size > 1 and (dim == "sequence" or left % size == 0):
-                kept, left = (*kept, axis), left // size
-        found[dim] = kept
-    return Shards(mesh, **found)
+    found: dict[str, tuple[str, ...]] = {}
+    for dim, usual in _AXES.items():
+        axes = named[dim] if dim in named else usual
+        missing = [axis for axis in axes if axis not in mesh.shape]
+        if missing and dim in named:
+            known = ", ".join(map(repr, mesh.shape))
+            raise UsageError(
+                f"attention_options(axes=...) puts {dim} over {missing[0]!r}, and the axes of the"
+                f" mesh are {known}"
+            )
+        found[dim] = tuple(axis for axis in axes if axis in mesh.shape)
+    return usable_shards(Shards(mesh, **found), sizes)

@@ -51,8 +51,8 @@ def _sources(roots: list[Any]) -> list[Any]:
     return found
 
 
-def _state(source: Any) -> tuple[str, str]:
-    """(what it is, its state)."""
+def state_of(source: Any) -> tuple[str, str]:
+    """What a generator of Python or numpy is, and its state."""
     if isinstance(source, np.random.Generator):
         return "a numpy random Generator", repr(source.bit_generator.state)
     if isinstance(source, np.random.RandomState):
@@ -67,7 +67,7 @@ def _states(sources: list[Any]) -> list[tuple[str, str]]:
         ("Python's `random`", repr(random.getstate())),
         ("numpy's global random state", f"{numpy_state[1].tobytes()!r}{numpy_state[2]}"),
         ("torch's CPU generator", repr(torch.get_rng_state().numpy().tobytes())),
-        *map(_state, sources),
+        *map(state_of, sources),
     ]
 
 

@@ -1,5 +1,6 @@
 """The modes in force while a trace runs: they see every ATen op and every torch function."""
 
+import sys
 from typing import Any
 
 import torch
@@ -105,6 +106,8 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self.trace.outside is not None:
+            self.trace.outside.saw(sys._getframe(1))
         handler = FUNCTIONS.get(func)
         if handler is not None:
             result = handler(self.trace, func, args, kwargs or {})

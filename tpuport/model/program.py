@@ -81,7 +81,7 @@ class Program:
 
     def rolled(self, closed: Any) -> Any:
         """A traced program (a `ClosedJaxpr`) with its repeated blocks as loops, where that pays."""
-        return roll(closed, copies=self.blocks == "scan")[0] if self.rolls else closed
+        return roll(closed, copies=self.blocks == "scan") if self.rolls else closed
 
     def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
         """A method of a copy of the module ("forward" goes through `__call__`), or a function."""

@@ -25,7 +25,6 @@ class StateTree:
 
     leaves: dict[str, Any]
     statics: dict[str, Any]
-    specs: dict[str, structure.Spec]
     aliases: dict[str, list[str]]
     owners: dict[str, tuple[str, str]]
     values: dict[str, Any]
@@ -71,7 +70,7 @@ def state_tree(
         number_names: Python numbers (by name) that count as leaves.
         objects: take objects apart that hold no tensor, too, so that a change in one is seen.
     """
-    tree = StateTree({}, {}, {}, {}, {}, {}, set(), {})
+    tree = StateTree({}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
 
     def leaf(tree: StateTree, name: str, value: Any) -> None:
@@ -110,7 +109,10 @@ def _take_apart(
         for name, value in owner.__dict__.items():
             if name in _INTERNAL:
                 continue
-            if type(value) in _EXACT and not number_names:
+            kind = type(value)
+            if kind is tuple and set(map(type, value)) == {int}:
+                kind = int  # the shape of a norm: as exact
+            if kind in _EXACT and not number_names:
                 full = prefix + name
                 tree.owners[full] = (fqn, name)
                 tree.values[full] = value
@@ -150,7 +152,6 @@ def _attribute(
     )
     for one, path in zip(leaves, paths, strict=True):
         leaf(tree, path, one)
-    tree.specs[full] = spec
     tree.statics[full] = (spec.key, tuple(_tensor_kind(one) for one in leaves))
 
 

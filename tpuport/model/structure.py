@@ -331,6 +331,19 @@ def set_item(target: Any, name: Any, value: Any) -> None:
     setter(target, name, value)
 
 
+def statics_of(spec: Spec) -> list[Any]:
+    """The values of a structure that are taken as they are."""
+    found: list[Any] = []
+    stack: list[Any] = [spec.node]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, tuple) and len(node) == 2 and node[0] == "static":
+            found.append(node[1])
+        elif isinstance(node, (tuple, list)):
+            stack += node
+    return found
+
+
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with `fn` applied to every tensor or jax array."""
     leaves, spec = flatten(value)

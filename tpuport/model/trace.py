@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.core import Tracer
 
 from tpuport.model import backend
 from tpuport.model.guards import Guards
@@ -123,6 +124,8 @@ class Trace:
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         # What masks of attention consist of, by the id of the array.
         self.masks: dict[Any, Any] = {}
+        # Arrays that stand for int64 and are narrower, by id: nothing of them is kept alive.
+        self._int64: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.guards = Guards()
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
@@ -130,6 +133,8 @@ class Trace:
         # Activations that were given a place, noted while a block is traced as a function.
         self.places: list[tuple[str, str, int]] | None = None
         self.blocks: Any = None
+        # What is told which code runs, while a block is traced as a function.
+        self.outside: Any = None
         # The block that is traced for all that are like it, and the name of them all.
         self.standing_for: tuple[str, str] | None = None
         self.mesh: jax.sharding.Mesh | None = None
@@ -147,6 +152,15 @@ class Trace:
             if name == block or name.startswith(block + "."):
                 return all_blocks + name[len(block) :]
         return name
+
+    def note_int64(self, value: Any) -> None:
+        """Note that a traced array stands for one of int64."""
+        if isinstance(value, Tracer):
+            self._int64[id(value)] = value
+
+    def holds_int64(self, value: Any) -> bool:
+        """Whether an array is known to stand for one of int64."""
+        return value is not None and self._int64.get(id(value)) is value
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -318,6 +332,10 @@ class Counters:
     def copy(self) -> "Counters":
         """What has happened so far."""
         return Counters(dict(self.ops), dict(self.shims), list(self.attention))
+
+    def become(self, other: "Counters") -> None:
+        """Forget what has happened since a copy was made."""
+        self.ops, self.shims, self.attention = other.ops, other.shims, other.attention
 
     def since(self, before: "Counters") -> "Counters":
         """What has happened since a copy was made."""

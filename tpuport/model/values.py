@@ -91,5 +91,7 @@ def wrap_as(
     dtype = backend.jax_dtype(meta.dtype)
     if value.dtype != dtype:
         value = value.astype(dtype)
+    if trace is not None and meta.dtype == torch.int64:
+        trace.note_int64(value)
     storage = Storage(value, trace)
     return TracedTensor(storage, (), meta, value, frozen or not meta.dtype.is_floating_point)

@@ -2,6 +2,6 @@
 
 from tpuport.model.blocks.alike import Family, Member, families
 from tpuport.model.blocks.calls import BlockCalls
-from tpuport.model.blocks.roll import Rolled, roll
+from tpuport.model.blocks.roll import roll
 
-__all__ = ["BlockCalls", "Family", "Member", "Rolled", "families", "roll"]
+__all__ = ["BlockCalls", "Family", "Member", "families", "roll"]

@@ -1,14 +1,13 @@
 """Which blocks of a model are alike: of one class and structure, with state of the same shapes."""
 
-import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from tpuport.model import structure
+from tpuport.model.blocks.same_values import same_value
 from tpuport.model.blocks.watched import OWN, Record, Watcher, is_unchanged
 from tpuport.model.state import named_owners, state_tree
 from tpuport.model.tensor import TracedTensor
@@ -55,6 +54,9 @@ class Member:
     @property
     def has_hooks(self) -> bool:
         """Whether calls of it, or of a module in it, run code that is not its own."""
+        of_all = torch.nn.modules.module
+        if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
+            return True
         return any(m.__dict__.get(hooks) for _, m in self.modules for hooks in _HOOKS)
 
     @property
@@ -94,7 +96,7 @@ def families(module: torch.nn.Module, leaves: Iterable[Any]) -> list[Family]:
         leaves: that state.
     """
     found: list[Family] = []
-    watcher = Watcher(same_value)
+    watcher = Watcher()
     views = any(_is_view(leaf) for leaf in leaves)
     for prefix, owner in named_owners(module):
         if not isinstance(owner, (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)):
@@ -139,50 +141,6 @@ def _families(
             member = Member(fqn, block, family, outline.modules, held, state, varying)
             family.members.append(member)
         yield family
-
-
-def same_value(a: Any, b: Any, depth: int = 0) -> bool:
-    """Whether two Python values are the same for any code that reads them.
-
-    Objects are, if they are of one class and hold the same (attention processors, for example).
-    """
-    if a is b:
-        return True
-    if type(a) is not type(b) or depth > _MAX_DEPTH:
-        return False
-    if isinstance(a, torch.Tensor):
-        plain = not isinstance(a, TracedTensor) and a.dtype == b.dtype and a.shape == b.shape
-        return plain and a.device.type != "meta" and torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return structure.is_plain(a) and a.dtype == b.dtype and np.array_equal(a, b)
-    ours, other = _parts(a), _parts(b)
-    if ours is not None and other is not None:
-        (keys, values), (others, theirs) = ours, other
-        pairs = zip(values, theirs, strict=False)
-        return keys == others and all(same_value(x, y, depth + 1) for x, y in pairs)
-    nan = isinstance(a, float) and a != a and b != b
-    return nan or (isinstance(a, _COMPARED) and a == b)
-
-
-def _parts(value: Any) -> tuple[Any, list[Any]] | None:
-    """What is in a container or object, with the names of it; None for anything else."""
-    if isinstance(value, (tuple, list)):
-        return len(value), list(value)
-    if isinstance(value, dict):
-        return list(value), list(value.values())
-    if isinstance(value, types.MethodType):
-        return id(value.__func__), [value.__self__]
-    if not isinstance(value, torch.nn.Module) and structure.is_plain(value):
-        held = structure.attributes_of(value)
-        return list(held), list(held.values())
-    return None
-
-
-_MAX_DEPTH = 5
-_COMPARED = (
-    *(bool, int, float, complex, str, bytes, set, frozenset, range, slice),
-    *(torch.dtype, torch.device, torch.Size),
-)
 
 
 def _state(modules: list[tuple[str, torch.nn.Module]]) -> dict[str, TracedTensor]:
@@ -231,11 +189,12 @@ def _kind(value: Any) -> Any:
     """What of a parameter or buffer shapes the code that runs."""
     if not isinstance(value, torch.Tensor):
         return type(value)
-    frozen = value._frozen if isinstance(value, TracedTensor) else None
-    extra = tuple(sorted(n for n in vars(value) if not n.startswith("_")))
+    held = vars(value)
+    public = [name for name in held if name[0] != "_"]
+    extra = tuple((name, structure._hashable(held[name], [])) for name in sorted(public))
     if not isinstance(value, TracedTensor):
         return (id(value), extra)
-    return (tuple(value.shape), value.dtype, value.stride(), frozen, extra)
+    return (value.bound_shape, value.dtype, value.stride(), value._frozen, extra)
 
 
 def _is_view(leaf: Any) -> bool:

@@ -1,7 +1,8 @@
 """The weights of blocks that are alike, kept as one array each: what a loop over them reads.
 
 A stack's name holds the numbers of its blocks where each weight's own fqn has one:
-`layers[0:32].mlp.up_proj.weight` is `layers.0.mlp.up_proj.weight` to `layers.31.mlp...`.
+`layers[0:32].mlp.up_proj.weight` is `layers.0.mlp.up_proj.weight` to `layers.31.mlp...`. Blocks
+that have names instead of numbers are all named: `layers[first|second|third].weight`.
 """
 
 import re
@@ -17,11 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.errors import UsageError
 from tpuport.model.blocks.alike import MIN_BLOCKS
 from tpuport.model.blocks.parts import parts_of
+from tpuport.model.state import named_owners
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
 
-_STACK = re.compile(r"\[(\d+):(\d+)\]")
+_STACK = re.compile(r"\[(?:(\d+):(\d+)|([^\[\]|:<>\s]+(?:\|[^\[\]|:<>\s]+)+))\]")
 
 
 def members_of(name: str) -> list[str]:
@@ -30,36 +32,41 @@ def members_of(name: str) -> list[str]:
     if found is None:
         return []
     before, after = name[: found.start()], name[found.end() :]
-    return [f"{before}.{index}{after}" for index in range(int(found[1]), int(found[2]))]
+    blocks = found[3].split("|") if found[3] else map(str, range(int(found[1]), int(found[2])))
+    return [f"{before}.{block}{after}".lstrip(".") for block in blocks]
 
 
 def stack_names(module: torch.nn.Module) -> list[str]:
     """The stacks that a model's parameters can be kept in.
 
     Args:
-        module: the model. Neighbours in a list of modules stack where they are of one class and
-            their parameters have the same names, shapes, dtypes and `requires_grad`.
+        module: the model. Neighbours in a list, sequence or dict of modules stack where they are of
+            one class and their parameters have the same names, shapes, dtypes and `requires_grad`.
     """
     names: list[str] = []
-    holders = (torch.nn.ModuleList, torch.nn.Sequential)
+    holders = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
     seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        if not isinstance(owner, holders) or any(
-            members_of(name) and f"{prefix}." == f"{_list_of(name)}." for name in names
-        ):
+    for prefix, owner in named_owners(module):
+        children = [(n, m) for n, m in owner._modules.items() if m is not None]
+        if not isinstance(owner, holders):
             continue
-        for first, last, kinds in _runs(list(owner.children())):
-            blocks = list(owner.children())[first:last]
-            if any(id(p) in seen for block in blocks for p in block.parameters()):
-                continue
-            seen |= {id(p) for block in blocks for p in block.parameters()}
-            start = f"{prefix}[{first}:{last}]"
-            names += [f"{start}.{name}" for name, *_ in kinds]
+        for first, last, kinds in _runs([block for _, block in children]):
+            blocks = children[first:last]
+            parameters = {id(p) for _, block in blocks for p in block.parameters()}
+            start = prefix + _numbers([name for name, _ in blocks])
+            own = [f"{prefix}.{name}".lstrip(".") for name, _ in blocks]
+            if seen.isdisjoint(parameters) and members_of(start) == own:
+                seen |= parameters
+                names += [f"{start}.{name}" for name, *_ in kinds]
     return names
 
 
-def _list_of(name: str) -> str:
-    return name.partition("[")[0]
+def _numbers(names: list[str]) -> str:
+    """What stands in a stack's name for those of its blocks."""
+    first = int(names[0]) if names[0].isdecimal() else 0
+    if names == [str(first + i) for i in range(len(names))]:
+        return f"[{first}:{first + len(names)}]"
+    return f"[{'|'.join(names)}]"
 
 
 def _runs(blocks: list[torch.nn.Module]) -> Iterable[tuple[int, int, Any]]:
@@ -190,6 +197,14 @@ def stack_blocks(ported: "PortedState") -> list[str]:
     Raises:
         UsageError: it is no ported module.
     """
+    # Imported late: a ported model keeps its state by this module.
+    from tpuport.model.ported_state import PortedState
+
+    if not isinstance(ported, PortedState):
+        raise UsageError(
+            f"stack_blocks takes what tpuport.convert gives; got a {type(ported).__name__}. What to"
+            " do: tpuport.stack_blocks(tpuport.convert(model))"
+        )
     names = stack_names(ported.module)
     made: list[str] = []
     for values in (ported.params, ported.buffers):

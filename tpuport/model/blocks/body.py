@@ -15,63 +15,16 @@ from jax.extend.core import jaxpr_as_fun
 from tpuport.model import structure
 from tpuport.model.arguments import Watch, program_leaf
 from tpuport.model.blocks.alike import Member
+from tpuport.model.blocks.entries import NAME, Arguments, Entry, NotPure, strong
+from tpuport.model.blocks.outside import Outside
 from tpuport.model.blocks.withheld import withheld
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.inside import version
-from tpuport.model.masks.recipes import Recipe
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.state import python_changes, state_tree
 from tpuport.model.tensor import Storage, TracedTensor, meta_of
-from tpuport.model.trace import Counters, Effects, KeyStream, Trace
+from tpuport.model.trace import Effects, KeyStream, Trace
 from tpuport.model.values import value_of
-
-NAME = "tpuport_block"
-
-
-class NotPure(Exception):
-    """A block does something that a pure function of its inputs cannot; the text says what."""
-
-
-@dataclass
-class Arguments:
-    """A call's arguments, taken apart."""
-
-    leaves: list[Any]
-    spec: structure.Spec
-    # By number of those that are traced: masks, and what they are computed from.
-    recipes: dict[int, Recipe] = field(default_factory=dict)
-
-    @property
-    def traced(self) -> list[TracedTensor]:
-        """Those that are inputs of the function."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TracedTensor)]
-
-
-@dataclass
-class Entry:
-    """A block that was traced as a pure function, and what holds for every block it stands for.
-
-    Attributes:
-        run: the function, of state, arguments, and the base key and first number of each stream.
-        outputs: for each leaf of the result an input ("argument" or "state", which), a host tensor
-            ("host", it), or ("value", its meta tensor, whether frozen, its bounds).
-        spec: the result's structure.
-        draws: how many random numbers it draws from each stream.
-        read: the attributes that its code read and that other blocks may have otherwise.
-        places: the activations that it gave a place on the mesh: module within the block, side,
-            number of dims, spec.
-        counts: what the report counts of it.
-        keep: what the key of the arguments refers to by address.
-    """
-
-    run: Callable[..., Any]
-    outputs: list[tuple[Any, ...]]
-    spec: structure.Spec
-    draws: list[int]
-    read: dict[tuple[str, str], Any]
-    places: list[tuple[str, str, int, Any]]
-    counts: Counters
-    keep: Any = None
 
 
 @dataclass
@@ -83,7 +36,14 @@ class _Result:
     changed: str | None = None
 
 
-def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..., Any]) -> Entry:
+def trace_block(
+    trace: Trace,
+    member: Member,
+    given: Arguments,
+    run: Callable[..., Any],
+    *,
+    withhold: bool = True,
+) -> Entry:
     """Trace a block as a pure function.
 
     Args:
@@ -91,23 +51,38 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
         member: the block.
         given: the arguments of its call.
         run: makes the call, given positional and keyword arguments.
+        withhold: note which attributes it reads, of those in which blocks differ.
 
     Raises:
-        NotPure: it writes state or arguments, keeps values elsewhere, or reads ones of elsewhere.
+        NotPure: it writes state or arguments, keeps values elsewhere, reads ones of elsewhere, or
+            changes something there.
     """
+    entry, outside = _trace_once(trace, member, given, run, withhold)
+    if outside.is_unchanged:
+        return entry
+    # It may have kept what it found out, for itself and the others: then the next time it does not.
+    again, outside = _trace_once(trace, member, given, run, withhold)
+    if not outside.is_unchanged or not again.is_like(entry):
+        raise NotPure("it changes Python state outside of its modules")
+    return again
+
+
+def _trace_once(
+    trace: Trace, member: Member, given: Arguments, run: Callable[..., Any], withhold: bool
+) -> tuple[Entry, Outside]:
+    outside = _outside_of(member, given)
     snapshot = Snapshot([member.module, given.spec.containers])
-    promoted, checks = dict(trace.promoted), len(trace.checks)
-    counted = trace.counters.copy()
+    promoted, checks, counted = dict(trace.promoted), len(trace.checks), trace.counters.copy()
     before = state_tree(member.module, objects=True)
-    result = _Result()
-    reads: set[tuple[str, str]] = set()
+    result, reads = _Result(), set[tuple[str, str]]()
 
     def body(state: Any, values: Any, bases: Any, starts: Any) -> Any:
         with (
             trace.recording() as effects,
             _state_held(member, state),
             _streams(trace, bases, starts),
-            withheld(member, reads),
+            withheld(member, reads) if withhold else contextlib.nullcontext(),
+            _seen_by(trace, outside),
         ):
             result.effects = effects
             try:
@@ -124,21 +99,58 @@ def trace_block(trace: Trace, member: Member, given: Arguments, run: Callable[..
     try:
         with _noting(trace, member, places):
             closed, shape = jax.make_jaxpr(body, return_shape=True)(*inputs)
-        _check_pure(trace, member, before, result)
-        if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
-            raise NotPure("it reads a traced tensor that is neither its state nor an argument")
+        _check_pure(trace, member, before, result, closed.consts)
+        if outside.tells_memory and given.has_views:
+            raise NotPure("it may ask where an argument lies in memory, which is a view")
     finally:
         snapshot.restore()
         # What is left of a block that was not pure would be tracers of a trace that has ended.
         trace.promoted.clear()
         trace.promoted.update(promoted)
         del trace.checks[checks:]
-    read = {name: member.varying[name] for name in reads}
+        # Each call that it stands for is counted by itself.
+        counts = trace.counters.since(counted)
+        trace.counters.become(counted)
     assert result.spec is not None
-    program = _named(closed, jax.tree.structure(shape), inputs)
-    within = _placed(trace, member, places)
-    counts, keep = trace.counters.since(counted), _held_by(given)
-    return Entry(program, result.outputs, result.spec, result.draws, read, within, counts, keep)
+    entry = Entry(
+        run=_named(closed, jax.tree.structure(shape), inputs),
+        program=closed,
+        outputs=result.outputs,
+        spec=result.spec,
+        draws=result.draws,
+        read={name: member.varying[name] for name in reads if name in member.varying},
+        places=_placed(trace, member, places),
+        counts=counts,
+        outside=outside.noted,
+        keep=_held_by(given),
+        tells_views=outside.tells_memory,
+        noted=reads,
+    )
+    return entry, outside
+
+
+def _outside_of(member: Member, given: Arguments) -> Outside:
+    """What is to note what the block reads of elsewhere.
+
+    Raises:
+        NotPure: it reads what cannot be looked at again.
+    """
+    statics = structure.statics_of(given.spec)
+    outside = Outside((m for _, m in member.modules), statics, _call.__code__)
+    if outside.iterator is not None:
+        kind = type(outside.iterator).__name__
+        raise NotPure(f"it reads a {kind}, and what that gives next cannot be seen")
+    return outside
+
+
+@contextlib.contextmanager
+def _seen_by(trace: Trace, outside: Outside) -> Iterator[None]:
+    """Let it see the code that runs inside."""
+    around, trace.outside = trace.outside, outside
+    try:
+        yield
+    finally:
+        trace.outside = around
 
 
 def _placed(
@@ -193,21 +205,14 @@ def _named(closed: Any, treedef: Any, inputs: tuple[Any, ...]) -> Callable[..., 
 
 def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]:
     """What the function of a block takes for one call."""
-    state = [_strong(leaf._storage.value) for leaf in member.state.values()]
+    state = [strong(leaf._storage.value) for leaf in member.state.values()]
     values = [
-        given.recipes[i].inputs if i in given.recipes else _strong(value_of(leaf))
+        given.recipes[i].inputs if i in given.recipes else strong(value_of(leaf))
         for i, leaf in enumerate(given.traced)
     ]
     bases = [stream.base for stream in trace.streams]
     starts = [stream.number for stream in trace.streams]
     return state, values, bases, starts
-
-
-def _strong(value: jax.Array) -> jax.Array:
-    """A value without jax's weak type: torch's dtypes are kept beside the values."""
-    if getattr(jax.typeof(value), "weak_type", False):
-        return jax.lax.convert_element_type(value, value.dtype)
-    return value
 
 
 def _call(
@@ -285,7 +290,7 @@ def _described(
         result.changed = "it returns a view of its state or of an argument"
     if extents_of(leaf):
         result.changed = "it returns a tensor whose size depends on data"
-    return ("value", meta_of(leaf), leaf._frozen, leaf._bounds), [_strong(leaf._elem)]
+    return ("value", meta_of(leaf), leaf._frozen, leaf._bounds), [strong(leaf._elem)]
 
 
 def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
@@ -326,7 +331,7 @@ def _check_results(result: _Result, out_leaves: list[Any]) -> None:
         result.changed = result.changed or "two of its results share memory"
 
 
-def _check_pure(trace: Trace, member: Member, before: Any, result: _Result) -> None:
+def _check_pure(trace: Trace, member: Member, before: Any, result: _Result, consts: Any) -> None:
     assert result.effects is not None
     written = [s for serial, (s, _, _) in result.effects.before.items()]
     if written:
@@ -338,6 +343,8 @@ def _check_pure(trace: Trace, member: Member, before: Any, result: _Result) -> N
         result.changed = "it changes Python attributes of its modules"
     if result.changed is not None:
         raise NotPure(result.changed)
+    if any(isinstance(const, jax.core.Tracer) for const in consts):
+        raise NotPure("it reads a traced tensor that is neither its state nor an argument")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Calls of blocks that are alike: the first is traced as a pure function, the others reuse it."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +12,23 @@ from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
-from tpuport.model.blocks.alike import Member, families, same_value
-from tpuport.model.blocks.body import (
-    NAME,
-    Arguments,
-    Entry,
-    NotPure,
-    inputs_of,
-    is_frozen,
-    trace_block,
-)
+from tpuport.model.blocks.alike import Member, families
+from tpuport.model.blocks.body import inputs_of, is_frozen, trace_block
+from tpuport.model.blocks.entries import NAME, Arguments, Entry, NotPure
+from tpuport.model.blocks.same_values import same_value
+from tpuport.model.blocks.watched import is_iterator, is_unchanged
+from tpuport.model.blocks.withheld import note_reads
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.masks.recipes import Recipe, Recipes
 from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
+
+# What a block may raise on stand-ins of its arguments.
+_FAULTS = (
+    *(Undecided, TpuportError, RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+    *(AssertionError, ArithmeticError),
+)
 
 
 @dataclass
@@ -83,47 +86,84 @@ class BlockCalls:
         apart = self.trace.explorer.plan.apart
         first = member.family.members[0].fqn
         # Hooks may come while the model runs: transformers' that collect hidden states do.
-        taken = None
         if first in apart:
-            record.reason = apart[first]
+            taken = apart[first]
         elif member.is_changed:
-            record.reason = f"{member.fqn}: the model changed it while it ran"
+            taken = f"{member.fqn}: the model changed it while it ran"
         elif member.has_hooks:
-            record.reason = "it has hooks"
+            taken = "it has hooks"
         else:
-            taken = take_apart(self.trace, args, kwargs, self.recipes)
-        if taken is None:
+            taken = take_apart(self.trace, member, args, kwargs, self.recipes)
+        if isinstance(taken, str):
+            record.reason = taken
             return run(*args, **kwargs)
         given, key = taken
         key = (id(member.family), self._policies(member), *key)
-        entry = next((e for e in self.known.get(key, ()) if self._fits(e, member)), None)
+        entry = next((e for e in self.known.get(key, ()) if self._fits(e, member, given)), None)
         if entry is None:
-            reason = ""
-            try:
-                entry = trace_block(self.trace, member, given, run)
-            except NotPure as error:
-                reason = str(error)
-            except (
-                Undecided,
-                TpuportError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-                LookupError,
-                AttributeError,
-            ) as error:
-                # Either the stand-ins of this call are at fault or the code itself is: then it
-                # fails again as it is, with the message that belongs there.
-                reason = f"it raised {type(error).__name__}"
-            if entry is None:
-                # What it did to anything outside of the model is undone by starting again.
-                raise Restart(apart=(first, f"{member.fqn}: {reason}"))
+            entry = self._traced(member, given, run)
             record.traced += 1
             self.known.setdefault(key, []).append(entry)
         else:
             record.reused += 1
-            self.trace.counters.add(entry.counts)
+            entry.calls += 1
+            if not entry.is_checked and self._is_last(entry, member):
+                self._compare(entry, member, given, run)
+        note_reads(member, entry.noted)
+        if self.trace.outside is not None:
+            self.trace.outside.found += entry.outside
+        self.trace.counters.add(entry.counts)
         return self._emit(entry, member, given)
+
+    def _traced(
+        self, member: Member, given: Arguments, run: Callable[..., Any], *, withhold: bool = True
+    ) -> Entry:
+        """A block as a function.
+
+        Raises:
+            Restart: it is none; with its family apart.
+        """
+        try:
+            return trace_block(self.trace, member, given, run, withhold=withhold)
+        except NotPure as error:
+            reason = str(error)
+        except _FAULTS as error:
+            # Either the stand-ins of this call are at fault or the code itself is: then it
+            # fails again as it is, with the message that belongs there.
+            reason = f"it raised {type(error).__name__}"
+        # What it did to anything outside of the model is undone by starting again.
+        raise self._apart(member, reason)
+
+    def _apart(self, member: Member, reason: str) -> Restart:
+        first = member.family.members[0].fqn
+        return Restart(apart=(first, f"{member.fqn}: {reason}"))
+
+    def _is_last(self, entry: Entry, member: Member) -> bool:
+        """Whether a call is the last one that a function stands for, if each block is called once.
+
+        So it is, too, if they are called in another order.
+        """
+        if entry.stands_for is None:
+            alike = [m for m in member.family.members if _reads_the_same(entry, m)]
+            entry.stands_for = alike[-1].fqn, len(alike)
+        last, count = entry.stands_for
+        return member.fqn == last or entry.calls == count
+
+    def _compare(
+        self, entry: Entry, member: Member, given: Arguments, run: Callable[..., Any]
+    ) -> None:
+        """Trace a block that a function is to stand for, and see that it does the same.
+
+        What its code reads is watched (`Outside`); this finds what could not be.
+
+        Raises:
+            Restart: it does something else.
+        """
+        entry.is_checked = True
+        # With its attributes at hand: code can find out unnoticed that one is hidden.
+        if not self._traced(member, given, run, withhold=False).is_like(entry):
+            first = member.family.members[0].fqn
+            raise self._apart(member, f"it does something else than {first}, and nothing says why")
 
     def release(self) -> None:
         """Drop what belongs to the trace; the records stay."""
@@ -137,15 +177,17 @@ class BlockCalls:
             self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
-    def _fits(self, entry: Entry, member: Member) -> bool:
+    def _fits(self, entry: Entry, member: Member, given: Arguments) -> bool:
         """Whether a function stands for a block, too."""
         placement = self.trace.placement
-        return all(
-            name in member.varying and same_value(value, member.varying[name])
-            for name, value in entry.read.items()
-        ) and all(
-            placement is not None and placement.spec(member.fqn + fqn, side, ndim) == spec
-            for fqn, side, ndim, spec in entry.places
+        return (
+            _reads_the_same(entry, member)
+            and not (entry.tells_views and given.has_views)
+            and is_unchanged(entry.outside)
+            and all(
+                placement is not None and placement.spec(member.fqn + fqn, side, ndim) == spec
+                for fqn, side, ndim, spec in entry.places
+            )
         )
 
     def _emit(self, entry: Entry, member: Member, given: Arguments) -> Any:
@@ -172,26 +214,37 @@ class BlockCalls:
                 return made
 
 
-def take_apart(
-    trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
-) -> tuple[Arguments, Any] | None:
-    """A call's arguments and what a function is traced for, None where it cannot be one.
+def _reads_the_same(entry: Entry, member: Member) -> bool:
+    return all(
+        name in member.varying and same_value(value, member.varying[name])
+        for name, value in entry.read.items()
+    )
 
-    It cannot with traced numbers, sizes that depend on data, generators, and arrays of jax.
+
+def take_apart(
+    trace: Trace, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
+) -> tuple[Arguments, Any] | str:
+    """A call's arguments and what a function is traced for; why it cannot be one where it cannot.
+
+    It cannot with traced numbers, sizes that depend on data, generators, iterators, arrays of jax,
+    weights of the block itself, and containers that hold more than their items.
     """
     leaves, spec = structure.flatten((args, kwargs), leaf=program_leaf, objects=True)
+    reason = _why_not_static(spec)
+    if reason is not None:
+        return reason
     kinds: list[Any] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, numbers.SYMBOLIC):
-            return None
+            return f"it is called with a {type(leaf).__name__}"
         if isinstance(leaf, TracedTensor):
-            public = any(not name.startswith("_") for name in vars(leaf))
-            if leaf._storage.trace is not trace or extents_of(leaf) or public:
-                return None
+            reason = _why_no_input(trace, member, leaf)
+            if reason is not None:
+                return reason
             layout = (tuple(leaf.shape), leaf.dtype, leaf.stride())
             kinds.append((*layout, is_frozen(leaf), leaf._bounds, hasattr(leaf, "_is_param")))
         elif trace.alias(leaf) is not None:
-            return None
+            return "it is called with a tensor of the host that has become a traced one"
         else:
             kinds.append((id(leaf), leaf._version))
     modes = (
@@ -207,6 +260,34 @@ def take_apart(
         given.recipes = _recipes(given, recipes)
     made = tuple((i, recipe.key) for i, recipe in given.recipes.items())
     return given, (spec.key, tuple(kinds), modes, made)
+
+
+def _why_not_static(spec: structure.Spec) -> str | None:
+    """Why what is no tensor among arguments does not say what a call does, None if it does."""
+    if any(is_iterator(value) for value in structure.statics_of(spec)):
+        return "it is called with an iterator"
+    if any(_has_attributes(container) for container in spec.containers.values()):
+        return "it is called with a list or set that has attributes"
+    return None
+
+
+def _why_no_input(trace: Trace, member: Member, leaf: TracedTensor) -> str | None:
+    """Why a traced argument cannot be an input of a block's function, None if it can."""
+    if leaf._storage.trace is not trace:
+        return "it is called with a tensor of another program"
+    if extents_of(leaf):
+        return "it is called with a tensor whose size depends on data"
+    if any(not name.startswith("_") for name in vars(leaf)):
+        return "it is called with a tensor that has attributes"
+    if any(leaf._storage is own._storage for own in member.state.values()):
+        return "it is called with its own state"
+    return None
+
+
+def _has_attributes(container: Any) -> bool:
+    """Whether a container has attributes, which a copy of it would not have."""
+    sequence = isinstance(container, (list, tuple, set, frozenset, deque))
+    return sequence and bool(structure.attributes_of(container))
 
 
 def _recipes(given: Arguments, recipes: Recipes) -> dict[int, Recipe]:

@@ -15,7 +15,7 @@ import jax
 from jax import api_util
 from jax.extend import core
 
-from tpuport.model.blocks.body import NAME
+from tpuport.model.blocks.entries import NAME, strong
 from tpuport.model.blocks.rounds import Loop, matched
 from tpuport.model.blocks.stacking import copied_bytes, read_for, stacked
 from tpuport.model.dead_code import without_dead_code
@@ -26,24 +26,7 @@ _MAX_PERIOD = 8
 _FEW_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Rolled:
-    """One loop that a program got.
-
-    Attributes:
-        rounds: how often its body runs.
-        calls: how many blocks are in the body.
-        stacked: bytes of weights that are stacked in the program, because they came one by one.
-    """
-
-    rounds: int
-    calls: int
-    stacked: int
-
-
-def roll(
-    closed: Any, *, copies: bool = True, min_rounds: int = MIN_ROUNDS
-) -> tuple[Any, list[Rolled]]:
+def roll(closed: Any, *, copies: bool = True, min_rounds: int = MIN_ROUNDS) -> Any:
     """A program with its repeated blocks as loops.
 
     Args:
@@ -52,16 +35,14 @@ def roll(
         min_rounds: fewer rounds stay as they are.
 
     Returns:
-        A program that computes the same of the same arguments (the one given if nothing repeats),
-        and which loops it got.
+        A program that computes the same of the same arguments; the one given if nothing repeats.
     """
     jaxpr = closed.jaxpr
     definitions = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     limit = None if copies else _FEW_BYTES
     parts = _Search(jaxpr.outvars, definitions, min_rounds, limit).parts(list(jaxpr.eqns))
-    found: list[Rolled] = []
     if not any(isinstance(part, Loop) for part in parts):
-        return closed, found
+        return closed
     parts = _without_needless(parts, jaxpr.outvars, definitions)
 
     def program(*args: Any) -> Any:
@@ -69,13 +50,13 @@ def roll(
         env.update(zip(jaxpr.invars, args, strict=True))
         for part in parts:
             if isinstance(part, Loop):
-                found.append(_run_loop(part, env, definitions))
+                _run_loop(part, env, definitions)
             else:
                 _run(part, env)
         return [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
 
     rolled = jax.make_jaxpr(program)(*(_shape(var.aval) for var in jaxpr.invars))
-    return without_dead_code(rolled), found
+    return without_dead_code(rolled)
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:
@@ -142,11 +123,11 @@ def free_variables(equations: Sequence[Any]) -> list[Any]:
     return list(free)
 
 
-def _run_loop(loop: Loop, env: dict[Any, Any], definitions: dict[Any, Any]) -> Rolled:
+def _run_loop(loop: Loop, env: dict[Any, Any], definitions: dict[Any, Any]) -> None:
     """Run a loop on the values in `env`, and put there what is read of it later."""
     varying = [stacked(atoms, env, definitions) for _, atoms in loop.varying]
     fixed = {var: _value(atom, env) for var, atom in loop.fixed}
-    first = [_strong(_value(atom, env)) for _, atom, _ in loop.carried]
+    first = [strong(_value(atom, env)) for _, atom, _ in loop.carried]
     kept = list(dict.fromkeys(var for var, round_, _ in loop.results if round_ is not None))
     outputs = [out for _, _, out in loop.carried] + kept
     free = [*fixed, *(var for var, _, _ in loop.carried), *(var for var, _ in loop.varying)]
@@ -154,7 +135,7 @@ def _run_loop(loop: Loop, env: dict[Any, Any], definitions: dict[Any, Any]) -> R
 
     def body(carry: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
         values = run(*fixed.values(), *carry, *own)
-        handed = [_strong(value) for value in values[: len(carry)]]
+        handed = [strong(value) for value in values[: len(carry)]]
         return handed, values[len(carry) :]
 
     last, every = jax.lax.scan(body, first, varying, length=loop.rounds)
@@ -162,18 +143,10 @@ def _run_loop(loop: Loop, env: dict[Any, Any], definitions: dict[Any, Any]) -> R
     collected = dict(zip(kept, every, strict=True))
     for var, round_, name in loop.results:
         env[name] = final[var] if round_ is None else collected[var][round_]
-    return Rolled(loop.rounds, loop.calls, _copied(loop, definitions))
 
 
 def _value(atom: Any, env: dict[Any, Any]) -> Any:
     return atom.val if isinstance(atom, core.Literal) else env[atom]
-
-
-def _strong(value: Any) -> Any:
-    """A value without jax's weak type, which a loop cannot change on the way."""
-    if getattr(jax.typeof(value), "weak_type", False):
-        return jax.lax.convert_element_type(value, jax.typeof(value).dtype)
-    return value
 
 
 # -- finding loops ---------------------------------------------------------------------------------
@@ -242,7 +215,7 @@ class _Search:
             held = {var for eqn in before[len(start) :] for var in eqn.outvars}
             if not held.isdisjoint(free_variables(early)):
                 continue  # what comes before the loop would read what is in it
-            loop = matched(rounds, self.min_rounds, period)
+            loop = matched(rounds, self.min_rounds)
             if loop is None or (best is not None and loop.rounds <= best[0].rounds):
                 continue
             if self.limit is None or _copied(loop, self.definitions) <= self.limit:

@@ -12,7 +12,6 @@ class Loop:
 
     Attributes:
         rounds: how often.
-        calls: how many blocks one round calls.
         body: the equations of a round, in variables of the first one and new ones for its inputs.
         fixed: the variable of an input that every round reads, and what it is outside.
         varying: that of an input of each round, and what it is for each of them.
@@ -23,7 +22,6 @@ class Loop:
     """
 
     rounds: int
-    calls: int
     body: list[Any]
     fixed: list[tuple[Any, Any]] = field(default_factory=list)
     varying: list[tuple[Any, list[Any]]] = field(default_factory=list)
@@ -52,14 +50,13 @@ class Loop:
             self.results.append((var, None if last else number, name))
 
 
-def matched(rounds: list[list[Any]], min_rounds: int, calls: int) -> Loop | None:
+def matched(rounds: list[list[Any]], min_rounds: int) -> Loop | None:
     """The loop of as many rounds as do the same, from the first one on; None if too few do.
 
     Args:
         rounds: the equations of each round, in order. One that goes on where the first has ended
             can only be the last of the loop.
         min_rounds: how many it takes.
-        calls: how many blocks a round calls.
     """
     first = rounds[0]
     slots: list[list[list[Any]]] = []
@@ -80,7 +77,7 @@ def matched(rounds: list[list[Any]], min_rounds: int, calls: int) -> Loop | None
         count += 1
         if len(whole) > len(first):
             break
-    return _loop(first, slots, count, calls) if count >= min_rounds else None
+    return _loop(first, slots, count) if count >= min_rounds else None
 
 
 def _same_work(ours: list[Any], theirs: list[Any]) -> bool:
@@ -88,13 +85,18 @@ def _same_work(ours: list[Any], theirs: list[Any]) -> bool:
     return len(ours) == len(theirs) and all(map(_same_operation, ours, theirs))
 
 
-def _same_operation(ours: Any, theirs: Any) -> bool:
+def same_kinds(ours: Any, theirs: Any) -> bool:
+    """Whether two equations are of one primitive, with one effect, on values of the same kinds."""
     if ours.primitive is not theirs.primitive or len(ours.invars) != len(theirs.invars):
         return False
-    kinds = zip((*ours.invars, *ours.outvars), (*theirs.invars, *theirs.outvars), strict=True)
-    if any((a.aval.shape, a.aval.dtype) != (b.aval.shape, b.aval.dtype) for a, b in kinds):
+    if len(ours.outvars) != len(theirs.outvars) or ours.effects != theirs.effects:
         return False
-    same = ours.params.keys() == theirs.params.keys() and ours.effects == theirs.effects
+    kinds = zip((*ours.invars, *ours.outvars), (*theirs.invars, *theirs.outvars), strict=True)
+    return all((a.aval.shape, a.aval.dtype) == (b.aval.shape, b.aval.dtype) for a, b in kinds)
+
+
+def _same_operation(ours: Any, theirs: Any) -> bool:
+    same = same_kinds(ours, theirs) and ours.params.keys() == theirs.params.keys()
     return same and all(_same(v, theirs.params[k]) for k, v in ours.params.items())
 
 
@@ -146,9 +148,9 @@ def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) 
     return True
 
 
-def _loop(first: list[Any], slots: list[list[list[Any]]], count: int, calls: int) -> Loop:
+def _loop(first: list[Any], slots: list[list[list[Any]]], count: int) -> Loop:
     """The loop, with a new variable for each of its inputs."""
-    loop = Loop(count, calls, [])
+    loop = Loop(count, [])
     inputs: dict[Any, Any] = {}
     for eqn, row in zip(first, slots, strict=True):
         atoms = [

@@ -4,6 +4,7 @@ A model may change its blocks while it runs (`block.scale = i` before a call), a
 traced for one of them does not stand for the others.
 """
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 
 from tpuport.model import structure
+from tpuport.model.blocks.held import attributes_of
+from tpuport.model.blocks.same_values import same_value
 from tpuport.model.tensor import TracedTensor
 
 # What is to be seen again, and what it was: a check of the two.
@@ -22,14 +25,9 @@ _MAX_DEPTH = 12
 
 
 class Watcher:
-    """Notes what blocks hold.
+    """Notes what blocks hold."""
 
-    Args:
-        same: whether two values that are not one object are the same for code that reads them.
-    """
-
-    def __init__(self, same: Callable[[Any, Any], bool]) -> None:
-        self._same = same
+    def __init__(self) -> None:
         # What is below an object that several blocks may hold, a configuration for example.
         self._below: dict[int, tuple[Any, list[Record]]] = {}
 
@@ -42,11 +40,11 @@ class Watcher:
         """
         found: list[Record] = []
         for module in modules:
-            held = module.__dict__
-            found.append(self._of_dict(held))
+            held = attributes_of(module)
+            found.append((self._is_same_module, module, (list(held), list(held.values()))))
             found += [self._of_dict(held[name]) for name in _HOLDERS if name in held]
             for name, value in held.items():
-                if name not in OWN and type(value) not in structure.ATOMIC:
+                if name not in OWN and not self._passes(value):
                     found += self._of(value, 0)
         return found
 
@@ -81,20 +79,27 @@ class Watcher:
             found.append((_is_same_set, value, set(value)))
         elif isinstance(value, (tuple, frozenset)):
             parts += value
-        held = structure.attributes_of(value) if structure.is_open(value) else {}
-        if held:
+        if structure.is_open(value):
+            held = structure.attributes_of(value)
             found.append((self._is_same_object, value, (list(held), list(held.values()))))
             parts += held.values()
         for part in parts:
-            if type(part) not in structure.ATOMIC:
+            if not self._passes(part):
                 found += self._of(part, depth)
         return found
+
+    def _passes(self, value: Any) -> bool:
+        """Whether nothing hangs on a value: a quick test for most of what there is."""
+        return type(value) in structure.ATOMIC
 
     def _is_same_dict(self, value: dict[Any, Any], was: tuple[list[Any], list[Any]]) -> bool:
         names, values = was
         if len(value) != len(names) or list(value) != names:
             return False
         return self._are_same(list(value.values()), values)
+
+    def _is_same_module(self, value: torch.nn.Module, was: tuple[list[Any], list[Any]]) -> bool:
+        return self._is_same_dict(attributes_of(value), was)
 
     def _is_same_object(self, value: Any, was: tuple[list[Any], list[Any]]) -> bool:
         return self._is_same_dict(structure.attributes_of(value), was)
@@ -103,7 +108,7 @@ class Watcher:
         return len(value) == len(was) and self._are_same(list(value), was)
 
     def _are_same(self, values: list[Any], were: list[Any]) -> bool:
-        return all(map(is_, values, were)) or all(map(self._same, values, were))
+        return all(map(is_, values, were)) or all(map(same_value, values, were))
 
 
 def _is_same_version(value: torch.Tensor, was: int) -> bool:
@@ -111,11 +116,17 @@ def _is_same_version(value: torch.Tensor, was: int) -> bool:
 
 
 def _is_same_array(value: np.ndarray, was: np.ndarray) -> bool:
-    return value.dtype == was.dtype and np.array_equal(value, was)
+    return value.dtype == was.dtype and value.tobytes() == was.tobytes()
 
 
 def _is_same_set(value: set[Any], was: set[Any]) -> bool:
-    return value == was
+    return {id(part) for part in value} == {id(part) for part in was} or same_value(value, was)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value gives others one after another, and its attributes do not say which."""
+    is_plain = structure.is_open(value) and hasattr(value, "__dict__")
+    return hasattr(type(value), "__next__") and not is_plain and not isinstance(value, io.IOBase)
 
 
 def is_unchanged(records: list[Record]) -> bool:

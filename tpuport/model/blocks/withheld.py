@@ -2,32 +2,10 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
+from collections.abc import Iterator
 
 from tpuport.model.blocks.alike import Member
-
-
-class _Buffers(dict[str, Any]):
-    """A module's buffers, and beside them attributes that tell when they are read.
-
-    `nn.Module.__getattr__` looks here for what is not in the module's own dict.
-    """
-
-    def __init__(self, buffers: Any, hidden: dict[str, Any], read: Callable[[str], None]) -> None:
-        super().__init__(buffers)
-        self.hidden, self.read = hidden, read
-
-    def __contains__(self, name: Any) -> bool:
-        return name in self.hidden or super().__contains__(name)
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.hidden:
-            self.read(name)
-            return self.hidden[name]
-        return super().__getitem__(name)
+from tpuport.model.blocks.held import Held, hide, show
 
 
 def _note_read(reads: set[tuple[str, str]], fqn: str, name: str) -> None:
@@ -36,27 +14,33 @@ def _note_read(reads: set[tuple[str, str]], fqn: str, name: str) -> None:
 
 @contextlib.contextmanager
 def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
-    """Note which of the attributes that differ between blocks the code inside reads."""
-    by_module: dict[str, list[str]] = {}
-    for fqn, name in member.varying:
-        by_module.setdefault(fqn, []).append(name)
-    saved: list[tuple[torch.nn.Module, Any, dict[str, Any]]] = []
-    for fqn, names in by_module.items():
-        module = member.module.get_submodule(fqn)
-        # An attribute of the class would be found instead, unnoticed.
-        on_class = {name for name in names if hasattr(type(module), name)}
-        reads.update((fqn, name) for name in on_class)
-        attributes = dict(module.__dict__)
-        hidden = {name: module.__dict__.pop(name) for name in names if name not in on_class}
-        saved.append((module, module._buffers, attributes))
+    """Note which attributes the code inside reads, of those that differ between blocks.
 
-        read = functools.partial(_note_read, reads, fqn)
-        module.__dict__["_buffers"] = _Buffers(module._buffers, hidden, read)
+    Those of a block around it are noted, too.
+    """
+    by_module: dict[str, set[str]] = {}
+    for fqn, name in member.varying:
+        by_module.setdefault(fqn, set()).add(name)
+    hidden = []
+    for fqn, module in member.modules:
+        names = by_module.get(fqn, set())
+        if names or type(module.__dict__) is Held:
+            # An attribute of the class would be found instead, unnoticed.
+            on_class = {name for name in names if hasattr(type(module), name)}
+            reads.update((fqn, name) for name in on_class)
+            read = functools.partial(_note_read, reads, fqn)
+            hidden.append((module, hide(module, names - on_class, read)))
     try:
         yield
     finally:
-        for module, buffers, attributes in saved:
-            held = module.__dict__
-            now = {n: v for n, v in held.items() if n not in ("_buffers",)}
-            held.clear()
-            held.update({**attributes, **now, "_buffers": buffers})
+        for module, before in reversed(hidden):
+            show(module, before)
+
+
+def note_reads(member: Member, reads: set[tuple[str, str]]) -> None:
+    """Note for the blocks around one that its code would have read some of its attributes."""
+    modules = dict(member.modules)
+    for fqn, name in reads:
+        held = modules[fqn].__dict__
+        if type(held) is Held and name in held.hidden:
+            held.read(name)

@@ -28,7 +28,7 @@ def host_mask(seen: np.ndarray) -> HostMask | None:
     if ends is None:
         return None
     first, last = ends
-    band = Band(_low(first, last, num_k), _high(first, last, num_k))
+    band = Band(_low(first, last), _high(first, last, num_k))
     if _same(band.rows(num_q, num_k), (first, last)):
         return HostMask(band)
     if num_q == num_k and (first <= last).all():
@@ -38,7 +38,7 @@ def host_mask(seen: np.ndarray) -> HostMask | None:
     return None
 
 
-def _low(first: np.ndarray, last: np.ndarray, num_k: int) -> int | None:
+def _low(first: np.ndarray, last: np.ndarray) -> int | None:
     """The limit below that rows with keys, and whose first key is not 0, agree on."""
     q = np.arange(len(first))
     limits = np.unique((first - q)[(first > 0) & (last >= first)])

@@ -15,6 +15,7 @@ import numpy as np
 
 from tpuport.model.masks.graph import Graph, Node
 from tpuport.model.masks.two_valued import split
+from tpuport.model.trace import current
 
 _MOST_NODES = 100
 # How much shorter than the mask the arrays behind it are to be.
@@ -37,7 +38,7 @@ class Recipe:
 
     def made(self, inputs: Sequence[Any]) -> Any:
         """The mask of these inputs."""
-        rest, values = iter(inputs), {}
+        rest, values, trace = iter(inputs), {}, current()
         for node in self.nodes:
             if id(node) in values:
                 continue
@@ -48,6 +49,8 @@ class Recipe:
             else:
                 operands = [values[id(x)] for x in node.inputs]
                 values[id(node)] = node.op.bind(*operands, **node.params)
+                if trace is not None and trace.holds_int64(node.value):
+                    trace.note_int64(values[id(node)])
         return values[id(self.nodes[-1])]
 
 

@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuport.model.masks.graph import Node, computed, leaf
+from tpuport.model.masks.magnitudes import most_of_product
 from tpuport.model.masks.tiles import ELEMENTWISE
 from tpuport.model.masks.views import known_array, rebased, sunk, uniform
 
-# A score that is lowered by so much has no weight beside one that is not.
-_NOTHING = -9999.0
+# A score that is lowered by so much has no weight beside one that is not: to outweigh it, products
+# of queries and keys would have to be about as large, and float32 ends soon after. What hides by
+# less, -1e4 say, is a bias: scores of trained models do reach that. The lowest numbers of float32
+# and bfloat16 lie below, and -1e30 does in either.
+_NOTHING = -(2.0**99)
 _FLIPPED = {
     **{"lt": jax.lax.ge_p, "ge": jax.lax.lt_p, "gt": jax.lax.le_p, "le": jax.lax.gt_p},
     **{"eq": jax.lax.ne_p, "ne": jax.lax.eq_p},
@@ -129,9 +133,9 @@ def _product(node: Node) -> list[Node]:
         x = node.inputs[0]
     else:
         return [node]
-    x = sunk(x)
-    if x.name == "mul" and all(jnp.issubdtype(y.dtype, jnp.integer) for y in x.inputs):
-        return [c for y in x.inputs for c in _product(_nonzero(y))]
+    if sunk(x).name == "mul" and jnp.issubdtype(x.dtype, jnp.integer):
+        if most_of_product(x) is not None:
+            return [c for y in sunk(x).inputs for c in _product(_nonzero(y))]
     return [node]
 
 
@@ -208,9 +212,10 @@ def _both(node: Node, a: Two, b: Two) -> Two | None:
     either = [*a.conditions, *b.conditions]
     if node.name == "mul" and a.yes == b.yes == 1 and a.no == b.no == 0:
         return Two(either, a.yes, a.no)
-    hides = a.yes == b.yes == 0 and max(a.no, b.no) <= _NOTHING
-    if node.name in ("add", "add_any", "min") and hides:
-        return Two(either, a.yes, max(a.no, b.no))
+    # Two finite numbers that hide add up to a third.
+    is_two = a.no == b.no and (node.name == "min" or np.isneginf(a.no))
+    if node.name in ("add", "add_any", "min") and is_two and a.yes == b.yes == 0 > a.no:
+        return Two(either, a.yes, a.no)
     return None
 
 

@@ -56,11 +56,6 @@ _LOCK = threading.Lock()
 _LIBRARIES: list[Any] = []
 
 
-def compute_dtype() -> torch.dtype | None:
-    """The compute dtype of the policy in force in this thread, or None."""
-    return _LOCAL.dtype
-
-
 @contextlib.contextmanager
 def in_force(dtype: torch.dtype) -> Iterator[None]:
     """Let float32 and `dtype` meet, in this thread, inside the block."""

@@ -1,0 +1,287 @@
+"""Blocks that read Python state of elsewhere: each sees what it would see in eager PyTorch.
+
+No first comparison with eager could find these: the state is the same for all blocks until a later
+call, or the numbers agree by chance.
+"""
+
+import contextvars
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.model import outside_state
+from tests.model.repeated import Block, Stack, port
+
+COUNT = 0
+TABLE: dict[str, Any] = {"scale": 1.0}
+SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.0)
+LOCAL = threading.local()
+
+
+class Options:
+    scale = 1.0
+
+
+OPTIONS = Options()
+
+
+def scale_of_all() -> float:
+    return TABLE["scale"]
+
+
+class ByGlobal(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * COUNT
+
+
+class ByTable(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale_of_all()
+
+
+class ByContext(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * SCALE.get()
+
+
+class ByClass(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * Options.scale
+
+
+class ByObject(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(OPTIONS, "scale")  # noqa: B009
+
+
+class ByThread(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * LOCAL.scale
+
+
+class ByModule(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * outside_state.scale
+
+
+class ByImport(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from tests.model import outside_state as state
+
+        return super().forward(x) * state.scale
+
+
+class ByOwnClass(Block):
+    scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * type(self).scale
+
+
+def set_all(value: float) -> None:
+    global COUNT
+    COUNT = TABLE["scale"] = Options.scale = OPTIONS.scale = outside_state.scale = value
+    LOCAL.scale = ByOwnClass.scale = value
+    SCALE.set(value)
+
+
+class Setting(Stack):
+    """Sets everything between its blocks, if it is asked to: else one is like the others."""
+
+    def __init__(self, make: Callable[[int], nn.Module], values: list[float]) -> None:
+        super().__init__(make, len(values))
+        self.values = values
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        for value, block in zip(self.values, self.blocks, strict=True):
+            set_all(value)
+            x = block(x)
+        set_all(1.0)
+        return self.head(x)
+
+
+KINDS = [ByGlobal, ByTable, ByContext, ByClass, ByObject, ByThread, ByModule, ByImport, ByOwnClass]
+# The last block sees what the first one saw, and so does the one in the middle.
+VALUES = [1.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_the_model_sets_between_blocks(kind: Any):
+    record = port(Setting(kind, VALUES))
+    assert (record.traced, record.reused, record.reason) == (3, 4, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_stays_costs_nothing(kind: Any):
+    record = port(Setting(kind, [0.5] * 5))
+    assert (record.traced, record.reused, record.reason) == (1, 4, None)
+
+
+# -- attributes of modules around the blocks -------------------------------------------------------
+
+
+class Child(Block):
+    """Knows the model that it is in, in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.owners: list[Any] = []
+
+    def scale(self) -> float:
+        return self.owners[0].now() if self.how == "method" else self.owners[0].current
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale()
+
+
+class Parent(Stack):
+    def __init__(self, how: str) -> None:
+        super().__init__(lambda i: Child(how), 7)
+        self.current = 1.0
+        for block in self.blocks:
+            block.owners = [self]
+
+    def now(self) -> float:
+        return self.current
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        for value, block in zip(VALUES, self.blocks, strict=True):
+            self.current = value
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["list", "method"])
+def test_an_attribute_of_the_model_around(how: str):
+    record = port(Parent(how))
+    assert record.traced == 3
+
+
+# -- what blocks change ----------------------------------------------------------------------------
+
+
+def counting() -> Callable[[], int]:
+    count = 0
+
+    def number() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return number
+
+
+class Asks(Block):
+    """Asks something else for a number at each call."""
+
+    def forward(self, x: torch.Tensor, ask: Any) -> torch.Tensor:
+        return super().forward(x) * (ask() if callable(ask) else next(ask))
+
+
+class Count:
+    """A counter, whose method is what blocks are given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Asked(Stack):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(lambda i: Asks())
+        self.make = make
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        ask = self.make()
+        for block in self.blocks:
+            x = block(x, ask)
+        return self.head(x)
+
+
+MAKERS = {
+    "closure": counting,
+    "method": lambda: Count().next,
+    "iterator": lambda: itertools.count(1),
+    "generator": lambda: (i + 1 for i in range(9)),
+    "list iterator": lambda: iter([1, 2, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("how", MAKERS)
+def test_an_argument_that_counts(how: str):
+    record = port(Asked(MAKERS[how]))
+    assert record.reused == 0
+
+
+class Counts(Block):
+    """Counts the calls of all blocks, and does something else at one of them."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counts.calls += 1
+        return super().forward(x) * (2 if Counts.calls == 3 else 1)
+
+
+class CountsAnew(Stack):
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        Counts.calls = 0
+        return super().forward(x)
+
+
+def test_blocks_that_count_their_calls():
+    record = port(CountsAnew(Counts))
+    assert "changes Python state outside" in record.reason
+
+
+MEMO: dict[Any, Any] = {}
+
+
+class Remembers(Block):
+    """Keeps what it found out, which changes nothing for the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape not in MEMO:
+            MEMO[x.shape] = x.shape[-1] ** 0.5
+        return super().forward(x) * MEMO[x.shape]
+
+
+def test_blocks_that_remember_what_they_found_out_stay_one():
+    MEMO.clear()
+    record = port(Stack(Remembers))
+    assert (record.traced, record.reused, record.reason) == (1, 4, None)
+
+
+# -- what only the last block shows ----------------------------------------------------------------
+
+
+class Spies(Block):
+    """Reads a local variable of whoever calls it, which nothing could watch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frame: Any = sys._getframe()
+        while "place_of_block" not in frame.f_locals:
+            frame = frame.f_back
+        return super().forward(x) * frame.f_locals["place_of_block"]
+
+
+class SpiedOn(Stack):
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        for place_of_block, block in enumerate(self.blocks):  # noqa: B007
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_last_block_is_traced_too_and_compared():
+    record = port(SpiedOn(Spies))
+    assert "blocks.4: it does something else than blocks.0" in record.reason
