@@ -108,7 +108,8 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_that_of_what_was_kept():
     keys = jax.random.split(jax.random.key(0), 60)
     mean = np.mean([out(v, key) for key in keys], 0)
     plain = attend(q, k, v, options=BLOCKWISE)
-    assert np.abs(mean - plain).max() < 0.5
+    # The standard error of sixty draws is 0.09; without 1 / (1 - p) the mean is off by 0.42.
+    assert np.abs(mean - plain).max() < 0.2
     assert np.abs(out(v, keys[0]) - plain).max() > 0.2
     # The output is linear in v, so its gradient along v is the output itself.
     found, pull = jax.vjp(lambda v: out(v, keys[0]), v)
@@ -239,7 +240,7 @@ def test_no_keys_at_all_give_zero():
 
 def test_an_axis_of_one_chip_is_nobodys():
     one = shards(data=1, sequence=1)
-    used = dispatch._usable(Shards(one.mesh, ("data",), (), ("sequence",)), (3, 1, 5, 7))
+    used = dispatch.usable_shards(Shards(one.mesh, ("data",), (), ("sequence",)), (3, 1, 5, 7))
     assert used is not None
     assert (used.batch, used.heads, used.sequence) == ((), (), ())
 

@@ -76,13 +76,15 @@ ONE = np.zeros((2, QUERIES), int), np.zeros((2, KEYS), int)
 EACH = tuple(np.stack([np.arange(n), np.arange(n)[::-1]]) for n in (QUERIES, KEYS))
 SCATTERED = RNG.integers(0, 3, (2, QUERIES)), RNG.integers(-1, 3, (2, KEYS))
 LARGE = tuple(np.take([NOBODY, 7, np.iinfo(np.int32).max], x % 3) for x in SCATTERED)
+# The id that the kernel has for keys which nobody sees, and its neighbours, are ids as any other.
+LOWEST = tuple(NOBODY + np.array([0, 1, 3])[x % 3] for x in SCATTERED)
 NONE_IN_COMMON = np.zeros((2, QUERIES), int), np.ones((2, KEYS), int)
 
 
 @pytest.mark.parametrize(
     "ids",
-    [ONE, EACH, SCATTERED, LARGE, NONE_IN_COMMON],
-    ids=["one", "each", "scattered", "large", "none in common"],
+    [ONE, EACH, SCATTERED, LARGE, LOWEST, NONE_IN_COMMON],
+    ids=["one", "each", "scattered", "large", "lowest", "none in common"],
 )
 def test_any_ids_give_what_torch_gives(ids: Any):
     check(NO_BAND, ids)

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import tpuport
 from tests.attention_call.programs import KERNELS, kernels, of_scores_size, program
+from tpuport.attention import dispatch
 from tpuport.attention.dispatch import AttentionWarning
 from tpuport.errors import UsageError
 
@@ -403,14 +404,25 @@ def test_where_a_call_is_made_is_recorded():
     assert again.attention == ported.report.attention
 
 
-def test_a_mesh_is_used_by_the_names_of_its_axes():
+def test_a_mesh_is_used_by_the_names_of_its_axes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "_said", set())
     mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "sequence"))
     from tpuport.model.attention_choice import shards_for
 
     shards = shards_for(mesh, (B, H, S))
     assert shards is not None
     assert (shards.batch, shards.heads, shards.sequence) == (("data",), ("tensor",), ("sequence",))
-    one = shards_for(mesh, (1, 3, S))
+    with pytest.warns(AttentionWarning) as said:
+        one = shards_for(mesh, (1, 3, S))
+    assert [str(warning.message) for warning in said] == [
+        "Attention has batch of 1, which the mesh axis 'data' of 2 does not divide: its chips"
+        " compute the same",
+        "Attention has heads of 3, which the mesh axis 'tensor' of 2 does not divide: its chips"
+        " compute the same",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shards_for(mesh, (1, 3, S)) == one
     assert one is not None
     assert (one.batch, one.heads) == ((), ())
     with tpuport.attention_options(axes={"sequence": ("sequence", "tensor"), "heads": ()}):

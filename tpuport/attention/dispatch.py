@@ -76,7 +76,7 @@ def attend(
         return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype)
     if options.kernel == "full":
         return attend_full(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
-    shards = _usable(shards, q.shape)
+    shards = usable_shards(shards, q.shape)
     kernel, reasons = choose_kernel(q.dtype, mask, dropout, options, shards)
     _say_why(kernel, reasons, options, shards)
     low, high = mask.band()
@@ -266,12 +266,17 @@ def _say_why(
         return
     reason = next(reason for reason in reasons if reason != CHOSEN)
     if options.kernel == "splash":
-        raise UsageError(
-            f"Splash attention cannot serve {reason}. What to do: leave the kernel to 'auto', or"
-            " choose 'blockwise'"
-        )
+        raise not_for_splash(reason)
     if options.interpret or _platform(options, shards) == "tpu":
         _say_once(f"Splash attention cannot serve {reason}: blockwise attention is used, slower")
+
+
+def not_for_splash(reason: str) -> UsageError:
+    """The error for what splash was asked for by name and cannot serve."""
+    return UsageError(
+        f"Splash attention cannot serve {reason}. What to do: leave the kernel to 'auto', or"
+        " choose 'blockwise'"
+    )
 
 
 def _platform(options: AttentionOptions, shards: Shards | None) -> str:
@@ -287,20 +292,30 @@ def _chip(options: AttentionOptions, shards: Shards | None) -> str:
     return chip_of(device.device_kind)
 
 
-def _usable(shards: Shards | None, shape: tuple[int, ...]) -> Shards | None:
-    """The axes that divide batch and heads; the chips of the others do the same work."""
+def usable_shards(shards: Shards | None, shape: tuple[int, ...]) -> Shards | None:
+    """The axes that divide batch and heads; the chips of the others do the same work.
+
+    Args:
+        shards: axes of a mesh, or None.
+        shape: of the queries: batch, heads and more.
+
+    Warns:
+        AttentionWarning: once for each axis that does not divide a dim.
+    """
     if shards is None:
         return None
     kept = {}
     for name, length in (("batch", shape[0]), ("heads", shape[1])):
-        axes = tuple(a for a in getattr(shards, name) if shards.mesh.shape[a] > 1)
-        while axes and length % math.prod(shards.mesh.shape[a] for a in axes):
-            _say_once(
-                f"Attention has {name} of {length}, which the mesh axis {axes[-1]!r} of"
-                f" {shards.mesh.shape[axes[-1]]} does not divide: its chips compute the same"
-            )
-            axes = axes[:-1]
-        kept[name] = axes
+        kept[name], left = (), length
+        for axis in getattr(shards, name):
+            size = shards.mesh.shape[axis]
+            if left % size:
+                _say_once(
+                    f"Attention has {name} of {length}, which the mesh axis {axis!r} of {size} does"
+                    " not divide: its chips compute the same"
+                )
+            elif size > 1:
+                kept[name], left = (*kept[name], axis), left // size
     sequence = tuple(a for a in shards.sequence if shards.mesh.shape[a] > 1)
     return Shards(shards.mesh, kept["batch"], kept["heads"], sequence)
 

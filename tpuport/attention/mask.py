@@ -21,8 +21,8 @@ class Mask:
         offset: where the queries stand among the keys. Also shifts `window`.
         window: (left, right): query i sees key j only if i + offset - left <= j <= i + offset +
             right. None on a side means no limit there.
-        q_segments: ids (batch, queries), int32 above the lowest that there is; a query attends only
-            to keys of its own id. Blocks that have no id in common are skipped where ids rise.
+        q_segments: ids (batch, queries), any int32; a query attends only to keys of its own id.
+            Blocks that have no id in common are skipped where ids rise.
         kv_segments: ids (batch, keys), int32; given if and only if `q_segments` is.
         key_valid: booleans (batch or 1, keys); False is a key that nobody attends to. A numpy array
             is known when the program is compiled, and costs less than a traced one.

@@ -83,11 +83,6 @@ class Parts:
         valid = None if self.key_valid is None else change(self.key_valid)
         return dataclasses.replace(self, kv_segments=kv, key_valid=valid)
 
-    def with_queries(self, change: Callable[[jax.Array], jax.Array]) -> "Parts":
-        """What follows the queries of the sequence, changed as they are."""
-        q = None if self.q_segments is None else change(self.q_segments)
-        return dataclasses.replace(self, q_segments=q)
-
 
 @dataclass(frozen=True)
 class Origin:

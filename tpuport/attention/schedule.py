@@ -44,6 +44,29 @@ class SegmentIds(NamedTuple):
     kv: Any
 
 
+def without_nobody(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids of queries and keys of which the same are equal, and none is `NOBODY`; in their order.
+
+    Args:
+        q: (B, Sq) int32.
+        kv: (B, Sk) int32.
+    """
+
+    def raised(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # The ids from the lowest up to the first that is not used go up by one. Of so many ids not
+        # all are used.
+        count = q.size + kv.size + 1
+        used = jnp.zeros(count, bool)
+        for ids in (q, kv):
+            place = jnp.where(ids < NOBODY + count, ids - NOBODY, count)
+            used = used.at[place.reshape(-1)].set(True, mode="drop")
+        unused = NOBODY + jnp.argmin(used).astype(jnp.int32)
+        return q + (q < unused), kv + (kv < unused)
+
+    # Keys of that id which no query has are seen by nobody indeed.
+    return lax.cond((q == NOBODY).any(), raised, lambda q, kv: (q, kv), q, kv)
+
+
 @dataclass(frozen=True)
 class Band:
     """What a query sees of the keys: those from `low` to `high` after it, of the first `num_keys`.

@@ -23,6 +23,7 @@ from tpuport.attention.schedule import (
     Piece,
     SegmentIds,
     make_pieces,
+    without_nobody,
 )
 
 # What the kernel gives a score that is not seen. A row's logsumexp below half of it has seen none.
@@ -226,8 +227,7 @@ def _make_ids(
     q_ids: Any = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     kv_ids: Any = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
     if parts.q_segments is not None:
-        # Only the two lowest ids that there are become one.
-        q_ids, kv_ids = (jnp.maximum(x, NOBODY + 1) for x in (parts.q_segments, parts.kv_segments))
+        q_ids, kv_ids = without_nobody(parts.q_segments, parts.kv_segments)
     seen = jnp.arange(k.shape[2]) < num_keys
     if parts.key_valid is not None:
         seen = seen & parts.key_valid
