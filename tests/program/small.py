@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tpuport
+from tpuport.training import make_train_step
 
 WIDTH = 128
 BATCH = 16
@@ -62,6 +63,13 @@ def fits() -> Any:
     """A target of `tpuport compile` that fits."""
     with torch.device("meta"):
         return torch.nn.Linear(8, 8), (torch.empty(8, 8, device="meta"),)
+
+
+def trained() -> Any:
+    """A step of training."""
+    ported = on_meta()
+    step = make_train_step(ported, lambda model, x: squared(model(x)), ema_decay=0.9)
+    return {"model": step, "inputs": batch()}
 
 
 def does_not_fit() -> Any:

@@ -50,6 +50,17 @@ def test_a_program_that_fits_exits_with_0_and_is_written(tmp_path):
 
 
 @needs_libtpu
+def test_a_step_of_training_is_compiled_as_it_is():
+    result = invoke("tests.program.small:trained", "-t", "v5e-4", "--json")
+    assert result.exit_code == 0, result.output
+    printed = CompileReport.from_json(result.stdout)
+    assert (printed.model, printed.what, printed.optimiser) == ("Small", "training step", "adamw")
+    assert printed.memory.averages == printed.memory.parameters > 0
+    refused = invoke("tests.program.small:trained", "-t", "v5e-4", "--train")
+    assert (refused.exit_code, "leave train=" in refused.output) == (cli.WRONG_CALL, True)
+
+
+@needs_libtpu
 def test_one_that_does_not_fit_has_an_exit_code_of_its_own(tmp_path):
     page = tmp_path / "r.html"
     result = invoke(LARGE, "-t", "v5e-4", "--mesh", "data=2,fsdp=-1", "-o", str(page))

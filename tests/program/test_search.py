@@ -30,7 +30,11 @@ def test_what_comes_to_the_same_is_tried_once_and_experts_need_experts():
     tried = list(candidates(on_meta(), 4))
     assert ("fsdp", {"fsdp": 4}) in tried
     assert not any(rules == "expert_parallel" for rules, _ in tried)
-    assert len(tried) == len({(rules, str(mesh)) for rules, mesh in tried})
+    # Without fsdp, a preset with it cuts what tensor_parallel cuts, on the same mesh.
+    alone = {"tensor": 4}
+    for rules in ("tensor_parallel", "fsdp_tensor_parallel"):
+        assert list(candidates(on_meta(), 4, {rules: ("data", "tensor")}))[-1] == (rules, alone)
+    assert [rules for rules, mesh in tried if mesh == alone] == ["fsdp_tensor_parallel"]
 
 
 @needs_libtpu

@@ -12,6 +12,7 @@ import tpuport
 from tests.sharding import tiny
 from tpuport.errors import UsageError
 from tpuport.sharding import PRESETS, count_collectives, make_mesh
+from tpuport.sharding.roles import Role, uses_of
 
 MESHES = {
     "replicated": {"data": 8},
@@ -32,17 +33,27 @@ KINDS = {
     "fsdp_tensor_parallel": {GATHER, REDUCE},
     "sequence_parallel": {GATHER, REDUCE},
 }
-# What a model adds to it. A weight that is spread along fsdp alone, and so is on each chip along
-# tensor, is gathered in two steps: by all chips, after a permute. Chunks of a modulation are not
-# the chips', so its output is gathered; and tokens that are cut meet those of rotary tables and of
-# an image put together again.
-MORE = {
-    ("video", "fsdp_tensor_parallel"): {PERMUTE},
-    ("vit", "fsdp_tensor_parallel"): {PERMUTE},
-    ("convolutions", "fsdp_tensor_parallel"): {PERMUTE},
-    ("video", "tensor_parallel"): {GATHER},
-    ("video", "sequence_parallel"): {PERMUTE},
-}
+
+
+def added(made: tiny.Tiny, ported: Any, preset: str) -> set[str]:
+    """The kinds that a model's structure adds to what its preset means."""
+    specs = {name: str(value.sharding.spec) for name, value in ported.params.items()}
+    more = set()
+    if "tensor" in MESHES[preset] and any(
+        "fsdp" in s and "tensor" not in s for s in specs.values()
+    ):
+        # A weight that is spread along fsdp alone is the same on each chip along tensor. It is
+        # gathered in two steps: by all chips, after a permute.
+        more.add(PERMUTE)
+    modulations = [n for n, use in uses_of(made.model).items() if use.role is Role.MODULATION]
+    if any("tensor" in specs[name] for name in modulations):
+        # Chunks of a modulation are not the chips', so its output is gathered.
+        more.add(GATHER)
+    outputs = jax.tree.leaves(made.model(*made.args, **made.kwargs))
+    if "sequence" in MESHES[preset] and any(torch.is_tensor(x) and x.ndim > 3 for x in outputs):
+        # Tokens that are cut are put together to an image: its rows are not those of the chips.
+        more.add(PERMUTE)
+    return more
 
 
 def numpy_of(value: Any) -> Any:
@@ -113,7 +124,7 @@ def test_a_preset_gives_what_one_device_gives(name: str, preset: str):
     ported = sharded(made, preset, MESHES[preset])
     text, found = compiled_step(made, ported)
     check_equal(found, expected)
-    assert set(count_collectives(text)) == KINDS[preset] | MORE.get((name, preset), set())
+    assert set(count_collectives(text)) == KINDS[preset] | added(made, ported, preset)
 
 
 def test_experts_are_spread():

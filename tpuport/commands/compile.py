@@ -86,7 +86,8 @@ def compile_(
     it is large, and the arguments of a call, a tuple or a dict, in which shapes
     will do for tensors. Or it returns a dict with "model", "inputs" and any other
     argument of tpuport.compile_for, such as "rules" or "train", which win over
-    options. Exit code 3 says that it does not fit.
+    options. The model may also be what tpuport.training.make_train_step gives.
+    Exit code 3 says that it does not fit.
     """
     with errors_as_exit_codes("tpuport compile"):
         given = {
@@ -140,12 +141,14 @@ def _wanted(target: str) -> dict[str, Any]:
 
 
 def _ported(model: Any, target: str, method: str) -> Any:
+    """What to compile: a module ported, anything that is ported as it is."""
     import torch
 
     from tpuport.model.convert import convert
     from tpuport.model.ported import PortedModel
+    from tpuport.program.training import Training
 
-    if isinstance(model, PortedModel):
+    if isinstance(model, PortedModel) or isinstance(getattr(model, "training", None), Training):
         return model
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"{target}: expected a module as the model, got a {type(model).__name__}")

@@ -37,9 +37,8 @@ def _advice(report: CompileReport, plan: ShardingPlan, recomputes: bool) -> Iter
     yield from _scores(report)
     yield from _dtypes(report, plan)
     memory = report.memory
-    state = memory.parameters + memory.optimiser + memory.buffers
-    left = memory.available - state
-    needed = memory.peak - state
+    left = memory.available - memory.state
+    needed = memory.peak - memory.state
     if needed > left > 0:
         yield from _activations(report, left, needed, recomputes)
     counts = memory.optimiser > _COUNTS * memory.available
@@ -52,21 +51,20 @@ def _advice(report: CompileReport, plan: ShardingPlan, recomputes: bool) -> Iter
 
 
 def _whole_state(report: CompileReport, plan: ShardingPlan) -> int:
-    """Bytes of parameters, buffers and optimiser on all chips together, each once."""
+    """Bytes of all state on all chips together, each once."""
     memory = report.memory
     held = memory.parameters + memory.buffers
-    return round(plan.num_bytes * (1 + memory.optimiser / max(1, held)))
+    return round(plan.num_bytes * memory.state / max(1, held))
 
 
 def _spread_state(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
     memory, chips = report.memory, report.num_chips
-    state = memory.parameters + memory.optimiser + memory.buffers
     share = _whole_state(report, plan) // chips
-    if chips > 1 and state > _UNEVEN * share:
+    if chips > 1 and memory.state > _UNEVEN * share:
         whole = "parameters and the optimiser's state" if memory.optimiser else "parameters"
         yield (
             f"spread {whole} over all {chips} chips: rules='fsdp' with mesh={{'fsdp': {chips}}}"
-            f" holds about {fmt.size(share)} a chip instead of {fmt.size(state)}"
+            f" holds about {fmt.size(share)} a chip instead of {fmt.size(memory.state)}"
         )
 
 
@@ -121,7 +119,7 @@ def _larger_slice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
     except UsageError:
         return
     memory = report.memory
-    rest = max(0, memory.peak - memory.parameters - memory.optimiser - memory.buffers)
+    rest = max(0, memory.peak - memory.state)
     whole = _whole_state(report, plan) + rest * report.num_chips
     for name in TOPOLOGIES:
         chips = find_topology(name).num_chips

@@ -3,13 +3,14 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
 from jax.sharding import Mesh
 
 from tpuport.diagnosis.explain import explaining
+from tpuport.errors import UsageError
 from tpuport.markup import plural
 from tpuport.model import report_format as fmt
 from tpuport.model.patterns import generalised
@@ -27,7 +28,8 @@ from tpuport.program.memory import (
 )
 from tpuport.program.records import Captured, Held, Seconds, Work
 from tpuport.program.report import CompileReport
-from tpuport.program.step import forward_step, training_step
+from tpuport.program.step import as_optimiser, forward_step, training_step
+from tpuport.program.training import Training, Trains
 from tpuport.program.work import captured_constants, read_traced, read_work
 from tpuport.sharding.hlo_text import Program, read_program
 from tpuport.sharding.mesh import sizes_of
@@ -42,7 +44,7 @@ _PACKAGES = ("tpuport", "jax", "libtpu")
 
 @explaining()
 def compile_for(
-    ported: PortedModel,
+    ported: PortedModel | Trains,
     topology: str | None = None,
     *,
     inputs: Any,
@@ -62,7 +64,9 @@ def compile_for(
     model with weights the shapes are taken. The model stays as it is.
 
     Args:
-        ported: what `tpuport.convert` gave.
+        ported: what `tpuport.convert` gave, or a step of training that `make_train_step` made of
+            it: then just that step is compiled, with clipping, averages and all, and `inputs` are
+            what it takes besides its state.
         topology: a slice: `v6e-8`, `v5p-16`, `v5e-4`, or libtpu's name such as `v6e:2x4`.
         inputs: the arguments of the call: a tuple of positional ones, a dict of keyword ones, or a
             pair (tuple, dict). Of tensors the shape will do: meta tensors,
@@ -70,7 +74,7 @@ def compile_for(
         mesh: sizes by axis (all chips along fsdp if left out), or a mesh instead of a topology.
         rules: as for `tpuport.shard`: a preset's name, or a table.
         train: compile a training step: True if the output is or has a `loss`, or a function of the
-            output that gives one.
+            output that gives one. Gradients that are not finite are applied all the same.
         optimiser: of a training step: one of optax's, the name of one, or None for gradients alone.
         method: which method of the model.
         constant_budget: bytes of constants of the host that are nothing to report.
@@ -87,20 +91,31 @@ def compile_for(
         UsageError: an argument is wrong, or there is no such topology.
         MissingExtraError: libtpu is not installed.
     """
-    spread, plan = spread_out(ported, topology, mesh, rules, **spreading)
+    training = _training_of(ported, method, train, optimiser)
+    model: Any = ported if training is None else training.ported
+    spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._program.placement
     with _quiet():
-        if train:
-            step = training_step(spread, method, inputs, train, optimiser)
+        if training is not None:
+            step = training_step(replace(training, ported=spread), inputs)
         else:
             step = forward_step(spread, method, inputs)
         ahead = compile_ahead(step, placement.mesh, options)
-    names = {"what": "training step" if train else method, "topology": ""}
-    if topology is not None:
-        slices = num_slices(placement.mesh)
-        names["topology"] = topology if slices == 1 else f"{slices} x {topology}"
-    names["optimiser"] = _optimiser_name(optimiser) if train else ""
+    names = _names(training, method, topology, placement.mesh)
     return _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+
+
+def _names(
+    training: Training | None, method: str, topology: str | None, mesh: Mesh
+) -> dict[str, str]:
+    """What is compiled, and for what, in words."""
+    slices = num_slices(mesh)
+    where = "" if topology is None else topology if slices == 1 else f"{slices} x {topology}"
+    return {
+        "what": method if training is None else "training step",
+        "topology": where,
+        "optimiser": "" if training is None else training.optimiser_name,
+    }
 
 
 @contextlib.contextmanager
@@ -111,10 +126,27 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _optimiser_name(optimiser: Any) -> str:
-    if isinstance(optimiser, str):
-        return optimiser
-    return "" if optimiser is None else "of your own"
+def _training_of(
+    ported: PortedModel | Trains, method: str, train: Any, optimiser: Any
+) -> Training | None:
+    """The step of training that is to be compiled; None for a call.
+
+    Raises:
+        UsageError: a step is given, and arguments that say what a step is.
+    """
+    given = getattr(ported, "training", None)
+    if isinstance(given, Training):
+        if train or (method, optimiser) != ("forward", "adamw"):
+            raise UsageError(
+                "compile_for was given a step of training, which says itself what it trains with."
+                " What to do: leave train=, optimiser= and method= out"
+            )
+        return given
+    if not train or not isinstance(ported, PortedModel):
+        return None
+    name = optimiser if isinstance(optimiser, str) else "" if optimiser is None else "of your own"
+    loss = train if callable(train) else None
+    return Training(ported, method, as_optimiser(optimiser), loss=loss, optimiser_name=name)
 
 
 def _reported(

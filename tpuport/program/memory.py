@@ -1,6 +1,7 @@
 """What a compiled program takes of a chip's memory, by category and by module."""
 
 import math
+import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,7 +21,13 @@ from tpuport.sharding.hlo_text import Program
 # What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
 _GIB = 1 << 30
 _AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
-_CATEGORY = {"params": "parameters", "optimiser": "optimiser", "buffers": "buffers"}
+_CATEGORY = {
+    "params": "parameters",
+    "optimiser": "optimiser",
+    "ema": "averages",
+    "buffers": "buffers",
+    "frozen": "buffers",
+}
 _NUM_HELD = 100
 OPTIMISER = "optimiser"
 
@@ -44,9 +51,10 @@ def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
         program: its text; None if it was refused.
         device: one of those it is for.
     """
-    held: dict[str, int] = dict.fromkeys(("parameters", "optimiser", "buffers", "inputs"), 0)
+    held: dict[str, int] = dict.fromkeys((*_CATEGORY.values(), "inputs"), 0)
     for name, shape in zip(ahead.names, ahead.shapes, strict=True):
-        held[_CATEGORY.get(name.partition("[")[0], "inputs")] += bytes_a_chip(shape)
+        argument = re.split(r"\W", name, maxsplit=1)[0]
+        held[_CATEGORY.get(argument, "inputs")] += bytes_a_chip(shape)
     there = available_bytes(device)
     if ahead.too_large is not None:
         wanted, there = ahead.too_large.wanted, ahead.too_large.available

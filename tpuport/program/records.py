@@ -12,13 +12,14 @@ class Memory:
         parameters: trainable parameters.
         optimiser: the optimiser's state.
         buffers: other state of the model, frozen parameters included.
-        inputs: the arguments of the call, and the key.
+        inputs: the arguments of the call, the key, and counters of training.
         padding: what tiles add to all of these.
         outputs: results that do not take over the memory of an argument.
         temporaries: activations and whatever else lives only while the program runs.
         code: the program itself, with its constants.
         aliased: results in the memory of an argument; counted there.
         host: what was offloaded to the host's memory; not part of the peak.
+        averages: of the parameters (`ema_decay` of `tpuport.training.make_train_step`).
         refused: what libtpu says that the program would need, where it refused it; 0 otherwise.
             Then `temporaries` is what is left of that, results and code included.
     """
@@ -35,11 +36,17 @@ class Memory:
     aliased: int = 0
     host: int = 0
     refused: int = 0
+    averages: int = 0
 
     @property
     def peak(self) -> int:
         """All that is held at once."""
         return sum(self.parts().values())
+
+    @property
+    def state(self) -> int:
+        """What a program takes over from one run to the next."""
+        return self.parameters + self.optimiser + self.averages + self.buffers
 
     @property
     def fits(self) -> bool:
@@ -51,6 +58,7 @@ class Memory:
         return {
             "parameters": self.parameters,
             "optimiser": self.optimiser,
+            "averages": self.averages,
             "buffers": self.buffers,
             "inputs": self.inputs,
             "padding of these": self.padding,

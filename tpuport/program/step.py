@@ -1,23 +1,26 @@
 """What is compiled: a call of a ported model or a step of its training, as a function of shapes."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
-from tpuport.model import ahead, arguments, structure
+from tpuport.model import ahead
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Request
 from tpuport.program.described import shape_of
-from tpuport.program.losses import loss_and_metrics
+from tpuport.program.train_state import TrainState
+from tpuport.program.training import Batch, Training, gradients, known_values, train
 
 LEARNING_RATE = 1e-4
 OPTIMISERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -35,7 +38,8 @@ class Step:
 
     Attributes:
         function: of `arguments`, in order.
-        arguments: by name: "params", "optimiser", "buffers", "key", "inputs".
+        arguments: by name: "params", "buffers", "key", "inputs"; of training the rest of a
+            `TrainState` too.
         donated: the numbers of those whose memory the results take over.
         out_shardings: where the results go; None where the partitioner decides.
     """
@@ -88,51 +92,72 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
     return Step(forward, given, (), None, hoisted)
 
 
-def training_step(ported: PortedModel, method: str, inputs: Any, loss: Any, optimiser: Any) -> Step:
-    """Loss, gradients, and the optimiser's update in the memory of the old parameters and state.
+def training_step(training: Training, inputs: Any) -> Step:
+    """A step of training in the memory of the old state; without an optimiser, gradients alone.
 
     Args:
-        ported: on a mesh, with shapes for weights.
-        method: which method.
+        training: of a model on a mesh, with shapes for weights.
         inputs: see `as_call`.
-        loss: of the output (with arrays in it), a scalar; True for its attribute or key `loss`, or
-            itself if it is a scalar.
-        optimiser: one of optax's, the name of one, or None for gradients alone.
     """
-    hoisted = Hoisted()
-    call, values, key = _call(ported, method, inputs, hoisted)
-    chosen = as_optimiser(optimiser)
-    places = {name: value.sharding for name, value in ported.params.items()}
+    taken, values = _placed(training.ported, inputs)
+    known = known_values(taken.values, training.accumulate)
+    batch = Batch(values, taken.metas, taken.spec, taken.paths, known)
+    state = _state_shapes(training)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
 
-    def measured(params: Any, buffers: Any, key: Any, inputs: Any) -> Any:
-        outcome = call(params, buffers, key, inputs)
-        leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
-        out = structure.rebuild(outcome.out_spec, leaves)
-        changed = {name: v for name, v in outcome.state.items() if name not in params}
-        value, _ = loss_and_metrics(loss(out) if callable(loss) else out)
-        return value, changed
+    # The names of arguments are those of the report.
+    def train_step(
+        params: Any,
+        frozen: Any,
+        buffers: Any,
+        optimiser: Any,
+        ema: Any,
+        step: Any,
+        skipped: Any,
+        key: Any,
+        inputs: Any,
+    ) -> Any:
+        state = TrainState(params, frozen, buffers, optimiser, ema, step, skipped, key)
+        now = replace(batch, values=inputs)
+        with training.ported._precision_scope():
+            if training.optimiser is not None:
+                return train(training, state, now)
+            loss, _, grads, buffers = gradients(training, state, now)
+            return grads, buffers, loss
 
-    def gradients(params: Any, buffers: Any, key: Any, inputs: Any) -> Any:
-        (value, changed), grads = jax.value_and_grad(measured, has_aux=True)(
-            params, buffers, key, inputs
-        )
-        return grads, changed, value
+    fields = [field.name for field in dataclasses.fields(state)]
+    given = {**{name: getattr(state, name) for name in fields}, "inputs": values}
+    if training.optimiser is None:
+        return Step(train_step, given, (), (places.params, None, None), batch.hoisted)
+    return Step(train_step, given, tuple(range(len(fields))), (places, None), batch.hoisted)
 
-    rest = {"buffers": ported.buffers, "key": key, "inputs": values}
-    if chosen is None:
-        given = {"params": ported.params, **rest}
-        return Step(gradients, given, (), (places, None, None), hoisted)
 
-    def train(params: Any, optimiser: Any, buffers: Any, key: Any, inputs: Any) -> Any:
-        grads, changed, value = gradients(params, buffers, key, inputs)
-        with jax.named_scope("optimiser"):
-            updates, state = chosen.update(grads, optimiser, params)
-            params = optax.apply_updates(params, updates)
-        return params, state, changed, value
+def _state_shapes(training: Training) -> TrainState:
+    """The shapes of a state with their places."""
+    ported = training.ported
+    placement = ported._program.placement
+    whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
 
-    state, state_places = optimiser_state(ported, chosen)
-    given = {"params": ported.params, "optimiser": state, **rest}
-    return Step(train, given, (0, 1), (places, state_places, None, None), hoisted)
+    def average(value: Any) -> jax.ShapeDtypeStruct:
+        kind = jnp.promote_types(value.dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(value.shape, kind, sharding=value.sharding)
+
+    params, frozen, buffers = training.split()
+    optimiser: Any = ()
+    if training.optimiser is not None:
+        optimiser, _ = optimiser_state(ported, training.optimiser, params)
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    key: Any = jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
+    return TrainState(
+        params=params,
+        frozen=frozen,
+        buffers=buffers,
+        optimiser=optimiser,
+        ema={} if training.ema_decay is None else jax.tree.map(average, params),
+        step=number,
+        skipped=number,
+        key=key,
+    )
 
 
 def as_optimiser(optimiser: Any) -> optax.GradientTransformation | None:
@@ -151,22 +176,23 @@ def as_optimiser(optimiser: Any) -> optax.GradientTransformation | None:
     )
 
 
-def _call(
-    ported: PortedModel, method: str, inputs: Any, hoisted: Hoisted
-) -> tuple[Callable[..., Any], list[Any], Any]:
-    """The pure function of a method, the places of its arguments, and the shape of its key."""
+def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
+    """The arguments of a call taken apart, and their shapes with their places."""
     taken = ahead.take_apart(*as_call(inputs))
-    placement = ported._program.placement
-    known = {
-        index: value
-        for index, value in enumerate(taken.values)
-        if not isinstance(value, jax.ShapeDtypeStruct)
-    }
     shapes = [
         value if isinstance(value, jax.ShapeDtypeStruct) else shape_of(value)
         for value in taken.values
     ]
-    values = placement.arguments(shapes, taken.paths)
+    return taken, ported._program.placement.arguments(shapes, taken.paths)
+
+
+def _call(
+    ported: PortedModel, method: str, inputs: Any, hoisted: Hoisted
+) -> tuple[Callable[..., Any], list[Any], Any]:
+    """The pure function of a method, the places of its arguments, and the shape of its key."""
+    taken, values = _placed(ported, inputs)
+    placement = ported._program.placement
+    known = known_values(taken.values, accumulate=1)
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
         given = {**buffers, **params}
@@ -192,13 +218,18 @@ def _call(
 
 
 def optimiser_state(
-    ported: PortedModel, optimiser: optax.GradientTransformation
+    ported: PortedModel, optimiser: optax.GradientTransformation, params: Any = None
 ) -> tuple[Any, Any]:
     """The shapes of an optimiser's state with their places, and the places alone: state of a
     parameter lies where the parameter does.
+
+    Args:
+        ported: on a mesh.
+        optimiser: one of optax's.
+        params: those that it is for; by default all.
     """
     placement: Any = ported._program.placement
-    state = jax.eval_shape(optimiser.init, ported.params)
+    state = jax.eval_shape(optimiser.init, ported.params if params is None else params)
     places = placement.rules.for_state(state, ported, placement.mesh)
 
     def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:

@@ -39,10 +39,10 @@ def test_dtypes_of_the_operands():
         lambda a, b, c: (a @ b, (a.astype(jnp.float32) @ c)),
         shape(3, 5, dtype=jnp.bfloat16), shape(5, 7, dtype=jnp.bfloat16), shape(5, 11),
     )  # fmt: skip
-    assert found.flops_by_dtypes() == {
-        ("float32", "float32"): 2 * 3 * 5 * 11,
-        ("bfloat16", "bfloat16"): 2 * 3 * 5 * 7,
-    }
+    assert [(dot.dtypes, dot.flops) for dot in found.dots] == [
+        (("bfloat16", "bfloat16"), 2 * 3 * 5 * 7),
+        (("float32", "float32"), 2 * 3 * 5 * 11),
+    ]
 
 
 def test_the_body_of_a_scan_counts_as_often_as_it_runs():
@@ -186,7 +186,7 @@ def test_modules_within_a_scan():
 def test_captured_constants():
     table = np.ones((64, 32), np.float32)
     found = count(lambda x: x + jnp.asarray(table).sum(), shape(4))
-    assert found.constant_bytes == sum(c.bytes for c in found.constants) >= 64 * 32 * 4
+    assert found.constants[0].bytes == 64 * 32 * 4
     assert found.constants[0].shape == (64, 32)
 
 

@@ -126,18 +126,6 @@ class JaxprCost:
     scores: tuple[ScoreArray, ...] = ()
     unknown: tuple[str, ...] = ()
 
-    @property
-    def constant_bytes(self) -> int:
-        """Bytes of all literals."""
-        return sum(constant.bytes for constant in self.constants)
-
-    def flops_by_dtypes(self) -> dict[tuple[str, str], int]:
-        """FLOPs of the matrix products by the dtypes of their operands, the most first."""
-        found: dict[tuple[str, str], int] = {}
-        for dot in self.dots:
-            found[dot.dtypes] = found.get(dot.dtypes, 0) + dot.flops
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
 
 @dataclass(frozen=True)
 class Buffer:

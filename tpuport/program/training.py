@@ -1,0 +1,270 @@
+"""What one step of training does: loss, gradients, update, averages, as one pure function."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpuport.errors import UsageError
+from tpuport.model import arguments, structure
+from tpuport.model.host_values import Hoisted
+from tpuport.model.ported import PortedModel
+from tpuport.model.pure import traced
+from tpuport.model.request import Outcome, Request
+from tpuport.program.batches import in_parts
+from tpuport.program.losses import WEIGHT, loss_and_metrics
+from tpuport.program.train_state import TrainState, ema_update
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of training, to be traced for whatever devices the model is on.
+
+    Attributes:
+        ported: the model.
+        method: that gives the loss, or an output with it.
+        optimiser: one of optax's, without clipping; None for gradients alone.
+        accumulate: parts that the batch is cut into.
+        clip_norm: the largest norm of all gradients together, or None.
+        ema_decay: at which averages of the parameters forget, or None for no averages.
+        skip_nonfinite: whether infinite or NaN gradients leave everything as it was.
+        loss: of the method's output (with arrays in it); None where it is the output, or in it.
+        optimiser_name: for reports.
+        trained: names of the parameters that are trained, the others being frozen; None for all.
+    """
+
+    ported: PortedModel
+    method: str
+    optimiser: optax.GradientTransformation | None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    skip_nonfinite: bool = False
+    loss: Callable[[Any], Any] | None = None
+    optimiser_name: str = ""
+    trained: frozenset[str] | None = None
+
+    def trained_names(self) -> frozenset[str]:
+        """The names of the parameters that are trained."""
+        return frozenset(self.ported.params) if self.trained is None else self.trained
+
+    def split(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The model's trained parameters, what is frozen, and buffers."""
+        chosen = self.trained_names()
+        params = {name: v for name, v in self.ported.params.items() if name in chosen}
+        rest = {name: v for name, v in self.ported.params.items() if name not in chosen}
+        frozen = {**rest, **self.ported.frozen}
+        return params, frozen, {n: v for n, v in self.ported.buffers.items() if n not in frozen}
+
+    def key_of_step(self, state: TrainState) -> jax.Array:
+        """The key of a step's random numbers. Steps that take turns on one model draw numbers of
+        their own from one seed.
+        """
+        key = state.key
+        if self.trained_names() != frozenset(self.ported.params):
+            names = " ".join(sorted(self.trained_names()))
+            key = jax.random.fold_in(key, zlib.crc32(names.encode()))
+        return jax.random.fold_in(key, state.step)
+
+
+class Trains(Protocol):
+    """What `tpuport.compile_for` compiles as a step of training: a `tpuport.training.TrainStep`."""
+
+    @property
+    def training(self) -> Training:
+        """What a step does."""
+        ...
+
+
+@dataclass
+class Batch:
+    """The arguments of one step, taken apart, and what tracing with them leaves.
+
+    Attributes:
+        values: an array, tracer or shape for each.
+        metas: its meta tensor.
+        spec: the structure of all.
+        paths: their names.
+        known: the values that are known while tracing, by index.
+        hoisted: takes the large constants of the host.
+        outcomes: of each time that the model was traced.
+        weighted: of each time that it was traced for parts, whether the loss gave their weight.
+    """
+
+    values: list[Any]
+    metas: list[Any]
+    spec: structure.Spec
+    paths: list[str]
+    known: dict[int, Any]
+    hoisted: Hoisted = field(default_factory=Hoisted)
+    outcomes: list[Outcome] = field(default_factory=list)
+    weighted: list[bool] = field(default_factory=list)
+
+
+def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
+    """The arguments, by index, whose values a program may know: of a batch that is cut none."""
+    return {
+        index: value
+        for index, value in enumerate(values)
+        if not isinstance(value, jax.ShapeDtypeStruct) and (accumulate == 1 or not value.ndim)
+    }
+
+
+def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """The state after a step, and what it reports: "loss", "grad_norm", "skipped" and more."""
+    assert training.optimiser is not None
+    loss, metrics, grads, buffers = gradients(training, state, batch)
+    norm = optax.tree.norm(grads)
+    if training.clip_norm is not None:
+        # As torch.nn.utils.clip_grad_norm_, which adds 1e-6.
+        scale = jnp.minimum(1.0, training.clip_norm / (norm + 1e-6))
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    with jax.named_scope("optimiser"):
+        updates, optimiser = training.optimiser.update(grads, state.optimiser, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+    ema = state.ema
+    if training.ema_decay is not None:
+        ema = ema_update(ema, params, training.ema_decay)
+    after = replace(state, params=params, optimiser=optimiser, ema=ema, buffers=buffers)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    if training.skip_nonfinite:
+        after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
+    else:
+        is_finite = jnp.asarray(True)
+    skipped = state.skipped + (~is_finite).astype(jnp.int32)
+    after = replace(after, step=state.step + 1, skipped=skipped, key=state.key)
+    return after, {**metrics, "loss": loss, "grad_norm": norm, "skipped": ~is_finite}
+
+
+def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
+    """Loss, metrics, gradients and buffers of a batch, whole or part by part."""
+
+    def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
+        return _measured(training, state.frozen, batch, params, buffers, key, values)
+
+    key = training.key_of_step(state)
+    differentiate = jax.value_and_grad(measured, has_aux=True)
+    if training.accumulate > 1:
+        return _accumulated(training.accumulate, differentiate, state, batch, key)
+    (loss, (metrics, buffers)), grads = differentiate(
+        state.params, state.buffers, key, batch.values
+    )
+    metrics.pop(WEIGHT, None)
+    return loss, metrics, grads, buffers
+
+
+def _measured(
+    training: Training,
+    frozen: Any,
+    batch: Batch,
+    params: Any,
+    buffers: Any,
+    key: Any,
+    values: list[Any],
+) -> Any:
+    """The loss of a batch or of a part of it; metrics and buffers beside it."""
+    given = {**frozen, **buffers, **params}
+    metas = batch.metas if training.accumulate == 1 else _metas_of_part(batch.metas, values)
+    request = Request(
+        training.method,
+        {},  # from `given`
+        key,
+        values,
+        metas,
+        batch.spec,
+        hoist=batch.hoisted.array,
+        checks=False,
+        known_leaves=batch.known,
+    )
+    outcome = traced(training.ported._program, request, given)
+    batch.outcomes.append(outcome)
+    changed = _changed_buffers(outcome, buffers, params, frozen)
+    leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
+    out = structure.rebuild(outcome.out_spec, leaves)
+    loss, metrics = loss_and_metrics(out if training.loss is None else training.loss(out))
+    return loss, (metrics, {**buffers, **changed})
+
+
+def _accumulated(
+    count: int, differentiate: Any, state: TrainState, batch: Batch, key: jax.Array
+) -> Any:
+    """`gradients` as the mean over parts of a batch, one after another."""
+    parts = in_parts(batch.values, batch.paths, count)
+    cut = [i for i, value in enumerate(batch.values) if value.ndim]
+
+    def one(carry: Any, given: Any) -> Any:
+        buffers, total, weights = carry
+        number, pieces = given
+        values = list(parts)
+        for index, piece in zip(cut, pieces, strict=True):
+            values[index] = piece
+        (loss, (metrics, buffers)), grads = differentiate(
+            state.params, buffers, jax.random.fold_in(key, number), values
+        )
+        weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
+        # What is added up is in no less than float32: many small terms. A part that counts
+        # for nothing may have a mean over nothing, which is no number.
+        total = jax.tree.map(
+            lambda t, g: t + jnp.where(weight == 0, 0, weight * g.astype(t.dtype)),
+            total,
+            (grads, loss, metrics),
+        )
+        return (buffers, total, weights + weight), None
+
+    first = [v[0] if i in cut else v for i, v in enumerate(parts)]
+    shapes = jax.eval_shape(differentiate, state.params, state.buffers, key, first)
+    (loss, (metrics, _)), grads = shapes
+    batch.weighted.append(WEIGHT in metrics)
+    metrics = {name: m for name, m in metrics.items() if name != WEIGHT}
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
+        (grads, loss, metrics),
+    )
+    carry = (state.buffers, zeros, jnp.zeros((), jnp.float32))
+    given = (jnp.arange(count), [parts[i] for i in cut])
+    (buffers, total, weights), _ = jax.lax.scan(one, carry, given)
+    mean_grads, loss, metrics = jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
+    mean_grads = jax.tree.map(lambda m, g: m.astype(g.dtype), mean_grads, grads)
+    return loss, metrics, mean_grads, buffers
+
+
+def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
+    """The metas of a batch's arguments for one part of it."""
+    return [
+        meta.new_empty(tuple(value.shape)) if value.ndim else meta
+        for meta, value in zip(metas, values, strict=True)
+    ]
+
+
+def _changed_buffers(
+    outcome: Outcome, buffers: Any, params: Any, frozen: Any
+) -> dict[str, jax.Array]:
+    """The buffers that a call left changed.
+
+    Raises:
+        UsageError: it changes what a step does not carry.
+    """
+    changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
+    new = [name for name in changed if name not in buffers]
+    if outcome.python_changes:
+        new += [name for name in outcome.python_changes.names if name not in new]
+    written = [name for name in outcome.state if name in params or name in frozen]
+    if new or written:
+        what = ", ".join(map(repr, (new or written)[:4]))
+        raise UsageError(
+            f"the loss function changes {what}, which is "
+            + (
+                "Python state of the module or state that is not there yet. What to do: call the"
+                " ported model once before init() if it is set up lazily; register what changes"
+                " at each step as a buffer"
+                if new
+                else "a parameter. What to do: leave the updates of parameters to the optimiser"
+            )
+        )
+    return changed
