@@ -1,8 +1,54 @@
-"""Training of ported models: a state, a step as one program, and what stands around them."""
+"""Training of ported models: a state, a step as one program, and what stands around them.
 
-from tpuport.training.checkpoints import Checkpoints, Restored
-from tpuport.training.optimisers import from_torch
-from tpuport.training.state import TrainState
-from tpuport.training.step import TrainStep, make_train_step
+Each name is loaded when it is first used: worker processes that read samples need neither jax nor
+torchax, and import this package.
+"""
 
-__all__ = ["Checkpoints", "Restored", "TrainState", "TrainStep", "from_torch", "make_train_step"]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpuport.program.train_state import TrainState
+    from tpuport.training.adapters.lightning import from_lightning
+    from tpuport.training.adapters.transformers import from_training_arguments
+    from tpuport.training.checkpoints import Checkpoints, Restored
+    from tpuport.training.hosts import initialize
+    from tpuport.training.input.batches import Batches
+    from tpuport.training.input.buckets import Buckets
+    from tpuport.training.loop import Profile, fit
+    from tpuport.training.optimisers import from_torch
+    from tpuport.training.preemption import Preempted
+    from tpuport.training.sinks import JsonLines, TensorBoard, WandB
+    from tpuport.training.step import TrainStep, make_train_step
+    from tpuport.training.turns import Alternating, alternating
+
+_HOME = {
+    "Alternating": "turns", "Batches": "input.batches", "Buckets": "input.buckets",
+    "Checkpoints": "checkpoints", "JsonLines": "sinks", "Preempted": "preemption",
+    "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "sinks",
+    "TrainState": "tpuport.program.train_state",
+    "TrainStep": "step", "WandB": "sinks", "alternating": "turns", "fit": "loop",
+    "from_lightning": "adapters.lightning", "from_torch": "optimisers",
+    "from_training_arguments": "adapters.transformers", "initialize": "hosts",
+    "make_train_step": "step",
+}  # fmt: skip
+
+__all__ = [
+    "Alternating", "Batches", "Buckets", "Checkpoints", "JsonLines", "Preempted", "Profile",
+    "Restored", "TensorBoard", "TrainState", "TrainStep", "WandB", "alternating", "fit",
+    "from_lightning", "from_torch", "from_training_arguments", "initialize", "make_train_step",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME[name]
+    home = home if home.startswith("tpuport.") else f"{__name__}.{home}"
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from tpuport.errors import CheckpointError, MissingExtraError, UsageError
-from tpuport.training.state import TrainState
+from tpuport.program.train_state import TrainState
 
 _STATE, _POSITION = "state", "position"
 # The parts of a state that are dicts of arrays by fqn.

@@ -54,13 +54,17 @@ def from_torch(
             " load its state into the training state"
         )
     rates = _rates(optimiser, scheduler, steps)
-    labels = _labels(ported, optimiser)
+    group_of = _groups_of(ported, optimiser)
+    name = type(optimiser).__name__
     transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
     for index, (group, rate) in enumerate(zip(optimiser.param_groups, rates, strict=True)):
         # A schedule leaves notes of its own in a group.
         options = {name: group[name] for name in optimiser.defaults}
         transforms[str(index)] = _transform(type(optimiser).__name__, kind, options, rate)
-    return optax.partition(transforms, lambda params: {n: labels[n] for n in params})
+    # Parameters may be stacked later, also by `tpuport.compile_for`.
+    return optax.partition(
+        transforms, lambda params: {n: _label(n, group_of, name) for n in params}
+    )
 
 
 def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
@@ -160,8 +164,8 @@ _KINDS: dict[type, _Kind] = {
 }
 
 
-def _labels(ported: PortedModel, optimiser: torch.optim.Optimizer) -> dict[str, str]:
-    """The group of each parameter of the model, by its name in `params`."""
+def _groups_of(ported: PortedModel, optimiser: torch.optim.Optimizer) -> dict[str, str]:
+    """The group of each parameter of the model that is in one, by its fqn."""
     source = ported._source
     named = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else {}
     names = {id(parameter): name for name, parameter in named.items()}
@@ -177,18 +181,25 @@ def _labels(ported: PortedModel, optimiser: torch.optim.Optimizer) -> dict[str, 
                     " of the module that was given to tpuport.convert"
                 )
             group_of[name] = str(index)
-    labels = {}
     for name in ported.params:
-        members = at_rest.members_of(name) or [name]
-        groups = {group_of.get(member, _NOWHERE) for member in members}
-        if len(groups) > 1:
-            raise UsageError(
-                f"the weights stacked as {name!r} are in different groups of the"
-                f" {type(optimiser).__name__} ({', '.join(sorted(groups))}). What to do: train"
-                " without tpuport.stack_blocks"
-            )
-        labels[name] = groups.pop()
-    return labels
+        _label(name, group_of, type(optimiser).__name__)
+    return group_of
+
+
+def _label(name: str, group_of: dict[str, str], optimiser: str) -> str:
+    """The group of a parameter by its name in `params`, where it may be a stack.
+
+    Raises:
+        UsageError: a stack of several groups.
+    """
+    groups = {group_of.get(member, _NOWHERE) for member in at_rest.members_of(name) or [name]}
+    if len(groups) > 1:
+        raise UsageError(
+            f"the weights stacked as {name!r} are in different groups of the {optimiser}"
+            f" ({', '.join(sorted(groups))}). What to do: train without tpuport.stack_blocks"
+            " (tpuport.compile_for: stack=False)"
+        )
+    return groups.pop()
 
 
 def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:

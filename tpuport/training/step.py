@@ -1,43 +1,35 @@
 """A training step as one program: loss, gradients, update, averages, in the old state's memory."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.errors import UsageError
-from tpuport.model import arguments, structure
-from tpuport.model.blocks import at_rest
-from tpuport.model.compiled import Executable, Signature, release
-from tpuport.model.host_values import Hoisted
+from tpuport.model.compiled import Executable, Signature, release, retrace_causes
 from tpuport.model.ported import PortedModel
-from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
-from tpuport.model.request import Outcome, Request
-from tpuport.program.losses import WEIGHT, loss_and_metrics
+from tpuport.model.request import Outcome
+from tpuport.program.cost import count_jaxpr
 from tpuport.program.step import as_optimiser, optimiser_state
-from tpuport.training.batches import in_parts
-from tpuport.training.state import TrainState, ema_of, ema_update
+from tpuport.program.train_state import TrainState, ema_of
+from tpuport.program.training import Batch, Metrics, Training, known_values, train
+from tpuport.sharding.on_mesh import argument_name
+from tpuport.training.call import PlacedArguments, placed, placed_part, share_of
+from tpuport.training.input.sources import Share
+from tpuport.training.trainable import trained_names
 
 # How the names begin under which loss functions are methods of the model.
 LOSS = "training_loss"
 
-Metrics = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of one call, taken apart."""
-
-    values: list[Any]
-    metas: list[Any]
-    spec: structure.Spec
-    paths: list[str]
+# Of all programs that are compiled, in order.
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -46,6 +38,11 @@ class _Compiled:
 
     run: Executable
     outcome: Outcome
+    signature: Signature
+    causes: tuple[str, ...]
+    paths: list[str]
+    number: int
+    counts_parts_alike: bool
 
 
 class TrainStep:
@@ -60,33 +57,69 @@ class TrainStep:
         ported: the model; its own `params` stay as they are until `put`.
         optimiser: one of optax's, without clipping.
         retraces: how many programs were compiled after the first.
+        trained: the names of the parameters that it changes.
     """
 
-    def __init__(
-        self,
-        ported: PortedModel,
-        optimiser: optax.GradientTransformation,
-        *,
-        method: str,
-        accumulate: int,
-        clip_norm: float | None,
-        ema_decay: float | None,
-        skip_nonfinite: bool,
-    ) -> None:
-        self.ported = ported
-        self.optimiser = optimiser
-        self._method = method
-        self._accumulate = accumulate
-        self._clip_norm = clip_norm
-        self._ema_decay = ema_decay
-        self._skip = skip_nonfinite
+    def __init__(self, training: Training) -> None:
+        assert training.optimiser is not None
+        self.ported = training.ported
+        self.optimiser = training.optimiser
+        self.trained = training.trained_names()
+        self._training = training
         self._programs: dict[Signature, _Compiled] = {}
-        self._num_compiled = 0
+        self._compiled: list[_Compiled] = []
+
+    @property
+    def training(self) -> Training:
+        """What a step does; `tpuport.compile_for` compiles it for devices that are not there."""
+        return self._training
 
     @property
     def retraces(self) -> int:
         """How many programs there are beyond the first."""
-        return max(self._num_compiled - 1, 0)
+        return max(len(self._compiled) - 1, 0)
+
+    @property
+    def causes(self) -> list[tuple[str, ...]]:
+        """Why each program was compiled: nothing for the first, then what was different."""
+        return [one.causes for one in self._compiled]
+
+    def flops(self) -> int:
+        """Floating-point operations of the last program on all devices, recomputation included.
+
+        Raises:
+            UsageError: no step was taken yet.
+        """
+        if not self._compiled:
+            raise UsageError("no step was taken yet: its FLOPs are those of its program")
+        return count_jaxpr(self._compiled[-1].run.jaxpr, modules=()).flops
+
+    @property
+    def counts_parts_alike(self) -> bool:
+        """Whether the last program has parts (`accumulate`), and its loss gave no "weight"."""
+        return self._compiled[-1].counts_parts_alike
+
+    def leaves_unread(self, name: str) -> bool:
+        """Whether the last program does not use an argument of this name, such as `0.mask`.
+
+        Args:
+            name: whole, with the argument's place in the call, or the last part alone.
+
+        Raises:
+            UsageError: there is none.
+        """
+        last = self._compiled[-1]
+        used = {var for eqn in last.run.jaxpr.eqns for var in eqn.invars if isinstance(var, Var)}
+        names = [argument_name(path) for path in last.paths]
+        given = last.run.jaxpr.invars[-len(names) :] if names else []
+        found = [
+            var
+            for var, path in zip(given, names, strict=True)
+            if name in (path, path.rpartition(".")[2])
+        ]
+        if not found:
+            raise UsageError(f"leaves_unread: there is no {name!r} among {', '.join(names)}")
+        return not any(var in used for var in found)
 
     def init(self, seed: int = 0, *, copy: bool = True) -> TrainState:
         """The state before the first step.
@@ -97,20 +130,21 @@ class TrainStep:
                 `put` the model has no values then, and the weights are in memory once.
         """
         take: Callable[[Any], Any] = jnp.copy if copy else lambda value: value
-        params = {name: take(value) for name, value in self.ported.params.items()}
-        frozen = {name: take(value) for name, value in self.ported.frozen.items()}
-        buffers = {n: take(v) for n, v in self.ported.buffers.items() if n not in frozen}
-        counts: Any = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jax.random.key(seed)
-        mesh, places = self.ported._program.placement.mesh, None
+        params, frozen, buffers = (jax.tree.map(take, part) for part in self._training.split())
+        mesh, whole, places = self.ported._program.placement.mesh, None, None
         if mesh is not None:
-            counts = jax.device_put(counts, NamedSharding(mesh, PartitionSpec()))
-            _, places = optimiser_state(self.ported, self.optimiser)
+            whole = NamedSharding(mesh, PartitionSpec())
+            _, places = optimiser_state(self.ported, self.optimiser, params)
+        # Made there: jax puts no key on the devices of other processes.
+        counts = jax.jit(
+            lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed)), out_shardings=whole
+        )()
         return TrainState(
             params=params,
             frozen=frozen,
             buffers=buffers,
             optimiser=jax.jit(self.optimiser.init, out_shardings=places)(params),
-            ema=ema_of(params) if self._ema_decay is not None else {},
+            ema=ema_of(params) if self._training.ema_decay is not None else {},
             step=counts[0],
             skipped=counts[1],
             key=counts[2],
@@ -124,9 +158,37 @@ class TrainStep:
             ema: the averages instead of the parameters.
         """
         source = state.with_ema() if ema else state
-        self.ported.params = jax.tree.map(jnp.copy, source.params)
-        self.ported.buffers = jax.tree.map(jnp.copy, {**source.buffers, **source.frozen})
+        params = {n: source.params.get(n, source.frozen.get(n)) for n in self.ported.params}
+        frozen = {n: v for n, v in source.frozen.items() if n not in params}
+        self.ported.params = jax.tree.map(jnp.copy, params)
+        self.ported.buffers = jax.tree.map(jnp.copy, {**source.buffers, **frozen})
         return self.ported
+
+    def share(self) -> Share:
+        """Which rows of a batch this process's chips hold, for `place`.
+
+        Raises:
+            UsageError: there are several processes and no mesh over them.
+        """
+        return share_of(self.ported)
+
+    @explaining()
+    def place(self, *args: Any, share: Share | None = None, **kwargs: Any) -> PlacedArguments:
+        """The arguments of a step on the devices, to be given to it in their stead.
+
+        Args:
+            *args: as those of a step.
+            share: of which this process has these rows; otherwise each has all of them.
+            **kwargs: as those of a step.
+
+        Raises:
+            UsageError: an argument is of a kind that cannot be passed.
+        """
+        if len(args) == 1 and not kwargs and isinstance(args[0], PlacedArguments):
+            return args[0]
+        if share is None or jax.process_count() == 1:
+            return placed(self.ported, (args, kwargs))
+        return placed_part(self.ported, (args, kwargs), share)
 
     @explaining()
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Metrics]:
@@ -135,7 +197,8 @@ class TrainStep:
         Args:
             state: its arrays are overwritten; use the one that is returned.
             *args: the loss function's arguments after the model: tensors, arrays, structures of
-                them. With `accumulate` the first dim of each tensor with dims is the batch.
+                them, or what `place` made of them. With `accumulate` the first dim of each tensor
+                with dims is the batch.
             **kwargs: its keyword arguments.
 
         Returns:
@@ -147,9 +210,7 @@ class TrainStep:
             PortError: the code cannot be ported exactly.
             UsageError: an argument is of a kind that cannot be passed, or the batch cannot be cut.
         """
-        leaves, spec, paths = arguments.take_apart((args, kwargs))
-        values, metas = arguments.argument_arrays(leaves, paths)
-        call = _Call(self.ported._program.placement.arguments(values, paths), metas, spec, paths)
+        call = self.place(*args, **kwargs)
         compiled = self._programs.get(self._signature(call))
         if compiled is None or compiled.outcome.trace.guards.changed() is not None:
             compiled = self._compile(state, call)
@@ -157,17 +218,19 @@ class TrainStep:
             self._programs[self._signature(call)] = compiled
         return compiled.run(state, unused_key(), call.values)
 
-    def _signature(self, call: _Call) -> Signature:
-        return self.ported._signature(self._method, call.values, call.metas, call.paths, call.spec)
+    def _signature(self, call: PlacedArguments) -> Signature:
+        return self.ported._signature(
+            self._training.method, call.values, call.metas, call.paths, call.spec
+        )
 
-    def _compile(self, state: TrainState, call: _Call) -> _Compiled:
-        hoisted, held = Hoisted(), []
+    def _compile(self, state: TrainState, call: PlacedArguments) -> _Compiled:
+        known = known_values(call.values, self._training.accumulate)
+        batch = Batch(call.values, call.metas, call.spec, call.paths, known)
         places = jax.tree.map(lambda value: value.sharding, state)
 
         def program(state: TrainState, key: Any, values: list[Any]) -> Any:
             del key
-            given = replace(call, values=values)
-            after, metrics = self._step(state, given, call.values, hoisted, held)
+            after, metrics = train(self._training, state, replace(batch, values=values))
             if self.ported._program.placement.mesh is not None:
                 # Else the partitioner may choose others, and the next step is another program.
                 after = jax.lax.with_sharding_constraint(after, places)
@@ -180,145 +243,26 @@ class TrainStep:
         name = f"train_{self.ported.report.model}"
         run = Executable(closed, shape, name, donate_state=True)
         run.hoisted = self.ported._program.placement.constants(run.hoisted)
-        release(held[-1])
-        self._num_compiled += 1
-        return _Compiled(run, held[-1])
-
-    def _step(
-        self, state: TrainState, call: _Call, concrete: list[Any], hoisted: Hoisted, held: list[Any]
-    ) -> tuple[TrainState, Metrics]:
-        """The pure function that is compiled."""
-        # Of a batch that is cut, no part's values are known.
-        known = {i: v for i, v in enumerate(concrete) if self._accumulate == 1 or not v.ndim}
-
-        def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
-            given = {**state.frozen, **buffers, **params}
-            request = Request(
-                self._method,
-                at_rest.unstack(given),
-                key,
-                values,
-                call.metas if self._accumulate == 1 else _metas_of_part(call.metas, values),
-                call.spec,
-                hoist=hoisted.array,
-                checks=False,
-                known_leaves=known,
-            )
-            outcome = traced(self.ported._program, request, given)
-            held.append(outcome)
-            changed = _changed_buffers(outcome, buffers, params, state.frozen)
-            leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
-            loss, metrics = loss_and_metrics(structure.rebuild(outcome.out_spec, leaves))
-            return loss, (metrics, {**buffers, **changed})
-
-        key = jax.random.fold_in(state.key, state.step)
-        loss, metrics, grads, buffers = self._gradients(measured, state, call, key)
-        norm = optax.tree.norm(grads)
-        if self._clip_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_, which adds 1e-6.
-            scale = jnp.minimum(1.0, self._clip_norm / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        with jax.named_scope("optimiser"):
-            updates, optimiser = self.optimiser.update(grads, state.optimiser, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if self._ema_decay is not None:
-            ema = ema_update(ema, params, self._ema_decay)
-        after = replace(state, params=params, optimiser=optimiser, ema=ema, buffers=buffers)
-        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        if self._skip:
-            after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
-        else:
-            is_finite = jnp.asarray(True)
-        skipped = state.skipped + (~is_finite).astype(jnp.int32)
-        after = replace(after, step=state.step + 1, skipped=skipped, key=state.key)
-        return after, {**metrics, "loss": loss, "grad_norm": norm, "skipped": ~is_finite}
-
-    def _gradients(self, measured: Any, state: TrainState, call: _Call, key: jax.Array) -> Any:
-        """Loss, metrics, gradients and buffers of a batch."""
-        differentiate = jax.value_and_grad(measured, has_aux=True)
-        if self._accumulate == 1:
-            (loss, (metrics, buffers)), grads = differentiate(
-                state.params, state.buffers, key, call.values
-            )
-            metrics.pop(WEIGHT, None)
-            return loss, metrics, grads, buffers
-        parts = in_parts(call.values, call.paths, self._accumulate)
-        cut = [i for i, value in enumerate(call.values) if value.ndim]
-
-        def one(carry: Any, given: Any) -> Any:
-            buffers, total, weights = carry
-            number, pieces = given
-            values = list(parts)
-            for index, piece in zip(cut, pieces, strict=True):
-                values[index] = piece
-            (loss, (metrics, buffers)), grads = differentiate(
-                state.params, buffers, jax.random.fold_in(key, number), values
-            )
-            weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
-            # What is added up is in no less than float32: many small terms. A part that counts
-            # for nothing may have a mean over nothing, which is no number.
-            total = jax.tree.map(
-                lambda t, g: t + jnp.where(weight == 0, 0, weight * g.astype(t.dtype)),
-                total,
-                (grads, loss, metrics),
-            )
-            return (buffers, total, weights + weight), None
-
-        first = [v[0] if i in cut else v for i, v in enumerate(parts)]
-        shapes = jax.eval_shape(differentiate, state.params, state.buffers, key, first)
-        (loss, (metrics, _)), grads = shapes
-        metrics = {name: m for name, m in metrics.items() if name != WEIGHT}
-        zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
-            (grads, loss, metrics),
-        )
-        carry = (state.buffers, zeros, jnp.zeros((), jnp.float32))
-        given = (jnp.arange(self._accumulate), [parts[i] for i in cut])
-        (buffers, total, weights), _ = jax.lax.scan(one, carry, given)
-        mean_grads, loss, metrics = jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
-        mean_grads = jax.tree.map(lambda m, g: m.astype(g.dtype), mean_grads, grads)
-        return loss, metrics, mean_grads, buffers
+        outcome = batch.outcomes[-1]
+        release(outcome)
+        signature = self._signature(call)
+        causes: tuple[str, ...] = ()
+        if self._compiled:
+            found = retrace_causes(self._compiled[-1].signature, signature, ())
+            # Of (args, kwargs), the first argument.
+            causes = tuple(cause.replace("[0][0]", "batch", 1) for cause in found)
+        alike = not all(batch.weighted)
+        made = _Compiled(run, outcome, signature, causes, call.paths, next(_NUMBERS), alike)
+        self._compiled.append(made)
+        return self._compiled[-1]
 
 
-def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
-    """The metas of a batch's arguments for one part of it."""
-    return [
-        meta.new_empty(tuple(value.shape)) if value.ndim else meta
-        for meta, value in zip(metas, values, strict=True)
-    ]
-
-
-def _changed_buffers(
-    outcome: Outcome, buffers: Any, params: Any, frozen: Any
-) -> dict[str, jax.Array]:
-    """The buffers that a call left changed.
-
-    Raises:
-        UsageError: it changes what a step does not carry.
-    """
-    changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
-    new = [name for name in changed if name not in buffers]
-    if outcome.python_changes:
-        new += [name for name in outcome.python_changes.names if name not in new]
-    written = [name for name in outcome.state if name in params or name in frozen]
-    if new or written:
-        what = ", ".join(map(repr, (new or written)[:4]))
-        raise UsageError(
-            f"the loss function changes {what}, which is "
-            + (
-                "Python state of the module or state that is not there yet. What to do: call the"
-                " ported model once before init() if it is set up lazily; register what changes"
-                " at each step as a buffer"
-                if new
-                else "a parameter. What to do: leave the updates of parameters to the optimiser"
-            )
-        )
-    return changed
-
-
-def _name_of(loss: Callable[..., Any], ported: PortedModel) -> str:
+def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:
     """The name under which a loss function is one of the model's methods, each its own."""
+    if isinstance(loss, str):
+        if not callable(getattr(ported.module, loss, None)):
+            raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
+        return loss
     functions = ported._program.functions
     for name, function in functions.items():
         if function is loss:
@@ -337,6 +281,7 @@ def make_train_step(
     clip_norm: float | None = None,
     ema_decay: float | None = None,
     skip_nonfinite: bool = True,
+    trainable: str | Sequence[str] | None = None,
 ) -> TrainStep:
     """A training step of a ported model as one jitted, donated program.
 
@@ -357,18 +302,13 @@ def make_train_step(
         ema_decay: keep averages of the parameters that forget at this rate.
         skip_nonfinite: leave everything as it was where the loss or a gradient is infinite or NaN
             (a schedule of optax's, too), and count it; False applies it all the same.
+        trainable: patterns of the parameters to train, such as "discriminator.**"; the others are
+            frozen in this step. By default all with `requires_grad`.
 
     Raises:
         UsageError: an argument is of no use.
     """
-    if accumulate < 1:
-        raise UsageError(f"accumulate={accumulate}: expected the number of parts, 1 or more")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise UsageError(f"ema_decay={ema_decay}: expected a rate from 0 up to 1, such as 0.999")
-    if clip_norm is not None and clip_norm <= 0:
-        raise UsageError(f"clip_norm={clip_norm}: expected the largest norm, above 0, or None")
-    if isinstance(loss, str) and not callable(getattr(ported.module, loss, None)):
-        raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
+    _check_numbers(accumulate, ema_decay, clip_norm)
     if not ported.params:
         raise UsageError(
             f"{ported.report.model} has no parameter with requires_grad=True: nothing to train"
@@ -376,12 +316,24 @@ def make_train_step(
     chosen = as_optimiser(optimiser)
     if chosen is None:
         raise UsageError("optimiser is None: expected one of optax's or the name of one")
-    return TrainStep(
+    training = Training(
         ported,
+        _name_of(loss, ported),
         chosen,
-        method=loss if isinstance(loss, str) else _name_of(loss, ported),
         accumulate=accumulate,
         clip_norm=clip_norm,
         ema_decay=ema_decay,
         skip_nonfinite=skip_nonfinite,
+        trained=trained_names(ported, trainable) if trainable is not None else None,
+        optimiser_name=optimiser if isinstance(optimiser, str) else "of your own",
     )
+    return TrainStep(training)
+
+
+def _check_numbers(accumulate: int, ema_decay: float | None, clip_norm: float | None) -> None:
+    if accumulate < 1:
+        raise UsageError(f"accumulate={accumulate}: expected the number of parts, 1 or more")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise UsageError(f"ema_decay={ema_decay}: expected a rate from 0 up to 1, such as 0.999")
+    if clip_norm is not None and clip_norm <= 0:
+        raise UsageError(f"clip_norm={clip_norm}: expected the largest norm, above 0, or None")

@@ -1,0 +1,373 @@
+"""The loop around a training step: resumed, logged, saved, evaluated, ended in time."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpuport.errors import CheckpointError, UsageError
+from tpuport.program.cost import chip_of
+from tpuport.program.train_state import TrainState
+from tpuport.sharding.on_mesh import argument_name
+from tpuport.training.checkpoints import Checkpoints
+from tpuport.training.input.batches import MASK, Batches
+from tpuport.training.preemption import Preempted, Preemption
+from tpuport.training.progress import Meter, Shown
+from tpuport.training.sinks import Sink, as_sinks
+
+# So many steps may wait for the devices: more would only hold their batches in memory.
+_AHEAD = 8
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Which steps to trace with `jax.profiler`, for TensorBoard or xprof.
+
+    Attributes:
+        directory: where the trace goes.
+        start: the first step that is traced, counted from 1; the first ones compile.
+        steps: how many.
+    """
+
+    directory: str | Path
+    start: int = 10
+    steps: int = 5
+
+    @property
+    def stop(self) -> int:
+        """The first step that is not traced any more."""
+        return self.start + self.steps
+
+
+def fit(
+    step: Any,
+    batches: Any,
+    *,
+    steps: int,
+    state: TrainState | None = None,
+    seed: int = 0,
+    checkpoints: Checkpoints | str | Path | None = None,
+    save_every: int = 1000,
+    log_every: int = 10,
+    evaluate: Callable[[Any, TrainState], Mapping[str, Any] | None] | None = None,
+    evaluate_every: int | None = None,
+    sinks: Any = (),
+    profile: Profile | None = None,
+    progress: bool = True,
+    peak_flops: float | None = None,
+) -> TrainState:
+    """Train up to a step, from where the last run of the same command came to.
+
+    No step waits for the devices: metrics are read every `log_every` steps, one step late. SIGTERM
+    ends the run after the step that is being taken: its state is saved, and `Preempted` ends the
+    script with status 143. Then, or after a kill, the same call goes on from the last saved state.
+
+    Args:
+        step: what `make_train_step` or `alternating` gave.
+        batches: `Batches`, or what they are made of: a list of batches, a DataLoader.
+        steps: of the whole run, those before a restart included.
+        state: to begin with; by default `step.init(seed)`. A saved one comes first.
+        seed: of the state.
+        checkpoints: where states are saved, the last one in any case.
+        save_every: steps.
+        log_every: steps.
+        evaluate: of the step and the state, which it leaves as it is; gives numbers by name.
+        evaluate_every: steps; by default only after the last one.
+        sinks: where numbers go: `JsonLines`, `TensorBoard`, `WandB`, any `Sink`, one or several.
+        profile: which steps to trace.
+        progress: show a bar on a terminal, lines elsewhere, on standard error.
+        peak_flops: of one device a second, for MFU; known for TPUs. MFU counts recomputation.
+
+    Returns:
+        The state after the last step; `step.put(state)` gives it to the model.
+
+    Raises:
+        Preempted: the process was asked to end.
+        UsageError: an argument is of no use, or a padded batch's mask is not used by the loss.
+        CheckpointError: a state cannot be saved or read.
+    """
+    counts = {"steps": steps, "save_every": save_every, "log_every": log_every}
+    _check(counts, evaluate, evaluate_every)
+    first = jax.process_index() == 0
+    times = _Times(steps, save_every, log_every, evaluate_every)
+    outlets = as_sinks(sinks) if first else []
+    with contextlib.ExitStack() as stack:
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            checkpoints = stack.enter_context(Checkpoints(checkpoints))
+        given = _as_batches(batches)
+        begun: Any = _begun(step, given, state, seed, checkpoints)
+        shown = Shown(steps, int(begun.step), on=progress and first)
+        loop = _Loop(step, given, times, checkpoints, evaluate, outlets, profile, shown, peak_flops)
+        return loop.run(begun)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """After which steps something is done."""
+
+    steps: int
+    save_every: int
+    log_every: int
+    evaluate_every: int | None
+
+    def is_due(self, number: int, every: int | None) -> bool:
+        """Whether it is, after a step; after the last one in any case."""
+        return number == self.steps or (every is not None and number % every == 0)
+
+
+def _check(counts: Mapping[str, int], evaluate: Any, evaluate_every: int | None) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise UsageError(f"{name}={value}: expected a number of steps, 1 or more")
+    if evaluate_every is not None and (evaluate is None or evaluate_every < 1):
+        raise UsageError(
+            f"evaluate_every={evaluate_every}: expected a number of steps, 1 or more, and evaluate="
+        )
+
+
+def _as_batches(given: Any) -> Batches:
+    """`Batches`, or what is made of a list of batches or a loader."""
+    if isinstance(given, Batches):
+        return given
+    if isinstance(given, (list, tuple)):
+        return Batches(given, None, shuffle=False)
+    return Batches(given)
+
+
+def _begun(
+    step: Any, batches: Batches, state: Any, seed: int, checkpoints: Checkpoints | None
+) -> Any:
+    """The state to begin with, and the batches where they were with it."""
+    if state is None:
+        state = step.init(seed)
+    if checkpoints is None or not checkpoints.steps:
+        return state
+    # Its arrays make room for those that are read.
+    like = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=getattr(v, "sharding", None)),
+        state,
+    )
+    del state
+    found = checkpoints.restore(like)
+    if found is None or found.position is None:
+        raise CheckpointError(
+            f"the state of step {max(checkpoints.steps)} in {checkpoints.directory} was saved"
+            " without the position of the input, so which batch comes next is not known. What to"
+            " do: save it with batches.position, or give another directory and state="
+        )
+    batches.restore(found.position)
+    return found.state
+
+
+@dataclass
+class _Loop:
+    """One call of `fit`."""
+
+    step: Any
+    batches: Batches
+    times: _Times
+    checkpoints: Checkpoints | None
+    evaluate: Callable[[Any, TrainState], Mapping[str, Any] | None] | None
+    sinks: list[Sink]
+    profile: Profile | None
+    shown: Shown
+    peak: float | None
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self._meter = Meter()
+        self._num_programs = len(getattr(self.step, "causes", ()))
+        self._running: deque[Any] = deque()
+        # A step and the epoch of its batch, whose metrics are still to be read.
+        self._pending: tuple[int, int, dict[str, Any]] | None = None
+        self._started = time.perf_counter()
+        self._tracing = False
+
+    def run(self, state: Any) -> Any:
+        """Train up to the last step."""
+        self.first = int(state.step)
+        try:
+            for sink in self.sinks:
+                sink.start(self.first)
+            if self.first:
+                self.shown.note(f"going on after step {self.first}")
+            with Preemption() as preemption, self.batches.on(self.step) as given:
+                state = self._steps(state, given, preemption)
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            return state
+        finally:
+            if self._tracing:
+                jax.profiler.stop_trace()
+            self.shown.close()
+            for sink in self.sinks:
+                sink.close()
+
+    def _steps(self, state: Any, given: Iterator[Any], preemption: Preemption) -> Any:
+        self._meter.start(self.first)
+        times = self.times
+        for number in range(self.first + 1, times.steps + 1):
+            epoch = self.batches.position["epoch"]
+            batch = self._next(state, given, number, preemption)
+            state, metrics = self._one(state, batch, number)
+            self._log_pending()
+            if times.is_due(number, times.log_every):
+                self._note(number, epoch, state, metrics)
+            asked = preemption.asked(number)
+            if asked or times.is_due(number, times.save_every):
+                self._save(state)
+            if asked and number < times.steps:
+                self._end(number)
+            if self.evaluate is not None and times.is_due(number, times.evaluate_every):
+                self._evaluate(number, state)
+        self._log_pending()
+        return state
+
+    def _next(self, state: Any, given: Iterator[Any], number: int, preemption: Preemption) -> Any:
+        """The next batch; where reading ends as the process is to end, the state is saved."""
+        try:
+            return next(given)
+        except Exception as error:
+            if not preemption.is_noticed:
+                raise
+            if number - 1 > self.first:
+                self._save(state)
+            self.shown.note(f"reading ended, too: {type(error).__name__}: {error}")
+            self._end(number - 1)
+
+    def _save(self, state: Any) -> None:
+        """Save a state, if states are saved: its step's numbers are written before."""
+        if self.checkpoints is not None:
+            self._log_pending()
+            self.checkpoints.save(state, self.batches.position)
+
+    def _one(self, state: Any, batch: Any, number: int) -> tuple[Any, dict[str, Any]]:
+        """One step, traced and told of where it compiles."""
+        if self.profile is not None and number == self.profile.start:
+            jax.profiler.start_trace(str(self.profile.directory))
+            self._tracing = True
+        start = time.perf_counter()
+        state, metrics = self.step(state, batch)
+        self._meter.count(number, batch)
+        if len(getattr(self.step, "causes", ())) != self._num_programs:
+            self._compiled(number, batch, metrics, time.perf_counter() - start)
+        self._running.append(metrics.get("loss"))
+        if len(self._running) > _AHEAD:
+            jax.block_until_ready(self._running.popleft())
+        self.shown.advance(number)
+        if self._tracing and self.profile is not None and number + 1 == self.profile.stop:
+            jax.block_until_ready(metrics)
+            jax.profiler.stop_trace()
+            self._tracing = False
+        return state, metrics
+
+    def _compiled(self, number: int, batch: Any, metrics: Any, seconds: float) -> None:
+        """Say that the step was compiled, and why again."""
+        causes = self.step.causes[self._num_programs :]
+        self._num_programs += len(causes)
+        for cause in causes:
+            what = f"compiled again, because {'; '.join(cause)}" if cause else "compiled"
+            self.shown.note(f"step {number}: {what} ({seconds:.1f} s)")
+        if self.batches.pads:
+            _check_mask(self.step, batch)
+        jax.block_until_ready(metrics)
+        peak = _peak_of(self.step, self.peak)
+        flops = getattr(self.step, "flops", None)
+        if peak is not None and flops is not None:
+            self._meter.flops, self._meter.peak = flops(), peak
+        self._meter.start(number)
+
+    def _note(self, number: int, epoch: int, state: Any, metrics: dict[str, Any]) -> None:
+        """Keep what is to be logged, on its way to the host."""
+        kept = {name: value for name, value in metrics.items() if name != "skipped"}
+        if hasattr(state, "skipped"):
+            # The next step overwrites the state.
+            kept["skipped_steps"] = jnp.copy(state.skipped)
+        for value in kept.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._pending = number, epoch, kept
+
+    def _log_pending(self) -> None:
+        """Log a step's metrics once the next one is on its way."""
+        if self._pending is None:
+            return
+        (number, epoch, metrics), self._pending = self._pending, None
+        values = {name: _number(value) for name, value in metrics.items()}
+        place = {"epoch": epoch}
+        since = {"seconds": round(time.perf_counter() - self._started, 3)}
+        values |= self._meter.rates(number) | place | since
+        self.shown.log(number, values)
+        for sink in self.sinks:
+            sink.write(number, values)
+
+    def _evaluate(self, number: int, state: Any) -> None:
+        self._log_pending()
+        assert self.evaluate is not None
+        found = self.evaluate(self.step, state) or {}
+        values = {f"evaluate/{name}": _number(value) for name, value in found.items()}
+        if values:
+            self.shown.note(
+                f"step {number}  " + "  ".join(f"{n} {v:.4g}" for n, v in values.items())
+            )
+            for sink in self.sinks:
+                sink.write(number, values)
+        self._meter.start(number)
+
+    def _end(self, number: int) -> None:
+        self._log_pending()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        saved = "saved" if self.checkpoints is not None else "nothing saved (no checkpoints=)"
+        self.shown.note(f"asked to end after step {number}: {saved}")
+        raise Preempted(number)
+
+
+def _check_mask(step: Any, batch: Any) -> None:
+    """Refuse a loss that counts the rows of a padded batch that repeat others."""
+    unread, paths = getattr(step, "leaves_unread", None), getattr(batch, "paths", None)
+    if unread is None or not paths:
+        return
+    names = [argument_name(path) for path in paths]
+    # An entry of a dict by its name, and at the end of a tuple.
+    name = f"0.{MASK}" if f"0.{MASK}" in names else names[-1]
+    todo = (
+        " What to do: return (each * mask).sum() / mask.sum(), {'weight': mask.sum()}, or"
+        " Batches(last='drop')"
+    )
+    if unread(name):
+        entry = repr(MASK) if name == f"0.{MASK}" else name.rpartition(".")[2]
+        raise UsageError(
+            f"the loss does not use batch[{entry}], and the last batch of an epoch has rows that"
+            f" repeat others: they would count twice.{todo}"
+        )
+    if step.counts_parts_alike:
+        raise UsageError(
+            "the last batch of an epoch has rows that repeat others, and with accumulate= each of"
+            f" its parts counts alike, however many of its rows count.{todo}"
+        )
+
+
+def _number(value: Any) -> float:
+    """A Python number of a scalar; a whole one stays whole."""
+    found = np.asarray(value).item()
+    return found if isinstance(found, int) and not isinstance(found, bool) else float(found)
+
+
+def _peak_of(step: Any, peak: float | None) -> float | None:
+    """FLOP a second of all devices of a step, if they are known."""
+    mesh = step.ported._program.placement.mesh if hasattr(step, "ported") else None
+    devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
+    if peak is None:
+        try:
+            peak = chip_of(devices[0].device_kind).bf16_flops
+        except UsageError:
+            return None
+    return peak * len(devices)

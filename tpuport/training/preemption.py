@@ -1,0 +1,73 @@
+"""Ending in time: what a machine that is taken away says beforehand."""
+
+import signal
+import threading
+from typing import Any, Self
+
+import jax
+
+# 128 + SIGTERM, as a shell has it.
+EXIT_STATUS = 143
+
+
+class Preempted(SystemExit):
+    """The run was asked to end (SIGTERM): its state is saved, and the same command goes on.
+
+    Not caught, the script ends with exit status 143.
+
+    Attributes:
+        step: how many steps were taken.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_STATUS)
+        self.step = step
+
+
+class Preemption:
+    """Notices SIGTERM while it is entered; a second one ends the process at once.
+
+    Of several processes JAX's preemption service tells all which step to end after. Outside of the
+    main thread nothing is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._installed, self._asked = False, False
+
+    def __enter__(self) -> Self:
+        main = threading.current_thread() is threading.main_thread()
+        if main and not _service():
+            self._before = signal.signal(signal.SIGTERM, self._notice)
+            self._installed = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._installed = False
+
+    def _notice(self, number: int, frame: Any) -> None:
+        del frame
+        self._asked = True
+        signal.signal(number, self._before or signal.SIG_DFL)
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether this process alone was asked; never where JAX tells several."""
+        return self._asked
+
+    def asked(self, step: int) -> bool:
+        """Whether to save and end after this step; to be asked once a step, by all processes."""
+        if _service():
+            from jax.experimental import multihost_utils
+
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._asked
+
+
+def _service() -> bool:
+    """Whether several processes are told by JAX."""
+    from jax._src import distributed  # what multihost_utils asks; there is no public way
+
+    return jax.process_count() > 1 and distributed.global_state.preemption_sync_manager is not None

@@ -1,0 +1,189 @@
+"""Where the numbers of a run go: lines of JSON, TensorBoard, Weights & Biases."""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpuport.errors import MissingExtraError, UsageError
+
+
+class Sink(Protocol):
+    """What `fit` writes to; only the first of several processes does."""
+
+    def start(self, step: int) -> None:
+        """Begin, or go on after so many steps: what is there of later ones is of a lost run."""
+        ...
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by name."""
+        ...
+
+    def close(self) -> None:
+        """Write out what is left."""
+        ...
+
+
+class JsonLines:
+    """A file with one JSON object a line: `{"step": 10, "loss": 1.25, ...}`.
+
+    A line is written whole, by one call. When a run goes on, lines of steps that will come again
+    and a line that was cut off are taken out. A number that JSON does not have (NaN, infinity) is
+    null, and its name is in "nonfinite".
+
+    Args:
+        path: made with its directory if it is not there.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+
+    def start(self, step: int) -> None:
+        """Open the file, with the lines up to that step."""
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._keep(step)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def _keep(self, step: int) -> None:
+        text = self.path.read_bytes()
+        kept = b"".join(line for line in text.splitlines(keepends=True) if _is_until(line, step))
+        if kept == text:
+            return
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(kept)
+        os.chmod(name, self.path.stat().st_mode)
+        os.replace(name, self.path)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line."""
+        if self._file is None:
+            self.start(step)
+        assert self._file is not None
+        shown: dict[str, Any] = {"step": step}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        shown |= {name: None if name in bad else value for name, value in values.items()}
+        if bad:
+            shown["nonfinite"] = bad
+        os.write(self._file, json.dumps(shown).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file; writing opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    """Whether a line is whole and of that step or one before it."""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, by tensorboardX or by torch's own writer.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        MissingExtraError: neither is installed.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not _has("tensorboardX") and not _has("tensorboard"):
+            raise MissingExtraError("TensorBoard", "tensorboardX", "log")
+        self._writer: Any = None
+
+    def start(self, step: int) -> None:
+        """Begin a file of events; what earlier ones have of later steps is hidden."""
+        self.close()
+        if _has("tensorboardX"):
+            made: Any = importlib.import_module("tensorboardX")
+        else:
+            made = importlib.import_module("torch.utils.tensorboard")
+        # From this step on it hides.
+        self._writer = made.SummaryWriter(str(self.directory), purge_step=step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One scalar for each number."""
+        if self._writer is None:
+            self.start(step)
+        writer: Any = self._writer
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out and close."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandB:
+    """A run of Weights & Biases.
+
+    Args:
+        project: its project.
+        **options: arguments of `wandb.init`; with `id=` a run that goes on is the same one.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(self, project: str, **options: Any) -> None:
+        if not _has("wandb"):
+            raise MissingExtraError("WandB", "wandb", "log")
+        self.options = {"project": project, "resume": "allow", **options}
+        self._run: Any = None
+
+    def start(self, step: int) -> None:
+        """Begin the run, or go on with it."""
+        del step
+        self.close()
+        made: Any = importlib.import_module("wandb")
+        self._run = made.init(**self.options)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a step."""
+        if self._run is None:
+            self.start(step)
+        run: Any = self._run
+        run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def as_sinks(given: Any) -> list[Sink]:
+    """A list of sinks from one or several.
+
+    Raises:
+        UsageError: something else is among them.
+    """
+    many = [given] if hasattr(given, "write") else list(given)
+    for one in many:
+        if not all(callable(getattr(one, name, None)) for name in ("start", "write", "close")):
+            raise UsageError(
+                f"sinks: a {type(one).__name__} has no start, write and close. What to do: give"
+                " JsonLines('log.jsonl'), TensorBoard(...), WandB(...) or an object with these"
+            )
+    return many
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
