@@ -21,22 +21,23 @@ import pytest
 import torch
 
 import tpuport
+from tests.upstream.recogdrive_checkout import (
+    CHECKOUT,
+    PLANNER,
+    needs,
+    needs_checkout,
+    old_checkpoint,
+    old_timm,
+)
 from tpuport.running.programs import programs
 
-CHECKOUT = os.environ.get("TPUPORT_UPSTREAM_RECOGDRIVE", "")
-NEEDED = ("timm", "peft", "omegaconf", "einops", "diffusers", "transformers")
-MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.skipif(
-        not CHECKOUT,
-        reason="waits for TPUPORT_UPSTREAM_RECOGDRIVE, a checkout of zorrofox/recogdrive",
-    ),
-    pytest.mark.skipif(bool(MISSING), reason=f"waits for {', '.join(MISSING)}"),
-    pytest.mark.filterwarnings("ignore:Importing from timm.models.layers:FutureWarning"),
+    needs_checkout,
+    needs(PLANNER),
+    old_timm,
+    *old_checkpoint,
     # What upstream itself is warned of.
-    pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning"),
     pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]
 HERE = Path(__file__).parent
 ABSENT = (

@@ -1,0 +1,286 @@
+"""The commands of the planner; those of the chat model are in `finetune` and `cache`.
+
+What computes is imported when a command runs, so that help needs no framework.
+"""
+
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpuport.commands._common import errors_as_exit_codes
+from tpuport.errors import UsageError
+
+
+class Layout(StrEnum):
+    """How a cache lies on disk."""
+
+    UPSTREAM = "upstream"
+    SAFETENSORS = "safetensors"
+
+
+class Size(StrEnum):
+    """Sizes of a planner."""
+
+    TINY = "tiny"
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Method(StrEnum):
+    """How trajectories are sampled."""
+
+    DDIM = "ddim"
+    DDPM = "ddpm"
+    FLOW = "flow"
+
+
+class Stage(StrEnum):
+    """Programs of the planner."""
+
+    TRAIN = "train"
+    SAMPLE = "sample"
+    CHAINS = "chains"
+    GRPO = "grpo"
+
+
+class Reward(StrEnum):
+    """What scores a trajectory."""
+
+    SIMPLE = "simple"
+    PDM = "pdm"
+
+
+class Precision(StrEnum):
+    """What is computed in."""
+
+    FLOAT32 = "float32"
+    BF16 = "bf16"
+
+
+Cache = Annotated[Path, typer.Argument(help="A cache of hidden states, of either layout.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="The run's folder; started again, it goes on.")
+]
+Checkpoint = Annotated[Path, typer.Option(help="A planner of `train`, or upstream's checkpoint.")]
+Upstream = Annotated[
+    Path | None, typer.Option(help="A checkout of recogdrive: its own planner, untouched.")
+]
+Logs = Annotated[list[str] | None, typer.Option("--log", help="A drive to take. Repeatable.")]
+ValLogs = Annotated[
+    list[str] | None, typer.Option("--val-log", help="A drive to validate on. Repeatable.")
+]
+ValSamples = Annotated[int, typer.Option(help="Samples of a validation, evenly spaced; 0: all.")]
+ValidateFirst = Annotated[
+    bool, typer.Option("--validate-first", help="Validate before the first step, too.")
+]
+BatchSize = Annotated[int, typer.Option(help="Samples of all devices together.")]
+Lr = Annotated[float, typer.Option("--lr", help="The highest learning rate.")]
+MinLr = Annotated[float, typer.Option(help="The last learning rate.")]
+Warmup = Annotated[int, typer.Option(help="Epochs in which the rate rises.")]
+Ema = Annotated[float, typer.Option(help="Decay of averaged weights; 0 for none.")]
+Mesh = Annotated[str | None, typer.Option(metavar="AXES", help="Devices by axis, such as fsdp=8.")]
+Plots = Annotated[bool, typer.Option("--plots", help="Draw trajectories at each evaluation.")]
+Workers = Annotated[int, typer.Option(help="Processes that read the cache.")]
+
+
+def make_data(
+    out: Annotated[Path, typer.Argument(help="The folder of the cache.")],
+    count: Annotated[int, typer.Option(help="Samples.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Of the hidden states; real caches have 2800.")] = 16,
+    width: Annotated[int, typer.Option(help="Of the hidden states; real: 1536 or 3584.")] = 64,
+    layout: Annotated[Layout, typer.Option(help="How the cache lies on disk.")] = Layout.UPSTREAM,
+    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    chats: Annotated[
+        Path | None, typer.Option(help="A folder for conversations, scenes and a tiny chat model.")
+    ] = None,
+) -> None:
+    """Write a small cache of hidden states whose trajectories can be learned."""
+    with errors_as_exit_codes("make-data"):
+        if chats is not None:
+            from recipes.recogdrive.make_chats import make_chats
+
+            typer.echo(f"conversations, scenes and a chat model in {make_chats(chats, seed=seed)}")
+        from recipes.recogdrive.make_data import make_cache
+
+        made = make_cache(
+            out, count=count, tokens=tokens, width=width, layout=layout.value, seed=seed
+        )
+        typer.echo(f"{len(made)} samples in {out}, {layout} layout")
+
+
+def train(
+    cache: Cache,
+    out: Out,
+    size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
+    sampling_method: Annotated[Method, typer.Option(help="How to sample.")] = Method.DDIM,
+    init: Annotated[Path | None, typer.Option(help="Weights to begin with.")] = None,
+    epochs: Annotated[int, typer.Option(help="Of training and of its schedule.")] = 200,
+    steps: Annotated[int | None, typer.Option(help="At most.")] = None,
+    batch_size: BatchSize = 16,
+    lr: Lr = 1e-4,
+    min_lr: MinLr = 1e-6,
+    warmup_epochs: Warmup = 3,
+    ema: Ema = 0.999,
+    accumulate: Annotated[int, typer.Option(help="Parts of a batch.")] = 1,
+    precision: Annotated[Precision, typer.Option(help="Computed in.")] = Precision.FLOAT32,
+    mesh: Mesh = None,
+    logs: Logs = None,
+    val_logs: ValLogs = None,
+    val_samples: ValSamples = 256,
+    validate_first: ValidateFirst = False,
+    workers: Workers = 0,
+    save_every: Annotated[int, typer.Option(help="Steps.")] = 500,
+    evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 500,
+    log_every: Annotated[int, typer.Option(help="Steps.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
+    plots: Plots = False,
+    upstream: Upstream = None,
+) -> None:
+    """Stage 2: train the planner to drive as the drives of a cache do."""
+    with errors_as_exit_codes("train"):
+        from recipes.recogdrive import train as stage
+
+        options = stage.TrainOptions(
+            size=size.value,
+            sampler=sampling_method.value,
+            init=init,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            min_lr=min_lr,
+            warmup_epochs=warmup_epochs,
+            ema_decay=ema or None,
+            accumulate=accumulate,
+            precision=precision.value,
+            mesh=_mesh(mesh),
+            workers=workers,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+            val_samples=val_samples or None,
+            validate_first=validate_first,
+            log_every=log_every,
+            seed=seed,
+            plots=plots,
+        )
+        found = stage.train(cache, out, options, logs=logs, val_logs=val_logs, checkout=upstream)
+        _echo(found, out / "planner.safetensors")
+
+
+def grpo(
+    cache: Cache,
+    out: Out,
+    checkpoint: Checkpoint,
+    reward: Annotated[Reward, typer.Option(help="What scores.")] = Reward.SIMPLE,
+    metric_cache: Annotated[Path | None, typer.Option(help="For pdm, of navsim.")] = None,
+    samples: Annotated[int, typer.Option(help="Trajectories of each scene.")] = 8,
+    bc: Annotated[float, typer.Option(help="Weight of behaviour cloning.")] = 0.1,
+    gamma: Annotated[float, typer.Option(help="Discount by step of sampling.")] = 0.6,
+    epochs: Annotated[int, typer.Option(help="Of training and of its schedule.")] = 10,
+    steps: Annotated[int | None, typer.Option(help="At most.")] = None,
+    batch_size: BatchSize = 8,
+    lr: Lr = 1e-4,
+    accumulate: Annotated[int, typer.Option(help="Parts of a batch.")] = 1,
+    logs: Logs = None,
+    val_logs: ValLogs = None,
+    val_samples: ValSamples = 256,
+    validate_first: ValidateFirst = False,
+    workers: Workers = 0,
+    reward_workers: Annotated[int | None, typer.Option(help="Processes that score.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps.")] = 100,
+    evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 100,
+    log_every: Annotated[int, typer.Option(help="Steps.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of order and noise.")] = 0,
+    plots: Plots = False,
+    upstream: Upstream = None,
+) -> None:
+    """Stage 3: reinforce the planner by rewards of its own trajectories."""
+    with errors_as_exit_codes("grpo"):
+        from recipes.recogdrive import grpo as stage
+
+        training = replace(
+            stage.GrpoOptions().train,
+            epochs=epochs,
+            steps=steps,
+            batch_size=batch_size,
+            lr=lr,
+            accumulate=accumulate,
+            workers=workers,
+            save_every=save_every,
+            evaluate_every=evaluate_every,
+            val_samples=val_samples or None,
+            validate_first=validate_first,
+            log_every=log_every,
+            seed=seed,
+            plots=plots,
+        )
+        options = stage.GrpoOptions(
+            train=training, samples=samples, gamma=gamma, bc=bc, workers=reward_workers
+        )
+        scored: dict[str, Any] = {"reward": reward.value, "metric_cache": metric_cache}
+        drives: dict[str, Any] = {"logs": logs, "val_logs": val_logs}
+        found = stage.grpo(cache, checkpoint, out, options, **scored, **drives, checkout=upstream)
+        _echo(found, out / "planner.safetensors")
+
+
+def sample(
+    cache: Cache,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .json file.")],
+    checkpoint: Checkpoint,
+    batch_size: BatchSize = 16,
+    logs: Logs = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture of the first scenes.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare with eager PyTorch.")] = True,
+    upstream: Upstream = None,
+) -> None:
+    """Sample a trajectory for each scene of a cache."""
+    with errors_as_exit_codes("sample"):
+        from recipes.recogdrive import sample as stage
+
+        found = stage.sample(
+            cache,
+            checkpoint,
+            out,
+            batch_size=batch_size,
+            logs=logs,
+            plot=plot,
+            checkout=upstream,
+            verify=verify,
+        )
+        _echo(found, out)
+
+
+def compile_(
+    stages: Annotated[list[Stage] | None, typer.Argument(help="Which; all by default.")] = None,
+    size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-4",
+    batch: Annotated[int, typer.Option(help="Scenes of all chips together.")] = 64,
+) -> None:
+    """Compile the planner's programs for a TPU that need not be there, from shapes alone."""
+    with errors_as_exit_codes("compile"):
+        from recipes.recogdrive.compile import compile_stage
+
+        for stage in stages or list(Stage):
+            typer.echo(str(compile_stage(stage.value, size.value, topology, batch)))
+
+
+def _mesh(text: str | None) -> dict[str, int] | None:
+    """Sizes by axis of `fsdp=4,tensor=2`."""
+    if text is None:
+        return None
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): int(size) for name, _, size in parts}
+    except ValueError:
+        raise UsageError(f"mesh={text!r}: expected sizes by axis, such as fsdp=8") from None
+
+
+def _echo(found: dict[str, Any], path: Path) -> None:
+    numbers = "  ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in found.items()
+    )
+    typer.echo(f"{path}: {numbers}")

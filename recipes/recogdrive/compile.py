@@ -1,0 +1,117 @@
+"""Each stage at full size for a TPU that need not be there, from shapes alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import torch
+
+import tpuport
+from recipes.recogdrive.diffusion import ACTION_DIM, HORIZON, NUM_STEPS
+from recipes.recogdrive.grpo import GrpoOptions
+from recipes.recogdrive.kinds import OURS
+from recipes.recogdrive.planner import SIZES, make_planner
+from recipes.recogdrive.train import TrainOptions, make_step, port_planner
+from tpuport.errors import UsageError
+from tpuport.model.ported import PortedModel
+from tpuport.program.report import CompileReport
+
+STATE_TOKENS = 2800  # what upstream pads a prompt to
+SAMPLES = GrpoOptions().samples
+IMITATION = TrainOptions(precision="bf16")
+REINFORCEMENT = replace(GrpoOptions().train, precision="bf16")
+# Only the learning rate depends on it.
+STEPS_PER_EPOCH = 1000
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+def scene_shapes(size: str, batch: int) -> Shapes:
+    """A batch of a cache at full size."""
+    width = SIZES[size].state_width
+    shapes = {
+        "last_hidden_state": (batch, STATE_TOKENS, width),
+        "history_trajectory": (batch, 4, 3),
+        "high_command_one_hot": (batch, 4),
+        "status_feature": (batch, 8),
+        "trajectory": (batch, HORIZON, ACTION_DIM),
+    }
+    return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+
+def chain_shapes(batch: int, samples: int = SAMPLES) -> Shapes:
+    """What reinforcement gives its loss besides."""
+    shapes = {
+        "chains": (batch, samples, NUM_STEPS + 1, HORIZON, ACTION_DIM),
+        "reference_chains": (batch, 1, NUM_STEPS + 1, HORIZON, ACTION_DIM),
+        "advantages": (batch, samples),
+        "discount": (batch, NUM_STEPS),
+        "bc": (batch,),
+    }
+    return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+
+def _ported(size: str, options: TrainOptions) -> PortedModel:
+    with torch.device("meta"):
+        planner = make_planner(size)
+    return port_planner(planner, OURS, options, also=(OURS.chains,))
+
+
+def _compiled(ported: Any, topology: str, inputs: tuple[Any, ...], **named: Any) -> CompileReport:
+    return tpuport.compile_for(
+        ported, topology, inputs=inputs, rules="ddp", mesh={"data": -1}, **named
+    )
+
+
+def compile_train(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+    """A step of stage 2, spread over the chips by its samples."""
+    step = make_step(_ported(size, IMITATION), OURS.loss, IMITATION, STEPS_PER_EPOCH)
+    return _compiled(step, topology, (scene_shapes(size, batch),))
+
+
+def compile_sample(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+    """Sampling of trajectories."""
+    named = {"method": OURS.sample.__name__}
+    return _compiled(_ported(size, IMITATION), topology, (scene_shapes(size, batch),), **named)
+
+
+def compile_chains(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+    """Sampling of eight chains a scene, the first program of stage 3."""
+    inputs = (scene_shapes(size, batch), SAMPLES)
+    named = {"method": OURS.chains.__name__}
+    return _compiled(_ported(size, REINFORCEMENT), topology, inputs, **named)
+
+
+def compile_grpo(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+    """The step of stage 3, its second program."""
+    step = make_step(_ported(size, REINFORCEMENT), OURS.reinforced, REINFORCEMENT, STEPS_PER_EPOCH)
+    return _compiled(step, topology, ({**scene_shapes(size, batch), **chain_shapes(batch)},))
+
+
+STAGES: dict[str, Callable[..., CompileReport]] = {
+    "train": compile_train,
+    "sample": compile_sample,
+    "chains": compile_chains,
+    "grpo": compile_grpo,
+}
+
+
+def compile_stage(
+    stage: str, size: str = "small", topology: str = "v6e-4", batch: int = 64
+) -> CompileReport:
+    """Compile one stage of the planner, in bfloat16 with weights in float32.
+
+    Args:
+        stage: "train", "sample", "chains" or "grpo".
+        size: "small" or "large".
+        topology: such as "v6e-4".
+        batch: scenes of all chips together.
+
+    Raises:
+        UsageError: there is no such stage or size.
+        MissingExtraError: libtpu is not installed.
+    """
+    if stage not in STAGES:
+        raise UsageError(f"stage={stage!r}: expected one of {', '.join(STAGES)}")
+    return STAGES[stage](size, topology, batch)

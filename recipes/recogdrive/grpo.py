@@ -1,0 +1,327 @@
+"""Stage 3: the planner learns from rewards of its own trajectories, by GRPO.
+
+A step samples several trajectories of each scene by one program, scores them on the host in other
+processes, and takes the gradient by a second program: the likelihood of each chain weighted by how
+much better it is than the others of its scene, and that of the reference policy's chains, so that
+the planner does not forget how people drive.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import tpuport
+from recipes.recogdrive.diffusion import NUM_STEPS
+from recipes.recogdrive.kinds import Kind
+from recipes.recogdrive.layouts import CacheDataset, collate, datasets
+from recipes.recogdrive.plots import check_plots
+from recipes.recogdrive.rewards import PdmScorer, RewardPool, Scorer, SimpleScorer
+from recipes.recogdrive.train import (
+    TrainOptions,
+    kind_of,
+    make_step,
+    make_validation,
+    port_planner,
+    run,
+)
+from recipes.recogdrive.weights import config_of, read_weights
+from tpuport.errors import UsageError
+from tpuport.training import Batches, TrainState, TrainStep
+from tpuport.training.input.batches import MASK
+
+INDEX = "index"
+# The reference policy draws numbers of its own.
+_REFERENCE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoOptions:
+    """How a planner is reinforced; the defaults are upstream's.
+
+    Attributes:
+        train: as in stage 2, but without a mesh: sizes and sampler come from the checkpoint.
+        samples: trajectories of each scene.
+        gamma: what a step of sampling counts less than the one after it.
+        bc: the weight of behaviour cloning.
+        parts: that the scenes of a batch are sampled in: one is scored while the next is sampled.
+        workers: processes that score; None for one a core, at most 8; 0 for none.
+    """
+
+    train: TrainOptions = field(
+        default_factory=lambda: TrainOptions(
+            epochs=10, batch_size=8, min_lr=0.0, warmup_epochs=0, ema_decay=None
+        )
+    )
+    samples: int = 8
+    gamma: float = 0.6
+    bc: float = 0.1
+    parts: int = 2
+    workers: int | None = None
+
+
+class IndexedCache(torch.utils.data.Dataset[dict[str, Any]]):
+    """The samples of a cache with their numbers, by which their names are found again."""
+
+    def __init__(self, dataset: CacheDataset) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self._dataset[index], INDEX: torch.tensor(index)}
+
+
+class GrpoStep:
+    """A step of reinforcement with the face of a `TrainStep`: sample, score, update.
+
+    The policy that samples is the one that is updated: only within a step is anything overlapped.
+
+    Args:
+        step: of the loss of reinforcement.
+        chains: the name of the ported method that samples chains.
+        pool: scores trajectories.
+        tokens: the names of the samples, by their numbers.
+        options: how.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        chains: str,
+        pool: RewardPool,
+        tokens: Sequence[str],
+        options: GrpoOptions,
+    ) -> None:
+        self.step, self.ported = step, step.ported
+        self._pool, self._tokens, self._options = pool, tokens, options
+        # The weights of now: `put` gives the model others.
+        self._reference = {**self.ported.params}
+        ported = self.ported
+
+        def sample(params: Any, state: Any, key: Any, batch: Any, count: int) -> Any:
+            return ported.apply(params, state, key, batch, count, method=chains)[0]
+
+        self._sample = jax.jit(sample, static_argnums=4)
+        powers = np.arange(NUM_STEPS - 1, -1, -1)
+        self._discount = (options.gamma**powers).astype(np.float32)
+
+    def init(self, seed: int = 0) -> TrainState:
+        """The state before the first step."""
+        return self.step.init(seed)
+
+    @property
+    def causes(self) -> list[tuple[str, ...]]:
+        """Why each program of the loss was compiled."""
+        return self.step.causes
+
+    def place(self, batch: dict[str, torch.Tensor], *, share: Any = None) -> dict[str, Any]:
+        """A batch on the device, but for what the host reads of it."""
+        del share
+        arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+        here = {name: arrays.pop(name) for name in (INDEX, "trajectory")}
+        return {**jax.device_put(arrays), **here}
+
+    def put(self, state: TrainState, *, ema: bool = False) -> Any:
+        """Give the model the weights of a state, and return it."""
+        return self.step.put(state, ema=ema)
+
+    def sampled(self, state: TrainState, batch: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
+        """Chains (B, G, steps + 1, 8, 3), the reference policy's (B, 1, ...), rewards (B, G).
+
+        Nothing waits until all programs are under way; then each part is scored as it comes.
+        """
+        options, buffers = self._options, {**state.buffers, **state.frozen}
+        scenes = {n: batch[n] for n in ("last_hidden_state", "history_trajectory")}
+        scenes["status_feature"] = batch["status_feature"]
+        key = jax.random.fold_in(state.key, state.step)
+        parts = _cut(scenes, options.parts)
+        made = [
+            self._sample(state.params, buffers, jax.random.fold_in(key, i), part, options.samples)
+            for i, part in enumerate(parts)
+        ]
+        key = jax.random.fold_in(key, _REFERENCE)
+        reference, _ = self._sample(self._reference, buffers, key, scenes, 1)
+        names = [self._tokens[int(i)] for i in batch[INDEX]]
+        true, pending, start = batch["trajectory"], [], 0
+        for _, ends in made:
+            rows = slice(start, start + len(ends))
+            pending.append(self._pool.submit(names[rows], np.asarray(ends), true[rows]))
+            start += len(ends)
+        rewards = np.concatenate([one.result() for one in pending])
+        return jnp.concatenate([chains for chains, _ in made]), reference, rewards
+
+    def __call__(
+        self, state: TrainState, batch: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """One step; its metrics are the loss's, and `reward`, see `mean_reward`."""
+        chains, reference, rewards = self.sampled(state, batch)
+        count = len(rewards)
+        given = {n: v for n, v in batch.items() if n not in (INDEX, "trajectory")}
+        given |= {
+            "chains": chains,
+            "reference_chains": reference,
+            "advantages": jnp.asarray(advantages(rewards)),
+            "discount": jnp.asarray(np.tile(self._discount, (count, 1))),
+            "bc": jnp.full(count, self._options.bc, jnp.float32),
+        }
+        state, metrics = self.step(state, given)
+        return state, {**metrics, "reward": mean_reward(rewards, batch.get(MASK))}
+
+
+def mean_reward(rewards: np.ndarray, mask: Any = None) -> float:
+    """The mean over all samples of the scenes that count.
+
+    Args:
+        rewards: (scenes, samples).
+        mask: (scenes,), False where a scene only fills up a batch.
+    """
+    return float((rewards if mask is None else rewards[np.asarray(mask, bool)]).mean())
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """How much better each sample of a scene is than the others, in their standard deviations.
+
+    Args:
+        rewards: (scenes, samples).
+    """
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-8)
+
+
+def _cut(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
+    """A batch in as many equal parts as it divides into, at most `parts`."""
+    size = len(next(iter(batch.values())))
+    count = max(n for n in range(1, parts + 1) if size % n == 0)
+    rows = [slice(i * size // count, (i + 1) * size // count) for i in range(count)]
+    return [{name: value[one] for name, value in batch.items()} for one in rows]
+
+
+def make_grpo_step(
+    planner: torch.nn.Module,
+    kind: Kind,
+    pool: RewardPool,
+    tokens: Sequence[str],
+    options: GrpoOptions,
+    steps_per_epoch: int,
+) -> GrpoStep:
+    """A step that reinforces a planner; what it is now becomes the reference policy.
+
+    Raises:
+        UsageError: an option is of no use.
+    """
+    if options.samples < 2:
+        raise UsageError(
+            f"samples={options.samples}: expected 2 or more, as each is compared with the others"
+        )
+    if options.parts < 1:
+        raise UsageError(f"parts={options.parts}: expected 1 or more")
+    if options.train.mesh is not None or jax.process_count() > 1:
+        raise UsageError(
+            f"reinforcement is for one device of one process: mesh={options.train.mesh!r},"
+            f" {jax.process_count()} processes. What to do: leave the mesh out, and start one"
+            " process; a larger planner or batch fits by accumulate="
+        )
+    ported = port_planner(planner, kind, options.train, also=(kind.chains,))
+    step = make_step(ported, kind.reinforced, options.train, steps_per_epoch)
+    return GrpoStep(step, kind.chains.__name__, pool, tokens, options)
+
+
+def make_scorer(reward: Literal["simple", "pdm"], metric_cache: str | Path | None) -> Scorer:
+    """What scores trajectories.
+
+    Raises:
+        UsageError: there is no such reward, or what it needs is missing.
+    """
+    if reward == "simple":
+        return SimpleScorer()
+    if reward != "pdm":
+        raise UsageError(f"reward={reward!r}: expected 'simple' or 'pdm'")
+    if metric_cache is None:
+        raise UsageError("reward='pdm' needs metric_cache=, what run_metric_caching.py wrote")
+    return PdmScorer(metric_cache)
+
+
+def _reference_of(checkpoint: str | Path, out: Path) -> dict[str, torch.Tensor]:
+    """The weights to begin with, which a run keeps, as its reference is theirs to the end."""
+    kept = out / "reference.safetensors"
+    if not kept.exists():
+        weights = read_weights(checkpoint)
+        out.mkdir(parents=True, exist_ok=True)
+        tpuport.save_checkpoint(kept, weights)
+    return read_weights(kept)
+
+
+def _batches(dataset: CacheDataset, options: TrainOptions) -> Batches:
+    """The input: of a set smaller than a batch all scenes, the last batch filled up."""
+    return Batches(
+        IndexedCache(dataset),
+        batch_size=min(options.batch_size, len(dataset)),
+        shuffle=True,
+        seed=options.seed,
+        collate=collate,
+        last="pad",
+        workers=options.workers,
+    )
+
+
+def grpo(
+    cache: str | Path,
+    checkpoint: str | Path,
+    out: str | Path,
+    options: GrpoOptions | None = None,
+    *,
+    reward: Literal["simple", "pdm"] = "simple",
+    metric_cache: str | Path | None = None,
+    logs: Sequence[str] | None = None,
+    val_logs: Sequence[str] | None = None,
+    checkout: str | Path | None = None,
+) -> dict[str, float]:
+    """Reinforce a planner of stage 2; started again with the same arguments, it goes on.
+
+    Writes OUT/states, OUT/log.jsonl, OUT/reference.safetensors and OUT/planner.safetensors.
+
+    Args:
+        cache: of either layout.
+        checkpoint: the planner to begin with, which is the reference policy, too; a run that goes
+            on takes the copy of it that it made.
+        out: the run's folder.
+        options: how.
+        reward: "simple" (see `SimpleScorer`), or "pdm", navsim's simulator.
+        metric_cache: for "pdm".
+        logs: drives to train on; by default all, or all that are not for validation.
+        val_logs: drives to validate on; by default those of training.
+        checkout: an upstream checkout, whose own planner is trained then.
+
+    Returns:
+        The last validation: errors as in stage 2, and `reward` of what is sampled to evaluate.
+
+    Raises:
+        UsageError: an argument does not fit.
+        CheckpointError: the cache, the checkpoint or a state on disk is damaged.
+    """
+    options, out = options or GrpoOptions(), Path(out)
+    scorer = make_scorer(reward, metric_cache)
+    if options.train.plots:
+        check_plots()
+    dataset, validated = datasets(cache, logs, val_logs)
+    weights = _reference_of(checkpoint, out)
+    config, sampler = config_of(weights)
+    if sampler != "ddim":
+        raise UsageError(
+            f"{checkpoint} is a planner for {sampler}, and likelihoods of chains are those of ddim."
+            " What to do: train it with sampler='ddim'"
+        )
+    with kind_of(checkout) as kind, RewardPool(scorer, options.workers) as pool:
+        planner = kind.make(config, sampler, state_width=config.state_width)
+        planner.load_state_dict(weights)
+        batches = _batches(dataset, options.train)
+        step = make_grpo_step(planner, kind, pool, dataset.tokens, options, len(batches))
+        validation = make_validation(validated, kind, options.train, out, pool)
+        return run(step, batches, validation, options.train, out)

@@ -1,0 +1,323 @@
+"""Conversations of a meta file as arrays, and as the static batches of a training run."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from recipes.recogdrive.chats import (
+    Encoded,
+    Sample,
+    Source,
+    encode,
+    read_lines,
+    read_meta,
+    read_sample,
+)
+from recipes.recogdrive.packing import (
+    Bucket,
+    LossReduction,
+    PlannedBatch,
+    fill_batch,
+    plan_epoch,
+)
+from recipes.recogdrive.tiles import Tiling, cut, num_tiles, pixels, read_image
+from tpuport.checkpoints.atomic import replacing_file
+from tpuport.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Which samples of a data set can be trained on, and how large they are.
+
+    Attributes:
+        indices: of the samples.
+        sizes: tokens and tiles of each.
+        left_out: how many were not, by why.
+    """
+
+    indices: list[int]
+    sizes: list[tuple[int, int]]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+class ChatData:
+    """The samples of a meta file, by their number.
+
+    Args:
+        meta_path: the meta file.
+        tokenizer: one of transformers', with the added tokens.
+        tiling: how images become tiles.
+        tokens_per_tile: how many tokens a tile is.
+        max_seq_length: tokens after so many are cut off.
+
+    Raises:
+        UsageError: a file is not there or not of its format, or the tokenizer lacks tokens.
+    """
+
+    def __init__(
+        self,
+        meta_path: str | Path,
+        tokenizer: Any,
+        tiling: Tiling,
+        tokens_per_tile: int,
+        max_seq_length: int,
+    ) -> None:
+        self.tokenizer, self.tiling = tokenizer, tiling
+        self.tokens_per_tile, self.max_seq_length = tokens_per_tile, max_seq_length
+        check_tokens(tokenizer)
+        self._lines = [
+            (source, number, line)
+            for source in read_meta(meta_path)
+            for number, line in read_lines(source)
+        ]
+        if not self._lines:
+            raise UsageError(f"{meta_path}: its data sets have no lines")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def read(self, index: int) -> Sample:
+        """A sample as its line has it."""
+        source, number, line = self._lines[index]
+        return read_sample(line, number, source)
+
+    def tiling_of(self, source: Source) -> Tiling:
+        """How images of a data set become tiles: it may have a bound of its own."""
+        if source.max_dynamic_patch is None:
+            return self.tiling
+        return replace(self.tiling, max_dynamic_patch=source.max_dynamic_patch)
+
+    def size(self, index: int) -> tuple[int, int] | str:
+        """Tokens and tiles of a sample, from its images; or why it is left out.
+
+        They are decoded once here, as one that is cut short shows no earlier.
+        """
+        sample = self.read(index)
+        tiling, counts = self.tiling_of(sample.source), []
+        for path in sample.images:
+            try:
+                size = read_image(path).size
+            except FileNotFoundError:
+                return "an image is not there"
+            except OSError:
+                return "an image cannot be read"
+            counts.append(num_tiles(size, tiling, len(sample.images)))
+        encoded = self._encoded(sample, counts)
+        if not encoded.is_whole:
+            return "an image is cut off by --max_seq_length"
+        return len(encoded.input_ids), sum(counts)
+
+    def sample(self, index: int, seed: int = 0) -> dict[str, np.ndarray]:
+        """The arrays of a sample.
+
+        Args:
+            index: its number.
+            seed: of the augmentation, where its data set has it.
+
+        Returns:
+            input_ids and labels int32 (length,), pixel_values float32 (tiles, 3, side, side).
+
+        Raises:
+            UsageError: an image is not there or cannot be read.
+        """
+        found = self.read(index)
+        tiling, tiles, counts = self.tiling_of(found.source), [], []
+        for path in found.images:
+            try:
+                image = read_image(path)
+            except OSError as error:
+                raise UsageError(
+                    f"{found.where}: {error}. What to do: mend the image and run again, or leave"
+                    " it out by --on_broken skip"
+                ) from error
+            some = cut(image, tiling, len(found.images))
+            tiles += some
+            counts.append(len(some))
+        augment = np.random.default_rng((seed, index)) if found.source.data_augment else None
+        values = pixels(tiles, tiling, augment) if tiles else np.zeros((0, *self.tile_shape), "f4")
+        encoded = self._encoded(found, counts)
+        return {
+            "input_ids": encoded.input_ids,
+            "labels": encoded.labels,
+            "pixel_values": values,
+        }
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        """(3, side, side)."""
+        return 3, self.tiling.force_image_size, self.tiling.force_image_size
+
+    def _encoded(self, sample: Sample, counts: Sequence[int]) -> Encoded:
+        return encode(
+            sample.turns,
+            self.tokenizer,
+            [self.tokens_per_tile * count for count in counts],
+            max_seq_length=self.max_seq_length,
+            where=sample.where,
+        )
+
+    def usable(
+        self, kept_in: str | Path | None = None, on_broken: Literal["raise", "skip"] = "raise"
+    ) -> Usable:
+        """Which samples can be trained on: each is read once, with its images.
+
+        Args:
+            kept_in: a folder where sizes are kept for the next run over the same lines and images.
+            on_broken: what to do about a sample whose image is not there, cannot be read or is cut
+                off; upstream puts another in its place.
+
+        Raises:
+            UsageError: there is such a sample, or no other.
+        """
+        path = None if kept_in is None else Path(kept_in) / f"samples-{self.fingerprint()}.json"
+        found = self._sizes(path)
+        left_out = Counter(one for one in found if isinstance(one, str))
+        if left_out and on_broken == "raise":
+            index = next(i for i, one in enumerate(found) if isinstance(one, str))
+            raise UsageError(
+                f"{self.read(index).where}: {found[index]} ({sum(left_out.values())} such of"
+                f" {len(found)} samples). What to do: correct the data or the length, or leave such"
+                " samples out by --on_broken skip"
+            )
+        whole = [(i, (one[0], one[1])) for i, one in enumerate(found) if not isinstance(one, str)]
+        if not whole:
+            raise UsageError(f"no sample can be trained on: {dict(left_out)}")
+        return Usable([i for i, _ in whole], [size for _, size in whole], dict(left_out))
+
+    def _sizes(self, path: Path | None) -> list[tuple[int, int] | str]:
+        """`size` of every sample, from a file where its images are as they were then.
+
+        What is left out is not kept there: an image may be mended, or arrive later.
+        """
+        kept: list[Any] = [None] * len(self)
+        if path is not None and path.is_file():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        found, new = [], []
+        for index, one in enumerate(kept):
+            if one is None or one["images"] != _states([name for name, *_ in one["images"]]):
+                images = _states(map(str, self.read(index).images))
+                size = self.size(index)
+                one = None if isinstance(size, str) else {"size": size, "images": images}
+            else:
+                size = (one["size"][0], one["size"][1])
+            found.append(size)
+            new.append(one)
+        if path is not None and new != kept:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing_file(path) as temporary:
+                temporary.write_text(json.dumps(new), encoding="utf-8")
+        return found
+
+    def fingerprint(self) -> str:
+        """Of all that samples depend on but the images' pixels."""
+        digest = hashlib.sha256()
+        settings = [asdict(self.tiling), self.tokens_per_tile, self.max_seq_length]
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        digest.update(json.dumps([settings, vocabulary]).encode())
+        for source, number, line in self._lines:
+            digest.update(f"{source}{number}{line}".encode())
+        return digest.hexdigest()[:16]
+
+
+def _states(paths: Iterable[str]) -> list[list[Any]]:
+    """Path, time of change in ns and bytes of files; None for one that is not there."""
+    states = []
+    for path in paths:
+        try:
+            stat = Path(path).stat()
+            states.append([path, stat.st_mtime_ns, stat.st_size])
+        except OSError:
+            states.append([path, None, None])
+    return states
+
+
+class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
+    """The batches of a whole run, by their number: the same for the same seed.
+
+    Args:
+        data: the samples.
+        usable: which of them.
+        buckets: the static sizes of rows.
+        num_rows: of a batch, over all processes.
+        epochs: how often each sample is there; a part of the last one if it is no whole number.
+        pack: whether rows have several samples.
+        reduction: how labels are weighted.
+        seed: of order and augmentation.
+    """
+
+    def __init__(
+        self,
+        data: ChatData,
+        usable: Usable,
+        buckets: Sequence[Bucket],
+        *,
+        num_rows: int,
+        epochs: float = 1,
+        pack: bool = True,
+        reduction: LossReduction = "token",
+        seed: int = 0,
+    ) -> None:
+        self.data, self.usable = data, usable
+        self.reduction: LossReduction = reduction
+        self.seed = seed
+        self.plan: list[tuple[int, PlannedBatch]] = []
+        left = epochs
+        for epoch in range(int(np.ceil(epochs))):
+            # A seed for each epoch that no epoch of another run's seed has.
+            drawn = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
+            planned = plan_epoch(usable.sizes, buckets, num_rows=num_rows, pack=pack, seed=drawn)
+            planned = planned[: int(np.ceil(len(planned) * min(1.0, left)))]
+            self.plan += [(drawn, one) for one in planned]
+            left -= 1
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        seed, planned = self.plan[index]
+        rows = [
+            [self.data.sample(self.usable.indices[i], seed) for i in row] for row in planned.rows
+        ]
+        return fill_batch(
+            rows, planned.bucket, tile_shape=self.data.tile_shape, reduction=self.reduction
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this plan from others, as JSON has it: a run goes on with the same one."""
+        plan = [(drawn, one.bucket.length, one.bucket.tiles, one.rows) for drawn, one in self.plan]
+        return {
+            "data": self.data.fingerprint(),
+            "samples": _digest(self.usable.indices),
+            "batches": _digest(plan),
+            "num_batches": len(plan),
+            "seed": self.seed,
+            "loss_reduction": self.reduction,
+        }
+
+    @property
+    def filled(self) -> float:
+        """The part of all tokens of all rows that is no padding."""
+        used = sum(self.usable.sizes[i][0] for _, b in self.plan for row in b.rows for i in row)
+        return used / sum(b.bucket.length * len(b.rows) for _, b in self.plan)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def check_tokens(tokenizer: Any) -> None:
+    """Raise `UsageError` if one of the template's words is not one token of a tokenizer."""
+    for word in ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"):
+        ids = tokenizer(word, add_special_tokens=False).input_ids
+        if len(ids) != 1:
+            raise UsageError(
+                f"the tokenizer makes {len(ids)} tokens of {word}; expected one. What to do: give"
+                " an InternVL or Qwen 2 tokenizer; --model_name_or_path has it beside the weights"
+            )
