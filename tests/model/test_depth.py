@@ -116,7 +116,8 @@ def test_no_garbage_is_collected_while_a_model_is_traced():
 
     make: Callable[[], Any] = lambda: tpuport.convert(Stack(Asked), verify=False)  # noqa: E731
     make()(x_of())
-    assert was == [False]
+    assert was
+    assert not any(was)
     assert gc.isenabled()
     gc.disable()
     try:

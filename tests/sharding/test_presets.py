@@ -1,5 +1,6 @@
 """Every preset gives what one device gives, and communicates what it is meant to."""
 
+import copy
 import functools
 from typing import Any
 
@@ -49,7 +50,8 @@ def added(made: tiny.Tiny, ported: Any, preset: str) -> set[str]:
     if any("tensor" in specs[name] for name in modulations):
         # Chunks of a modulation are not the chips', so its output is gathered.
         more.add(GATHER)
-    outputs = jax.tree.leaves(made.model(*made.args, **made.kwargs))
+    # A copy: a step in eager mode would move the buffers of norms.
+    outputs = jax.tree.leaves(copy.deepcopy(made.model)(*made.args, **made.kwargs))
     if "sequence" in MESHES[preset] and any(torch.is_tensor(x) and x.ndim > 3 for x in outputs):
         # Tokens that are cut are put together to an image: its rows are not those of the chips.
         more.add(PERMUTE)
