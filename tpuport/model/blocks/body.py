@@ -125,6 +125,7 @@ def _trace_once(
         keep=_held_by(given),
         tells_views=outside.tells_memory,
         noted=reads,
+        fqn=member.fqn,
     )
     return entry, outside
 

@@ -12,9 +12,10 @@ from tpuport.model import numbers, structure
 from tpuport.model.arguments import program_leaf
 from tpuport.model.attention_choice import options_for
 from tpuport.model.autocast import autocast_dtype, cuda_is_on
-from tpuport.model.blocks.alike import Member, families
+from tpuport.model.blocks.alike import Family, Member, families
 from tpuport.model.blocks.body import inputs_of, is_frozen, trace_block
 from tpuport.model.blocks.entries import NAME, Arguments, Entry, NotPure
+from tpuport.model.blocks.lasts import LastCalls
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.blocks.watched import is_iterator, is_unchanged
 from tpuport.model.blocks.withheld import note_reads
@@ -106,8 +107,7 @@ class BlockCalls:
             self.known.setdefault(key, []).append(entry)
         else:
             record.reused += 1
-            entry.calls += 1
-            if not entry.is_checked and self._is_last(entry, member):
+            if _lasts(entry, member.family).is_to_compare(member.fqn):
                 self._compare(entry, member, given, run)
         note_reads(member, entry.noted)
         if self.trace.outside is not None:
@@ -138,17 +138,6 @@ class BlockCalls:
         first = member.family.members[0].fqn
         return Restart(apart=(first, f"{member.fqn}: {reason}"))
 
-    def _is_last(self, entry: Entry, member: Member) -> bool:
-        """Whether a call is the last one that a function stands for, if each block is called once.
-
-        So it is, too, if they are called in another order.
-        """
-        if entry.stands_for is None:
-            alike = [m for m in member.family.members if _reads_the_same(entry, m)]
-            entry.stands_for = alike[-1].fqn, len(alike)
-        last, count = entry.stands_for
-        return member.fqn == last or entry.calls == count
-
     def _compare(
         self, entry: Entry, member: Member, given: Arguments, run: Callable[..., Any]
     ) -> None:
@@ -159,7 +148,6 @@ class BlockCalls:
         Raises:
             Restart: it does something else.
         """
-        entry.is_checked = True
         # With its attributes at hand: code can find out unnoticed that one is hidden.
         if not self._traced(member, given, run, withhold=False).is_like(entry):
             first = member.family.members[0].fqn
@@ -212,6 +200,15 @@ class BlockCalls:
                 made = TracedTensor(Storage(value, self.trace), (), meta, value, frozen)
                 made._bounds = bounds
                 return made
+
+
+def _lasts(entry: Entry, family: Family) -> LastCalls:
+    """The calls of a function for other blocks than the one that was traced."""
+    if entry.lasts is None:
+        alike = [m.fqn for m in family.members if _reads_the_same(entry, m)]
+        places = {fqn: place for place, fqn in enumerate(alike)}
+        entry.lasts = LastCalls(places, places[entry.fqn])
+    return entry.lasts
 
 
 def _reads_the_same(entry: Entry, member: Member) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from tpuport.model import structure
+from tpuport.model.blocks.lasts import LastCalls
 from tpuport.model.blocks.same_program import same_program
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.blocks.watched import Record
@@ -67,9 +68,8 @@ class Entry:
         keep: what the key of the arguments refers to by address.
         tells_views: whether its code may tell a view from a tensor of its own.
         noted: all attributes that its code read, of those that were hidden from it.
-        calls: how often it was called.
-        stands_for: the last block that may be called as it, and how many there are.
-        is_checked: whether another block was traced to see that it does the same.
+        fqn: the block that was traced.
+        lasts: its calls for other blocks.
     """
 
     run: Callable[..., Any]
@@ -84,9 +84,8 @@ class Entry:
     keep: Any
     tells_views: bool
     noted: set[tuple[str, str]]
-    calls: int = 1
-    stands_for: tuple[str, int] | None = None
-    is_checked: bool = False
+    fqn: str
+    lasts: LastCalls | None = None
 
     def is_like(self, other: "Entry") -> bool:
         """Whether another trace gave the same function."""
