@@ -5,6 +5,7 @@ Works for what research code passes around: lists, tuples, named tuples, dicts a
 tensors (key-value caches). Shared references stay shared.
 """
 
+import decimal
 import enum
 import functools
 import types
@@ -154,13 +155,8 @@ class Flattener:
             for k, v in items
         ]
         held = [(k, self.visit(v, prefix + k)) for k, v in attributes.items()]
-        node = (
-            "object",
-            index,
-            kind,
-            [(k, n) for k, (n, _) in parts],
-            [(k, n) for k, (n, _) in held],
-        )
+        items_of, held_of = ([(k, n) for k, (n, _) in pairs] for pairs in (parts, held))
+        node = ("object", index, kind, items_of, held_of)
         key = (
             kind,
             tuple((_hashable(k, self.keep), v) for k, (_, v) in parts),
@@ -191,7 +187,7 @@ class Flattener:
 
 
 # Objects of these packages are taken as they are: their state is not all in attributes.
-_OPAQUE = frozenset(
+OPAQUE = frozenset(
     "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
 )
 
@@ -208,16 +204,24 @@ def is_open(value: Any) -> bool:
     """Whether what code reads of an object is in its attributes, or most of it."""
     if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
         return False
-    return type(value).__module__.split(".")[0] not in _OPAQUE
+    return type(value).__module__.split(".")[0] not in OPAQUE
 
 
+@functools.lru_cache(maxsize=4096)
 def _blank_of(kind: type) -> Callable[..., Any]:
     """What makes an empty object of a class without running the class's own `__new__`."""
-    bases = [base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE]
-    return bases[0].__new__
+    return next(base for base in kind.__mro__ if _is_written_in_c(base)).__new__
 
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+def _is_written_in_c(kind: type) -> bool:
+    """Whether a class, not one below it, was made by C code, which may keep state of its own."""
+    if not kind.__flags__ & _HEAP_TYPE or getattr(kind.__new__, "__self__", None) is kind:
+        return True
+    methods = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    return any(isinstance(m, methods) and m.__objclass__ is kind for m in vars(kind).values())
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement makes one, and so may C code
 
 
 def _hashable(value: Any, keep: list[Any]) -> Any:
@@ -234,11 +238,14 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
         return (value.start, value.stop, value.step)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return type(value)
-    if isinstance(value, float):
-        return (value, str(value)) if value != value or value == 0 else value
+    if isinstance(value, (float, complex, np.generic, decimal.Decimal)):
+        return (value, repr(value))  # zeros of two signs are equal, and so are 1.0 and 1.00
+    if isinstance(value, (int, str, bytes)) and not isinstance(value, enum.Enum):
+        held = getattr(value, "__dict__", None)  # of a class of the user's
+        return (value, _hashable(tuple(held.items()), keep)) if held else value
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a memoryview that can be written to
         keep.append(value)
         return ("id", id(value))
     return value

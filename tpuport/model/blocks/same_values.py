@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpuport.model import structure
+from tpuport.model.blocks.in_c import same_memory, state_in_c
 from tpuport.model.tensor import TracedTensor
 
 _MAX_DEPTH = 5
@@ -38,7 +39,7 @@ def same_value(a: Any, b: Any, depth: int = 0) -> bool:
         return _same_tensor(a, b)
     if isinstance(a, np.ndarray):
         alike = structure.is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
-        return alike and a.strides == b.strides and a.tobytes() == b.tobytes()
+        return alike and a.strides == b.strides and same_memory(a, b)
     if isinstance(a, (set, frozenset)):
         return _same_members(a, b)
     ours, theirs = _parts(a), _parts(b)
@@ -96,6 +97,9 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.__func__, value.__self__]
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
-    if not isinstance(value, torch.nn.Module) and structure.is_plain(value):
+    if isinstance(value, torch.nn.Module):
+        return None
+    if structure.is_plain(value):
         return [list(held), *held.values()]
-    return None
+    inner = None if isinstance(value, structure.ATOMS) else state_in_c(value)
+    return None if inner is None else [*inner, *rest]

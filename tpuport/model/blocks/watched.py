@@ -4,7 +4,9 @@ A model may change its blocks while it runs (`block.scale = i` before a call), a
 traced for one of them does not stand for the others.
 """
 
+import enum
 import io
+import types
 from collections import deque
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -15,11 +17,16 @@ import torch
 
 from tpuport.model import structure
 from tpuport.model.blocks.held import attributes_of
+from tpuport.model.blocks.in_c import same_memory, state_in_c
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.tensor import TracedTensor
 
 # What is to be seen again, and what it was: a check of the two.
 Record = tuple[Callable[[Any, Any], bool], Any, Any]
+# Of these code reads what it names (`Outside`).
+_BY_NAME = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 _MAX_DEPTH = 12
 
@@ -52,11 +59,13 @@ class Watcher:
         return self._is_same_dict, value, (list(value), list(value.values()))
 
     def _of(self, value: Any, depth: int) -> list[Record]:
-        if isinstance(value, (*structure.ATOMS, torch.nn.Module)) or depth > _MAX_DEPTH:
+        if isinstance(value, (*_BY_NAME, torch.nn.Module)) or depth > _MAX_DEPTH:
             return []
         if isinstance(value, torch.Tensor):
             counted = not isinstance(value, TracedTensor) and not value.is_inference()
             return [(_is_same_version, value, value._version)] if counted else []
+        if isinstance(value, structure.ATOMS) and not hasattr(value, "__dict__"):
+            return []
         known = self._below.get(id(value))
         if known is None:
             records: list[Record] = []
@@ -65,21 +74,8 @@ class Watcher:
         return known[1]
 
     def _inside(self, value: Any, depth: int) -> list[Record]:
-        found: list[Record] = []
-        parts: list[Any] = []
-        if isinstance(value, np.ndarray):
-            return [(_is_same_array, value, value.copy())] if structure.is_plain(value) else []
-        if isinstance(value, dict):
-            found.append(self._of_dict(value))
-            parts += dict.values(value)
-        elif isinstance(value, (list, deque)):
-            found.append((self._is_same_list, value, list(value)))
-            parts += value
-        elif isinstance(value, set):
-            found.append((_is_same_set, value, set(value)))
-        elif isinstance(value, (tuple, frozenset)):
-            parts += value
-        if structure.is_open(value):
+        found, parts = self._contents(value)
+        if structure.is_open(value) or isinstance(value, (enum.Enum, np.ma.MaskedArray)):
             held = structure.attributes_of(value)
             found.append((self._is_same_object, value, (list(held), list(held.values()))))
             parts += held.values()
@@ -87,6 +83,23 @@ class Watcher:
             if not self._passes(part):
                 found += self._of(part, depth)
         return found
+
+    def _contents(self, value: Any) -> tuple[list[Record], list[Any]]:
+        """What a value holds beside its attributes: what to see again, and what is in it."""
+        if isinstance(value, np.ndarray):
+            layout = value.shape, value.strides, value.dtype
+            record = _is_same_array, value, (layout, np.array(value, subok=False))
+            return [record], value.ravel().tolist() if value.dtype == object else []
+        if isinstance(value, dict):
+            return [self._of_dict(value)], list(dict.values(value))
+        if isinstance(value, (list, deque)):
+            return [(self._is_same_list, value, list(value))], list(value)
+        if isinstance(value, set):
+            return [(_is_same_set, value, set(value))], list(value)
+        if isinstance(value, (tuple, frozenset)):
+            return [], list(value)
+        inner = None if structure.is_plain(value) else state_in_c(value)
+        return ([], []) if inner is None else ([(_is_same_in_c, value, inner)], list(inner))
 
     def _passes(self, value: Any) -> bool:
         """Whether nothing hangs on a value: a quick test for most of what there is."""
@@ -115,8 +128,18 @@ def _is_same_version(value: torch.Tensor, was: int) -> bool:
     return value._version == was
 
 
-def _is_same_array(value: np.ndarray, was: np.ndarray) -> bool:
-    return value.dtype == was.dtype and value.tobytes() == was.tobytes()
+def _is_same_array(value: np.ndarray, was: tuple[Any, np.ndarray]) -> bool:
+    shape, copied = was
+    if (value.shape, value.strides, value.dtype) != shape:
+        return False
+    if value.dtype == object:
+        return all(map(is_, value.ravel().tolist(), copied.ravel().tolist()))
+    return same_memory(value, copied)
+
+
+def _is_same_in_c(value: Any, was: list[Any]) -> bool:
+    now = state_in_c(value)
+    return now is not None and same_value(now, was)
 
 
 def _is_same_set(value: set[Any], was: set[Any]) -> bool:
