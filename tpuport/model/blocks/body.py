@@ -16,6 +16,7 @@ from tpuport.model import structure
 from tpuport.model.arguments import Watch, program_leaf
 from tpuport.model.blocks.alike import Member
 from tpuport.model.blocks.entries import NAME, Arguments, Entry, NotPure, strong
+from tpuport.model.blocks.naming import changed_name, name_of
 from tpuport.model.blocks.outside import Outside
 from tpuport.model.blocks.withheld import withheld
 from tpuport.model.bounded.extents import extents_of
@@ -57,21 +58,28 @@ def trace_block(
         NotPure: it writes state or arguments, keeps values elsewhere, reads ones of elsewhere, or
             changes something there.
     """
-    entry, outside = _trace_once(trace, member, given, run, withhold)
-    if outside.is_unchanged:
-        return entry
-    # It may have kept what it found out, for itself and the others: then the next time it does not.
-    again, outside = _trace_once(trace, member, given, run, withhold)
-    if not outside.is_unchanged or not again.is_like(entry):
-        raise NotPure("it changes Python state outside of its modules")
-    return again
+    snapshot = Snapshot([member.module, given.spec.containers])
+    is_kept = False
+    try:
+        entry, changed = _trace_once(trace, member, given, run, withhold)
+        if changed is None:
+            return entry
+        # It may have kept what it found out, for all blocks: then the next time it does not.
+        again, still = _trace_once(trace, member, given, run, withhold)
+        if still is not None or not again.is_like(entry):
+            raise NotPure(f"it changes Python state outside of its modules: {still or changed}")
+        is_kept = True
+        return again
+    finally:
+        if not is_kept:
+            snapshot.restore()
 
 
 def _trace_once(
     trace: Trace, member: Member, given: Arguments, run: Callable[..., Any], withhold: bool
-) -> tuple[Entry, Outside]:
+) -> tuple[Entry, str | None]:
+    """A block as a function, and what it changed outside of its modules, if anything."""
     outside = _outside_of(member, given)
-    snapshot = Snapshot([member.module, given.spec.containers])
     promoted, checks, counted = dict(trace.promoted), len(trace.checks), trace.counters.copy()
     before = state_tree(member.module, objects=True)
     result, reads = _Result(), set[tuple[str, str]]()
@@ -102,8 +110,8 @@ def _trace_once(
         _check_pure(trace, member, before, result, closed.consts)
         if outside.tells_memory and given.has_views:
             raise NotPure("it may ask where an argument lies in memory, which is a view")
+        changed = changed_name(outside.noted)
     finally:
-        snapshot.restore()
         # What is left of a block that was not pure would be tracers of a trace that has ended.
         trace.promoted.clear()
         trace.promoted.update(promoted)
@@ -127,7 +135,7 @@ def _trace_once(
         noted=reads,
         fqn=member.fqn,
     )
-    return entry, outside
+    return entry, changed
 
 
 def _outside_of(member: Member, given: Arguments) -> Outside:
@@ -139,8 +147,8 @@ def _outside_of(member: Member, given: Arguments) -> Outside:
     statics = structure.statics_of(given.spec)
     outside = Outside((m for _, m in member.modules), statics, _call.__code__)
     if outside.iterator is not None:
-        kind = type(outside.iterator).__name__
-        raise NotPure(f"it reads a {kind}, and what that gives next cannot be seen")
+        name = name_of(outside.iterator, outside.noted)
+        raise NotPure(f"it reads {name}, and what that gives next cannot be seen")
     return outside
 
 

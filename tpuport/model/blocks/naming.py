@@ -1,0 +1,97 @@
+"""What state blocks read, in words: for the reason why one was traced by itself."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from tpuport.model import structure
+from tpuport.model.blocks import reads
+from tpuport.model.blocks.watched import Record, Watcher
+
+
+def changed_name(records: list[Record]) -> str | None:
+    """What is not as it was noted, the first of all; None if everything is.
+
+    Args:
+        records: what was noted.
+
+    Returns:
+        Such as "`COUNT` of package.module" or "`count` of a Counter".
+    """
+    for record in records:
+        check, of, was = record
+        if not check(of, was):
+            return _described(record, records)
+    return None
+
+
+def name_of(value: Any, records: list[Record]) -> str:
+    """Where a value was found, and what it is."""
+    kind = _a(type(value).__name__)
+    for _, of, was in records:
+        found = next((name for name, one in _named_values(was) if one is value), None)
+        if found is not None and not isinstance(of, (list, tuple, set)):
+            return f"`{found}` of {_holder(of)}, {kind}"
+    return kind
+
+
+def _described(record: Record, records: list[Record]) -> str:
+    check, of, was = record
+    function: Any = getattr(check, "__func__", check)
+    if function is reads.has_same_names:
+        of = of[0]
+        return f"an attribute of {_holder(of)}"
+    if function is reads.gives_the_same:
+        held = reads.named(of)
+        name = _differing(was.items(), held)
+        return f"`{name}` of {_holder(of)}"
+    if function is reads.have_same_forwards:
+        swapped = next(
+            c for c, forward in zip(of, was, strict=True) if reads.forward_of(c) is not forward
+        )
+        return f"`forward` of {_holder(swapped)}"
+    if function in (Watcher._is_same_module, Watcher._is_same_object):
+        held = structure.attributes_of(of)
+        return f"`{_differing(zip(*was, strict=True), held)}` of {_holder(of)}"
+    if function is Watcher._is_same_dict:
+        return f"{_differing(zip(*was, strict=True), of)!r} in {name_of(of, records)}"
+    if isinstance(check, functools.partial):
+        return _read(check.args[0], of)
+    return name_of(of, records)
+
+
+def _differing(before: Iterable[tuple[Any, Any]], held: Any) -> Any:
+    """The first name that gives something else now, or is new."""
+    known = dict(before)
+    for name, value in known.items():
+        if held.get(name, reads.ABSENT) is not value:
+            return name
+    return next((name for name in held if name not in known), None)
+
+
+def _read(read: Any, of: Any) -> str:
+    if read is reads.environment:
+        return "a variable of the environment"
+    if read is reads.content:
+        return "a variable of a closure"
+    return f"`{of.name}`, a ContextVar" if hasattr(of, "name") else _a(type(of).__name__)
+
+
+def _named_values(was: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(was, dict):
+        return was.items()
+    is_pair = isinstance(was, tuple) and len(was) == 2
+    return zip(*was, strict=True) if is_pair and all(isinstance(w, list) for w in was) else ()
+
+
+def _holder(of: Any) -> str:
+    """Globals and Python modules and classes by their names, an object by its class."""
+    if isinstance(of, dict):
+        return str(of["__name__"]) if "__name__" in of else "a dict"
+    if isinstance(of, type):
+        return f"{of.__module__}.{of.__qualname__}"
+    return getattr(of, "__name__", None) or _a(type(of).__name__)
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[:1] in 'AEIOUaeiou' else 'a'} {kind}"
