@@ -132,6 +132,7 @@ def _record_blocks(report: PortReport, trace: Any) -> None:
             traced=one.traced,
             reused=one.reused,
             reason=one.reason or "",
+            changed=one.changed or "",
         )
         report.blocks[:] = [b for b in report.blocks if (b.first, b.last) != (first, last)]
         report.add(found)

@@ -173,7 +173,9 @@ def blocks(found: RepeatedBlocks) -> str:
 def blocks_detail(found: RepeatedBlocks) -> str:
     """How often one was traced for all, or why each was traced by itself."""
     traced = f"{found.traced} traced, {plural(found.reused, 'call')} without tracing again"
-    parts = (traced if found.traced else "", found.reason and f"by itself: {found.reason}")
+    again = found.changed and f"traced again for a change of {found.changed}"
+    by_itself = found.reason and f"by itself: {found.reason}"
+    parts = (traced if found.traced else "", again, by_itself)
     return " · ".join(part for part in parts if part)
 
 

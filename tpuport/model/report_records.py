@@ -259,6 +259,7 @@ class RepeatedBlocks:
         traced: How many had to be traced.
         reused: How many calls used what another was traced to.
         reason: Why one was traced by itself, if one was.
+        changed: What had changed outside of the blocks, so that one was traced anew.
     """
 
     first: str
@@ -268,6 +269,7 @@ class RepeatedBlocks:
     traced: int
     reused: int
     reason: str
+    changed: str = ""
 
 
 @dataclass(frozen=True)

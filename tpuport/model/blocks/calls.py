@@ -16,6 +16,7 @@ from tpuport.model.blocks.alike import Family, Member, families
 from tpuport.model.blocks.body import inputs_of, is_frozen, trace_block
 from tpuport.model.blocks.entries import NAME, Arguments, Entry, NotPure
 from tpuport.model.blocks.lasts import LastCalls
+from tpuport.model.blocks.naming import changed_name
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.blocks.watched import is_iterator, is_unchanged
 from tpuport.model.blocks.withheld import note_reads
@@ -41,12 +42,14 @@ class BlockRecord:
         traced: how often a block was traced as a function.
         reused: how many calls reused one.
         reason: why blocks were traced each by itself, if they were.
+        changed: what of elsewhere had changed, so that one was traced anew.
     """
 
     names: list[str]
     traced: int = 0
     reused: int = 0
     reason: str | None = None
+    changed: str | None = None
 
 
 class BlockCalls:
@@ -102,9 +105,11 @@ class BlockCalls:
         key = (id(member.family), self._policies(member), *key)
         entry = next((e for e in self.known.get(key, ()) if self._fits(e, member, given)), None)
         if entry is None:
-            entry = self._traced(member, given, run)
+            known = self.known.setdefault(key, [])
+            like = next((e for e in reversed(known) if _reads_the_same(e, member)), None)
+            record.changed = record.changed or (like and changed_name(like.outside))
+            known.append(entry := self._traced(member, given, run))
             record.traced += 1
-            self.known.setdefault(key, []).append(entry)
         else:
             record.reused += 1
             if _lasts(entry, member.family).is_to_compare(member.fqn):
