@@ -4,6 +4,8 @@ Waits for a checkout: TPUPORT_UPSTREAM_RECOGDRIVE=/path/to/recogdrive (zorrofox/
 6b4663b), and for timm, peft, omegaconf, einops, diffusers and transformers.
 """
 
+import lzma
+import pickle
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 import tpuport
-from recipes.recogdrive import upstream
+from recipes.recogdrive import kinds, upstream
 from recipes.recogdrive.diffusion import SAMPLERS
+from recipes.recogdrive.grpo import GrpoOptions, advantages
 from recipes.recogdrive.planner import SIZES, PlannerConfig, make_planner
 from tests.upstream.recogdrive_checkout import CHECKOUT, PLANNER, needs, needs_checkout, old_timm
 
@@ -161,6 +164,63 @@ def test_several_chains_of_a_scene_are_those_of_the_scene_repeated(make):
     likelihoods = theirs.get_logprobs(*repeated, chains)
     found = ours.get_logprobs(*given, chains).flatten(0, 1)
     torch.testing.assert_close(found, likelihoods, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_the_loss_of_reinforcement_and_its_gradients_agree(make, tmp_path, kind):
+    """With `forward_grpo` on the same noise and rewards, by our loss of either planner."""
+    ours, theirs = pair(make, "ddim")
+    reference, theirs.old_policy = pair(make, "ddim")
+    theirs.old_policy.requires_grad_(False)
+    batch, count, tokens = scene(2), 8, ["a", "b"]
+    init, noise = torch.randn(2 * count, 8, 3), torch.randn(5, 2 * count, 8, 3)
+    clone_init, clone_noise = torch.randn(2, 8, 3), torch.randn(5, 2, 8, 3)
+    rewards = torch.rand(2, count)
+    for token in tokens:
+        with lzma.open(tmp_path / token, "wb") as file:
+            pickle.dump(token, file)
+    theirs.metric_cache_loader = mock.Mock(metric_cache_paths={t: tmp_path / t for t in tokens})
+    theirs.reward_fn = mock.Mock(return_value=rewards.flatten())
+    with (
+        mock.patch.object(torch, "randn", side_effect=[init.clone(), clone_init.clone()]),
+        mock.patch.object(torch, "randn_like", side_effect=[*noise.clone(), *clone_noise.clone()]),
+    ):
+        expected = theirs.forward_grpo(
+            batch["last_hidden_state"], upstream.action_input(batch), tokens
+        )
+    chains, ends = ours.sample_chain(*inputs(batch), count, init, noise)
+    scored, names, _ = theirs.reward_fn.call_args.args
+    torch.testing.assert_close(ends, scored, rtol=1e-5, atol=1e-5)
+    assert names == ["a"] * count + ["b"] * count
+    cloned, _ = reference.sample_chain(*inputs(batch), 1, clone_init, clone_noise)
+    options = GrpoOptions()
+    powers = torch.arange(chains.shape[1] - 2, -1, -1)
+    given = batch | {
+        "chains": chains.unflatten(0, (2, count)),
+        "reference_chains": cloned.unsqueeze(1),
+        "advantages": torch.from_numpy(advantages(rewards.numpy())),
+        "discount": (options.gamma**powers).repeat(2, 1),
+        "bc": torch.full((2,), options.bc),
+    }
+    expected.loss.backward()
+    trained = [name for name, p in ours.named_parameters() if p.requires_grad]
+    wanted = {name: theirs.get_parameter(name).grad for name in trained}
+    planner = ours
+    if kind == "theirs":
+        planner = theirs
+        planner.zero_grad()
+        loss, metrics = kinds.upstream_reinforced_loss(planner, given)
+    else:
+        loss, metrics = kinds.reinforced_loss(planner, given)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=1e-5)
+    for name in ("policy_loss", "bc_loss"):
+        torch.testing.assert_close(metrics[name], expected[name], rtol=1e-4, atol=1e-5)
+    largest = max(grad.abs().max() for grad in wanted.values())
+    assert largest > 0.01
+    for name in trained:
+        found = planner.get_parameter(name).grad
+        torch.testing.assert_close(found, wanted[name], rtol=1e-3, atol=1e-4 * float(largest))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
