@@ -32,6 +32,7 @@ from recipes.recogdrive.train import (
 )
 from recipes.recogdrive.weights import config_of, read_weights
 from tpuport.errors import UsageError
+from tpuport.sharding.on_mesh import argument_name
 from tpuport.training import Batches, TrainState, TrainStep
 from tpuport.training.input.batches import MASK
 
@@ -45,7 +46,7 @@ class GrpoOptions:
     """How a planner is reinforced; the defaults are upstream's.
 
     Attributes:
-        train: as in stage 2, but without a mesh: sizes and sampler come from the checkpoint.
+        train: as in stage 2, but of one process: sizes and sampler come from the checkpoint.
         samples: trajectories of each scene.
         gamma: what a step of sampling counts less than the one after it.
         bc: the weight of behaviour cloning.
@@ -103,12 +104,14 @@ class GrpoStep:
         self._pool, self._tokens, self._options = pool, tokens, options
         # The weights of now: `put` gives the model others.
         self._reference = {**self.ported.params}
-        ported = self.ported
+        # What is not trained stays as it is. Its values are constants of the program: upstream's
+        # sampler makes Python numbers of its schedule and of eta.
+        ported, fixed = self.ported, {**self.ported.buffers}
 
-        def sample(params: Any, state: Any, key: Any, batch: Any, count: int) -> Any:
-            return ported.apply(params, state, key, batch, count, method=chains)[0]
+        def sample(params: Any, key: Any, batch: Any, count: int) -> Any:
+            return ported.apply(params, fixed, key, batch, count, method=chains)[0]
 
-        self._sample = jax.jit(sample, static_argnums=4)
+        self._sample = jax.jit(sample, static_argnums=3)
         powers = np.arange(NUM_STEPS - 1, -1, -1)
         self._discount = (options.gamma**powers).astype(np.float32)
 
@@ -122,11 +125,12 @@ class GrpoStep:
         return self.step.causes
 
     def place(self, batch: dict[str, torch.Tensor], *, share: Any = None) -> dict[str, Any]:
-        """A batch on the device, but for what the host reads of it."""
+        """A batch on the devices, but for what the host reads of it."""
         del share
-        arrays = {name: tensor.numpy() for name, tensor in batch.items()}
-        here = {name: arrays.pop(name) for name in (INDEX, "trajectory")}
-        return {**jax.device_put(arrays), **here}
+        here = {name: batch[name].numpy() for name in (INDEX, "trajectory")}
+        call = self.step.place({name: t for name, t in batch.items() if name not in here})
+        names = [argument_name(path).removeprefix("0.") for path in call.paths]
+        return {**dict(zip(names, call.values, strict=True)), **here}
 
     def put(self, state: TrainState, *, ema: bool = False) -> Any:
         """Give the model the weights of a state, and return it."""
@@ -137,17 +141,17 @@ class GrpoStep:
 
         Nothing waits until all programs are under way; then each part is scored as it comes.
         """
-        options, buffers = self._options, {**state.buffers, **state.frozen}
+        options = self._options
         scenes = {n: batch[n] for n in ("last_hidden_state", "history_trajectory")}
         scenes["status_feature"] = batch["status_feature"]
         key = jax.random.fold_in(state.key, state.step)
         parts = _cut(scenes, options.parts)
         made = [
-            self._sample(state.params, buffers, jax.random.fold_in(key, i), part, options.samples)
+            self._sample(state.params, jax.random.fold_in(key, i), part, options.samples)
             for i, part in enumerate(parts)
         ]
         key = jax.random.fold_in(key, _REFERENCE)
-        reference, _ = self._sample(self._reference, buffers, key, scenes, 1)
+        reference, _ = self._sample(self._reference, key, scenes, 1)
         names = [self._tokens[int(i)] for i in batch[INDEX]]
         true, pending, start = batch["trajectory"], [], 0
         for _, ends in made:
@@ -222,11 +226,11 @@ def make_grpo_step(
         )
     if options.parts < 1:
         raise UsageError(f"parts={options.parts}: expected 1 or more")
-    if options.train.mesh is not None or jax.process_count() > 1:
+    if jax.process_count() > 1:
         raise UsageError(
-            f"reinforcement is for one device of one process: mesh={options.train.mesh!r},"
-            f" {jax.process_count()} processes. What to do: leave the mesh out, and start one"
-            " process; a larger planner or batch fits by accumulate="
+            f"reinforcement is for one process, which scores for all its devices: there are"
+            f" {jax.process_count()}. What to do: start one, with mesh= over its devices; a larger"
+            " planner or batch fits by accumulate="
         )
     ported = port_planner(planner, kind, options.train, also=(kind.chains,))
     step = make_step(ported, kind.reinforced, options.train, steps_per_epoch)

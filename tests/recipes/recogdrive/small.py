@@ -8,9 +8,11 @@ from recipes.recogdrive.planner import Planner, PlannerConfig, make_planner
 CONFIG = PlannerConfig(heads=2, head_dim=8, layers=2, output_dim=24, state_width=12, hidden=32)
 
 
-def small_planner(sampler: Sampler = "ddim", seed: int = 0) -> Planner:
+def small_planner(
+    sampler: Sampler = "ddim", seed: int = 0, config: PlannerConfig = CONFIG
+) -> Planner:
     """Random weights throughout: the modulation starts at zero, which would hide everything."""
-    planner = make_planner(CONFIG, sampler, seed=seed)
+    planner = make_planner(config, sampler, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter in planner.parameters():
         if parameter.requires_grad:

@@ -1,0 +1,67 @@
+"""All commands one after another: from small data to trajectories of a reinforced planner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.recogdrive import planner as planners
+from recipes.recogdrive.__main__ import app
+from recipes.recogdrive.planner import PlannerConfig
+
+SMALLER = PlannerConfig(heads=2, head_dim=16, layers=2, output_dim=32, state_width=64, hidden=64)
+
+
+def command(*given: Any) -> None:
+    app(list(map(str, given)), standalone_mode=False)
+
+
+def logged(out: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_the_commands_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The planner learns from the states of the chat model that was fine-tuned before."""
+    monkeypatch.setitem(planners.SIZES, "tiny", SMALLER)
+    chats, cache = tmp_path / "chats", tmp_path / "cache"
+    stage1, planner, reinforced = (tmp_path / f"stage{number}" for number in (1, 2, 3))
+    command("make-data", tmp_path / "made", "--count", 2, "--chats", chats)
+    command(
+        *("finetune", "--model_name_or_path", chats / "model", "--meta_path", chats / "meta.json"),
+        *("--output_dir", stage1, "--force_image_size", 56, "--max_dynamic_patch", 1),
+        *("--max_seq_length", 256, "--num_train_epochs", 4, "--per_device_train_batch_size", 4),
+        *("--learning_rate", 5e-3, "--fsdp_devices", 1),
+    )
+    losses = logged(stage1, "loss")
+    assert mean(losses[-3:]) < 0.8 * mean(losses[:3])
+    command(
+        *("cache", "--model_name_or_path", stage1 / "model", "--scenes", chats / "scenes.jsonl"),
+        *("--cache_path", cache, "--max_length", 544, "--max_dynamic_patch", 1),
+    )
+    often = ("--batch-size", 8, "--log-every", 5)
+    command(
+        *("train", cache, "--out", planner, "--size", "tiny", "--validate-first", *often),
+        *("--epochs", 100, "--lr", 4e-3, "--ema", 0.95),
+    )
+    losses, errors = logged(planner, "loss"), logged(planner, "evaluate/val_l1")
+    assert mean(losses[-5:]) < 0.3 * mean(losses[:5])
+    assert errors[-1] < 0.1 * errors[0]
+    command(
+        *("grpo", cache, "--checkpoint", planner / "planner.safetensors", "--out", reinforced),
+        *("--steps", 20, "--reward-workers", 0, "--samples", 4, "--validate-first", *often),
+    )
+    losses, rewards = (logged(reinforced, n) for n in ("loss", "evaluate/val_reward"))
+    assert losses[-1] < losses[0]
+    assert rewards[-1] > rewards[0]
+    found = tmp_path / "found.json"
+    command("sample", cache, "--checkpoint", reinforced / "planner.safetensors", "--out", found)
+    written = json.loads(found.read_text())
+    assert written["verified"]
+    assert len(written["trajectories"]) == written["scenes"] == 16
+    assert written["l1"] < 0.15 * errors[0]

@@ -1,0 +1,105 @@
+"""Runs of the planner that are killed go on to the same weights, to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import tpuport
+from recipes.recogdrive import planner as planners
+from recipes.recogdrive.__main__ import app
+from recipes.recogdrive.make_data import make_cache
+from recipes.recogdrive.weights import read_weights
+from tests.recipes.recogdrive.small import CONFIG, small_planner
+
+# The least of a planner: what a run keeps does not depend on its size.
+SMALLEST = replace(CONFIG, layers=1)
+# The command with that size, reading slowly, so that it is not through before it is killed.
+SCRIPT = f"""
+import time
+from recipes.recogdrive import layouts, planner
+from recipes.recogdrive.__main__ import app
+from recipes.recogdrive.planner import PlannerConfig
+
+read = layouts.CacheDataset.__getitem__
+layouts.CacheDataset.__getitem__ = lambda self, index: time.sleep(0.1) or read(self, index)
+planner.SIZES["tiny"] = {SMALLEST!r}
+app()
+"""
+STEPS = 12
+TRAIN = f"--size tiny --batch-size 4 --epochs {STEPS // 2} --lr 3e-3 --ema 0.9"
+GRPO = f"--samples 2 --batch-size 4 --epochs {STEPS // 2} --reward-workers 0"
+OFTEN = "--save-every 4 --log-every 1 --evaluate-every 100"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Six samples, a planner, and what runs compile, which is the same for all of them."""
+    folder = tmp_path_factory.mktemp("killed")
+    make_cache(folder / "cache", count=6, tokens=4, width=12)
+    tpuport.save_checkpoint(
+        folder / "begun.safetensors", small_planner(config=SMALLEST).state_dict()
+    )
+    with (
+        mock.patch.dict(planners.SIZES, tiny=SMALLEST),
+        tpuport.compile_cache(folder / "programs", min_compile_seconds=0.0),
+    ):
+        yield folder
+
+
+def kill_in_the_middle(arguments: list[str], out: Path, folder: Path) -> None:
+    """Start a command, and end it by SIGKILL once a state is there."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path.cwd()),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
+    try:
+        states, deadline = out / "states", time.monotonic() + 300
+        while not any(p.name.isdigit() for p in (states.iterdir() if states.is_dir() else ())):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def logged(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("command", ["train", "grpo"])
+def test_a_killed_run_goes_on_to_the_same_weights(folder: Path, command: str):
+    flags = {"train": TRAIN, "grpo": f"{GRPO} --checkpoint {folder / 'begun.safetensors'}"}
+    given = [command, str(folder / "cache"), *flags[command].split(), *OFTEN.split()]
+    whole, killed = folder / f"{command}-whole", folder / f"{command}-killed"
+    app([*given, "--out", str(whole)], standalone_mode=False)
+    kill_in_the_middle([*given, "--out", str(killed)], killed, folder)
+    assert not (killed / "planner.safetensors").exists()
+    before = logged(killed)
+    assert 0 < len(before) < STEPS
+    app([*given, "--out", str(killed)], standalone_mode=False)
+    assert len(logged(whole)) == STEPS
+    assert logged(killed) == logged(whole)
+    begun = read_weights(folder / "begun.safetensors")
+    one, other = (read_weights(out / "planner.safetensors") for out in (whole, killed))
+    assert one.keys() == other.keys() == begun.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+    moved = [name for name, value in one.items() if not torch.equal(value, begun[name])]
+    assert len(moved) > 20
