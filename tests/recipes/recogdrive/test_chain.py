@@ -1,11 +1,13 @@
 """All commands one after another: from small data to trajectories of a reinforced planner."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tpuport
 from recipes.recogdrive import planner as planners
 from recipes.recogdrive.__main__ import app
 from recipes.recogdrive.planner import PlannerConfig
@@ -26,6 +28,14 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+@pytest.fixture
+def _compiled_once(tmp_path: Path) -> Iterator[None]:
+    """The sampler of trajectories is the same program in three of the commands."""
+    with tpuport.compile_cache(tmp_path / "programs"):
+        yield
+
+
+@pytest.mark.usefixtures("_compiled_once")
 def test_the_commands_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The planner learns from the states of the chat model that was fine-tuned before."""
     monkeypatch.setitem(planners.SIZES, "tiny", SMALLER)
@@ -54,13 +64,15 @@ def test_the_commands_one_after_another(tmp_path: Path, monkeypatch: pytest.Monk
     assert errors[-1] < 0.1 * errors[0]
     command(
         *("grpo", cache, "--checkpoint", planner / "planner.safetensors", "--out", reinforced),
-        *("--steps", 20, "--reward-workers", 0, "--samples", 4, "--validate-first", *often),
+        *("--batch-size", 8, "--log-every", 1, "--lr", 1e-3, "--reward-workers", 0),
     )
-    losses, rewards = (logged(reinforced, n) for n in ("loss", "evaluate/val_reward"))
-    assert losses[-1] < losses[0]
-    assert rewards[-1] > rewards[0]
+    losses = logged(reinforced, "loss")
+    assert mean(losses[-5:]) < mean(losses[:5])
     found = tmp_path / "found.json"
-    command("sample", cache, "--checkpoint", reinforced / "planner.safetensors", "--out", found)
+    command(
+        *("sample", cache, "--checkpoint", reinforced / "planner.safetensors", "--out", found),
+        *("--batch-size", 8),
+    )
     written = json.loads(found.read_text())
     assert written["verified"]
     assert len(written["trajectories"]) == written["scenes"] == 16
