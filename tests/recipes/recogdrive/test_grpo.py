@@ -102,8 +102,8 @@ def gradient(planner, batch, chains, reference, rewards):
         "chains": torch.from_numpy(np.array(chains)),
         "reference_chains": torch.from_numpy(np.array(reference)),
         "advantages": torch.from_numpy(grpo.advantages(rewards)),
-        "discount": (0.6 ** torch.arange(4.0, -1, -1)).repeat(2, 1),
-        "bc": torch.full((2,), 0.1),
+        "discount": (0.6 ** torch.arange(4.0, -1, -1)).repeat(len(rewards), 1),
+        "bc": torch.full((len(rewards),), 0.1),
     }
     planner.zero_grad()
     loss, parts = kinds.reinforced_loss(planner, given)
@@ -156,27 +156,27 @@ def test_a_step_is_on_policy_and_its_update_is_that_of_torch():
 
 
 def test_a_mesh_leaves_the_numbers_as_they_are():
-    """Each device has one of two scenes: chains as without it, loss and gradient as torch has."""
-    batch = {**scenes(2), grpo.INDEX: torch.arange(2)}
+    """Each device has one scene: chains as without it, loss and gradient as torch has."""
+    batch = {**scenes(8), grpo.INDEX: torch.arange(8)}
     found = []
     with RewardPool(SimpleScorer(), 0) as pool:
-        for mesh in (None, {"fsdp": 2}):
+        for mesh in (None, {"data": -1}):
             options = grpo.GrpoOptions(train=dataclasses.replace(TRAIN, mesh=mesh), samples=2)
             planner = small_planner()
-            step = grpo.make_grpo_step(planner, kinds.OURS, pool, ["a", "b"], options, 10)
+            step = grpo.make_grpo_step(planner, kinds.OURS, pool, list("abcdefgh"), options, 10)
             state, placed = step.init(), step.place(batch)
             found.append(step.sampled(state, placed))
         (chains, reference, rewards), (alone, *others) = found[1], found[0]
-        assert len(placed["last_hidden_state"].sharding.device_set) == 2
+        assert len(placed["last_hidden_state"].sharding.device_set) == 8
         assert not placed["last_hidden_state"].sharding.is_fully_replicated
         np.testing.assert_allclose(chains, alone, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(reference, others[0], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(rewards, others[1], rtol=1e-3)
-        loss, _, norm = gradient(planner, scenes(2), chains, reference, rewards)
+        loss, _, norm = gradient(planner, scenes(8), chains, reference, rewards)
         state, metrics = step(state, placed)
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-3, abs=1e-4)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-3)
-    assert len(next(iter(state.params.values())).sharding.device_set) == 2
+    assert len(next(iter(state.params.values())).sharding.device_set) == 8
 
 
 def test_wrong_calls_say_what_is_expected(tmp_path, monkeypatch):
