@@ -110,7 +110,6 @@ def _trace_once(
         _check_pure(trace, member, before, result, closed.consts)
         if outside.tells_memory and given.has_views:
             raise NotPure("it may ask where an argument lies in memory, which is a view")
-        changed = changed_name(outside.noted)
     finally:
         # What is left of a block that was not pure would be tracers of a trace that has ended.
         trace.promoted.clear()
@@ -135,7 +134,7 @@ def _trace_once(
         noted=reads,
         fqn=member.fqn,
     )
-    return entry, changed
+    return entry, changed_name(entry.outside)
 
 
 def _outside_of(member: Member, given: Arguments) -> Outside:
