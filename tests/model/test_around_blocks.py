@@ -124,7 +124,8 @@ def set_buffer(parent: Any, value: float) -> None:
 def test_a_buffer_of_a_module_in_the_model_around_that_is_none():
     model = Around(lambda i: AsksForBuffer(""), set_buffer)
     model.child.register_buffer("seen", None)
-    port(model)
+    record = port(model)
+    assert (record.traced, record.changed) == (2, "`seen` of a dict")
 
 
 # -- helpers behind decorators ---------------------------------------------------------------------

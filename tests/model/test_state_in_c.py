@@ -202,7 +202,10 @@ DIFFERENT: dict[str, tuple[Callable[[float], Any], Callable[[Any], float]]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_a_value_of_its_own_for_each_block(name: str):
-    port(Different(*DIFFERENT[name]))
+    make, read = DIFFERENT[name]
+    different = {read(make(scale)) for scale in VALUES}
+    assert len(different) > 1
+    assert port(Different(make, read)).traced >= len(different)
 
 
 class ByAttribute(Held):
