@@ -15,6 +15,7 @@ from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_schedule import visits
 from tpuport.attention import Mask, attend, schedule
 from tpuport.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
+from tpuport.attention.splash import Sorting
 
 QUERIES, KEYS = 420, 600
 NO_BAND: dict[str, Any] = {}
@@ -181,3 +182,14 @@ def test_documents_skip_each_others_blocks():
     whole, edge = visited(pieces_of(np.roll(ids, 2), kv))
     assert whole + edge < 12 * 48 + 3 * 48
     assert edge
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 1000, 40_000])
+def test_keys_are_sorted_by_whether_they_are_valid(length: int):
+    generator = np.random.default_rng(length)
+    valid = generator.random((4, length)) > 0.3
+    valid[1], valid[2], valid[3] = True, False, np.arange(length) < length // 2
+    found = Sorting.by(jnp.asarray(valid))
+    places = np.argsort(np.argsort(~valid, axis=1, kind="stable"), axis=1)
+    np.testing.assert_array_equal(found.place, places)
+    assert bool(found.is_sorted) == bool((places == np.arange(length)).all())
