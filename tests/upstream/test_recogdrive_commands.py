@@ -6,17 +6,16 @@ Waits for a checkout: TPUPORT_UPSTREAM_RECOGDRIVE=/path/to/recogdrive (zorrofox/
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from recipes.recogdrive import planner as planners
-from recipes.recogdrive.__main__ import app
 from recipes.recogdrive.loading import load_chat_model, save_chat_model
 from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.weights import read_weights
 from tests.recipes.recogdrive.chat_data import LENGTH, Small
+from tests.recipes.recogdrive.runs import command, logged
 from tests.recipes.recogdrive.small import CONFIG
 from tests.upstream.recogdrive_checkout import (
     CHECKOUT,
@@ -30,13 +29,8 @@ from tests.upstream.recogdrive_checkout import (
 pytestmark = [needs_checkout, needs(PLANNER), old_timm, *old_checkpoint]
 
 
-def command(*given: Any) -> None:
-    app(list(map(str, given)), standalone_mode=False)
-
-
-def logged(out: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+def values(out: Path, name: str) -> list[float]:
+    return list(logged(out, name).values())
 
 
 def test_its_planner_trains_samples_and_is_reinforced(
@@ -50,7 +44,7 @@ def test_its_planner_trains_samples_and_is_reinforced(
         *("train", *given, "--out", trained, "--size", "tiny", "--validate-first"),
         *("--epochs", 100, "--warmup-epochs", 0, "--lr", 1e-2, "--ema", 0.9),
     )
-    losses, errors = logged(trained, "loss"), logged(trained, "evaluate/val_l1")
+    losses, errors = values(trained, "loss"), values(trained, "evaluate/val_l1")
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert errors[-1] < 0.5 * errors[0]
     checkpoint = trained / "planner.safetensors"
@@ -74,8 +68,8 @@ def test_its_planner_trains_samples_and_is_reinforced(
         *("grpo", *given, "--checkpoint", checkpoint, "--out", reinforced),
         *("--steps", 3, "--samples", 2, "--reward-workers", 0),
     )
-    assert len(logged(reinforced, "loss")) == 3
-    assert all(norm > 0 for norm in logged(reinforced, "grad_norm"))
+    assert len(values(reinforced, "loss")) == 3
+    assert all(norm > 0 for norm in values(reinforced, "grad_norm"))
     before, after = (read_weights(f / "planner.safetensors") for f in (trained, reinforced))
     assert before.keys() == after.keys()
     assert after["eta.eta_logit"].isinf().all()
@@ -102,9 +96,9 @@ def test_rows_whose_image_tokens_are_not_their_features_have_a_loss_of_0(tmp_pat
         *("--per_device_train_batch_size", 2, "--learning_rate", 1e-2, "--weight_decay", 0),
         *("--fsdp_devices", 1, "--bf16", "False", "--warmup_ratio", 0),
     )
-    assert logged(out, "loss") == [0.0, 0.0]
-    assert logged(out, "num_labels") == [0, 0]
-    assert min(logged(out, "ignored_rows")) >= 1
-    assert logged(out, "grad_norm") == [0.0, 0.0]
+    assert values(out, "loss") == [0.0, 0.0]
+    assert values(out, "num_labels") == [0, 0]
+    assert min(values(out, "ignored_rows")) >= 1
+    assert values(out, "grad_norm") == [0.0, 0.0]
     before, after = (load_chat_model(f / "model")[0].state_dict() for f in (tmp_path, out))
     assert all(torch.equal(value, after[name]) for name, value in before.items())

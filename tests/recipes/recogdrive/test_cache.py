@@ -1,13 +1,8 @@
 """Cached hidden states are those of each prompt by itself, and all there after a kill."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +17,7 @@ from recipes.recogdrive.origin import check_origin
 from recipes.recogdrive.scenes import read_scenes
 from recipes.recogdrive.tiles import Tiling
 from tests.recipes.recogdrive.chat_data import Small
+from tests.recipes.recogdrive.runs import kill_when
 from tpuport.errors import UsageError
 from tpuport.training.hosts import Hosts
 
@@ -257,17 +253,7 @@ def test_a_cache_is_whole_after_a_kill(small: Small, tmp_path: Path):
     folder, root = small.folder, tmp_path / "cache"
     arguments = arguments_of(small, root)
     code = "from recipes.recogdrive.cache import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-    )
-    deadline = time.monotonic() + 240
-    while len(list(root.glob("*/*/*_target.gz"))) < 2:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_when(lambda: len(list(root.glob("*/*/*_target.gz"))) >= 2, "-c", code, *arguments)
     scenes = read_scenes(folder / "scenes.jsonl")
     left = missing_scenes(scenes, root, "upstream")
     assert 0 < len(left) < 9

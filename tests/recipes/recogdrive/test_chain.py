@@ -3,29 +3,23 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tpuport
 from recipes.recogdrive import planner as planners
-from recipes.recogdrive.__main__ import app
 from recipes.recogdrive.planner import PlannerConfig
+from tests.recipes.recogdrive.runs import command, logged
 
 SMALLER = PlannerConfig(heads=2, head_dim=16, layers=2, output_dim=32, state_width=64, hidden=64)
 
 
-def command(*given: Any) -> None:
-    app(list(map(str, given)), standalone_mode=False)
+def values(out: Path, name: str) -> list[float]:
+    return list(logged(out, name).values())
 
 
-def logged(out: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 @pytest.fixture
@@ -48,7 +42,7 @@ def test_the_commands_one_after_another(tmp_path: Path, monkeypatch: pytest.Monk
         *("--max_seq_length", 256, "--num_train_epochs", 4, "--per_device_train_batch_size", 4),
         *("--learning_rate", 5e-3, "--fsdp_devices", 1),
     )
-    losses = logged(stage1, "loss")
+    losses = values(stage1, "loss")
     assert mean(losses[-3:]) < 0.8 * mean(losses[:3])
     command(
         *("cache", "--model_name_or_path", stage1 / "model", "--scenes", chats / "scenes.jsonl"),
@@ -59,14 +53,14 @@ def test_the_commands_one_after_another(tmp_path: Path, monkeypatch: pytest.Monk
         *("train", cache, "--out", planner, "--size", "tiny", "--validate-first", *often),
         *("--epochs", 100, "--lr", 4e-3, "--ema", 0.95),
     )
-    losses, errors = logged(planner, "loss"), logged(planner, "evaluate/val_l1")
+    losses, errors = values(planner, "loss"), values(planner, "evaluate/val_l1")
     assert mean(losses[-5:]) < 0.3 * mean(losses[:5])
     assert errors[-1] < 0.1 * errors[0]
     command(
         *("grpo", cache, "--checkpoint", planner / "planner.safetensors", "--out", reinforced),
         *("--batch-size", 8, "--log-every", 1, "--lr", 1e-3, "--reward-workers", 0),
     )
-    losses = logged(reinforced, "loss")
+    losses = values(reinforced, "loss")
     assert mean(losses[-5:]) < mean(losses[:5])
     found = tmp_path / "found.json"
     command(

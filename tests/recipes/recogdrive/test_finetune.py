@@ -1,12 +1,7 @@
 """Stage 1 from a command line: its data, its flags, and a run that was killed."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +25,7 @@ from recipes.recogdrive.finetune import (
 )
 from recipes.recogdrive.loading import load_chat_model, save_chat_model
 from tests.recipes.recogdrive.chat_data import LENGTH, Small
+from tests.recipes.recogdrive.runs import has_state, kill_when, logged
 from tpuport.errors import UsageError
 from tpuport.training.hosts import Hosts
 
@@ -287,11 +283,6 @@ def test_errors_are_lines_without_a_traceback(tmp_path: Path):
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def logged(folder: Path) -> dict[int, float]:
-    lines = [json.loads(s) for s in (folder / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
-
-
 class BegunError(Exception):
     """Instead of a step, which takes long to compile."""
 
@@ -383,18 +374,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(small: Small, tmp_path: Pat
         if value not in (None, [])
         for part in (f"--{name}", str(value))
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "recipes.recogdrive", "finetune", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
-    )
-    deadline = time.monotonic() + 300
-    states = tmp_path / "killed" / "states"
-    while not any(p.name.isdigit() for p in (states.iterdir() if states.is_dir() else ())):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = tmp_path / "killed"
+    kill_when(lambda: has_state(killed), *("-m", "recipes.recogdrive", "finetune", *arguments))
     before = logged(tmp_path / "killed")
     trained = run(flags)
     flags.output_dir = str(tmp_path / "whole")

@@ -1,11 +1,6 @@
 """Runs of the planner that are killed go on to the same weights, to the bit."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +11,9 @@ import torch
 
 import tpuport
 from recipes.recogdrive import planner as planners
-from recipes.recogdrive.__main__ import app
 from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.weights import read_weights
+from tests.recipes.recogdrive.runs import command, has_state, kill_when, logged
 from tests.recipes.recogdrive.small import CONFIG, small_planner
 
 # The least of a planner: what a run keeps does not depend on its size.
@@ -58,48 +53,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def kill_in_the_middle(arguments: list[str], out: Path, folder: Path) -> None:
     """Start a command, and end it by SIGKILL once a state is there."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path.cwd()),
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
-    try:
-        states, deadline = out / "states", time.monotonic() + 300
-        while not any(p.name.isdigit() for p in (states.iterdir() if states.is_dir() else ())):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
+    # A copy: what is killed may leave half a program, which jax warns of and compiles anew.
+    programs = shutil.copytree(folder / "programs", out.with_suffix(".programs"))
+    kill_when(
+        lambda: has_state(out),
+        *("-c", SCRIPT, *arguments),
+        JAX_COMPILATION_CACHE_DIR=str(programs),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
 
 
-def logged(out: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-@pytest.mark.parametrize("command", ["train", "grpo"])
-def test_a_killed_run_goes_on_to_the_same_weights(folder: Path, command: str):
+@pytest.mark.parametrize("name", ["train", "grpo"])
+def test_a_killed_run_goes_on_to_the_same_weights(folder: Path, name: str):
     flags = {"train": TRAIN, "grpo": f"{GRPO} --checkpoint {folder / 'begun.safetensors'}"}
-    given = [command, str(folder / "cache"), *flags[command].split(), *OFTEN.split()]
-    whole, killed = folder / f"{command}-whole", folder / f"{command}-killed"
-    app([*given, "--out", str(whole)], standalone_mode=False)
+    given = [name, str(folder / "cache"), *flags[name].split(), *OFTEN.split()]
+    whole, killed = folder / f"{name}-whole", folder / f"{name}-killed"
+    command(*given, "--out", whole)
     kill_in_the_middle([*given, "--out", str(killed)], killed, folder)
     assert not (killed / "planner.safetensors").exists()
     before = logged(killed)
     assert 0 < len(before) < STEPS
-    app([*given, "--out", str(killed)], standalone_mode=False)
+    command(*given, "--out", killed)
     assert len(logged(whole)) == STEPS
     assert logged(killed) == logged(whole)
     begun = read_weights(folder / "begun.safetensors")
     one, other = (read_weights(out / "planner.safetensors") for out in (whole, killed))
     assert one.keys() == other.keys() == begun.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-    moved = [name for name, value in one.items() if not torch.equal(value, begun[name])]
+    for fqn, value in one.items():
+        assert torch.equal(value, other[fqn]), fqn
+    moved = [fqn for fqn, value in one.items() if not torch.equal(value, begun[fqn])]
     assert len(moved) > 20

@@ -23,6 +23,7 @@ from recipes.recogdrive.train import (
     warmup_cosine,
 )
 from recipes.recogdrive.weights import read_weights
+from tests.recipes.recogdrive.runs import logged
 from tests.recipes.recogdrive.small import CONFIG
 from tpuport.errors import UsageError
 
@@ -35,11 +36,6 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def _smaller(monkeypatch):
     monkeypatch.setitem(planners.SIZES, "tiny", CONFIG)
-
-
-def logged(out):
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def test_the_rate_is_upstreams_by_epoch():
