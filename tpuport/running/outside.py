@@ -244,7 +244,7 @@ class _Freezer:
     def _attributes(self, value: Any) -> Any:
         kind = type(value)
         opaque = (*structure.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)
-        if isinstance(value, opaque) or kind.__module__.split(".")[0] in structure._OPAQUE:
+        if isinstance(value, opaque) or kind.__module__.split(".")[0] in structure.OPAQUE:
             return None if isinstance(value, dict) else _Same(value)
         held = structure.attributes_of(value)
         if self._kept is not None and isinstance(getattr(value, "__dict__", None), dict):
