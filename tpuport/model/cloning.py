@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tpuport.model import structure
 
@@ -69,6 +70,9 @@ class Cloner:
         if known is not None:
             return known
         self.keep.append(value)
+        if isinstance(value, RemovableHandle):
+            made = self.memo[id(value)] = self._handle(value)
+            return made
         if isinstance(value, functools.partial):
             parts = [self.clone(p) for p in value.args]
             made = functools.partial(self.clone(value.func), *parts, **self.clone(value.keywords))
@@ -83,6 +87,18 @@ class Cloner:
             self.memo[id(value)] = made
             return made
         return self._object(value)
+
+    def _handle(self, value: RemovableHandle) -> RemovableHandle:
+        """What takes the hook off the copy that the handle takes off the original."""
+
+        def copied(of: Any) -> Any:
+            # Of a module that is gone nothing is left to take it off.
+            return OrderedDict() if of is None else self.clone(of)
+
+        hooks, number, *extra = value.__getstate__()
+        made = RemovableHandle.__new__(RemovableHandle)
+        made.__setstate__((copied(hooks), number, [copied(of) for of in (extra or ((),))[0] or ()]))
+        return made
 
     def _object(self, value: Any) -> Any:
         made: Any

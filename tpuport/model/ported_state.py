@@ -250,22 +250,14 @@ class PortedState:
     def _apply_python_state(self, compiled: Compiled, changes: Any) -> None:
         self._new_version()
         master = self.module
-        for name in changes.names:
+        for name in changes.causes:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
             # A table that grows with the arguments changes once for each shape: only a change at
             # the same ones counts.
             repeated = (name, compiled.signature.method, compiled.signature.key[:2])
             self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
             if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
-                raise PortError(
-                    f"the Python attribute {name!r} of the module changes at every call, so"
-                    " each call is another program",
-                    code="TPU405",
-                    remedy=(
-                        "register it as a buffer (self.register_buffer(name, torch.zeros(())))"
-                        " and update that"
-                    ),
-                )
+                raise _changes_each_time(name, is_hook=name not in changes.owners)
             again = count >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])
@@ -308,3 +300,19 @@ class PortedState:
         """A Python number that changes at each call becomes state of the program."""
         self._program.numbers.add(name)
         self.buffers[name] = jnp.asarray(value)
+
+
+def _changes_each_time(name: str, *, is_hook: bool) -> PortError:
+    if is_hook:
+        return PortError(
+            f"{name} are others after every call, so each call is another program",
+            code="TPU405",
+            remedy="take hooks off at the end of the call that puts them on (handle.remove())",
+        )
+    return PortError(
+        f"the Python attribute {name!r} of the module changes at every call, so each call is"
+        " another program",
+        code="TPU405",
+        remedy="register it as a buffer (self.register_buffer(name, torch.zeros(()))) and update"
+        " that",
+    )

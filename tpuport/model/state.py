@@ -1,14 +1,16 @@
 """A module's state: every tensor that hangs on it by name, and what a call changed."""
 
+import copy
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tpuport.model import numbers, structure
 from tpuport.model.cloning import Cloner
+from tpuport.model.hooks import hooks_of, kept_hooks, refuse_handles
 from tpuport.model.tensor import TracedTensor, meta_of
 
 # What torch keeps on every module: its own bookkeeping, hooks included.
@@ -20,7 +22,8 @@ class StateTree:
     """Everything on a module that a call may read or change, taken apart.
 
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
-    `fqn.attribute[...]` for others. `statics` are the Python values by name.
+    `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
+    modules that have some, by fqn.
     """
 
     leaves: dict[str, Any]
@@ -30,6 +33,7 @@ class StateTree:
     values: dict[str, Any]
     registered: set[str]
     modules: dict[str, int]
+    hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def named_owners(
@@ -96,6 +100,8 @@ def _take_apart(
 ) -> None:
     for fqn, owner in named_owners(module):
         tree.modules[fqn] = id(owner)
+        if (hooks := hooks_of(owner)) is not None:
+            tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
         for holder in (owner._parameters, owner._buffers):
             for name, value in holder.items():
@@ -165,7 +171,9 @@ def _state_leaf(value: Any) -> bool:
 
 @dataclass
 class PythonChanges:
-    """Attributes of modules that a call bound anew, tensors in them as placeholders."""
+    """Attributes of modules that a call bound anew, tensors in them as placeholders; and by fqn
+    what modules have of hooks whose hooks are others.
+    """
 
     names: list[str]
     before: dict[str, Any]
@@ -173,7 +181,16 @@ class PythonChanges:
     owners: dict[str, tuple[str, str]]
     gone: list[str]
     registered: set[str]
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     replacement: torch.nn.Module | None = None
+
+    @property
+    def causes(self) -> list[str]:
+        """What is another now, by name."""
+        if not self.hooks:
+            return self.names
+        first, more = next(iter(self.hooks)) or "the model", len(self.hooks) - 1
+        return [*self.names, f"hooks of {first}" + (f" and {more} more" if more else "")]
 
     @property
     def host_state(self) -> dict[str, torch.Tensor]:
@@ -213,7 +230,15 @@ class PythonChanges:
                 owner._buffers[attribute] = value.value
             else:
                 owner.__dict__[attribute] = value
+        self.put_hooks(module)
         return module
+
+    def put_hooks(self, module: torch.nn.Module) -> None:
+        """Put the hooks in force on a module of the same structure."""
+        for fqn, kept in self.hooks.items():
+            module.get_submodule(fqn).__dict__.update(
+                {name: copy.copy(value) for name, value in kept.items()}
+            )
 
 
 @dataclass
@@ -238,7 +263,7 @@ def python_changes(
         for name in dict.fromkeys([*before.statics, *after.statics])
         if before.statics.get(name, _ABSENT) != after.statics.get(name, _ABSENT)
     ]
-    if not names and before.modules == after.modules:
+    if not names and before.modules == after.modules and before.hooks == after.hooks:
         return None
     cloner = Cloner(_placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
@@ -250,13 +275,19 @@ def python_changes(
         if name in after.registered and name not in before.owners:
             value = _Buffer(value)
         values[name] = value
-    gone = [name for name in before.leaves if name not in after.leaves]
+    refuse_handles(values)
     old = {name: before.values.get(name) for name in names}
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
+    hooks = {
+        fqn: kept_hooks(module.get_submodule(fqn), fqn, before.hooks.get(fqn))
+        for fqn in dict.fromkeys([*before.hooks, *after.hooks])
+        if fqn in after.modules and before.hooks.get(fqn) != after.hooks.get(fqn)
+    }
+    gone = [name for name in before.leaves if name not in after.leaves]
     replacement = None
     if before.modules != after.modules:
         replacement = Cloner(_placeholder).clone(module)
-    return PythonChanges(names, old, values, owners, gone, after.registered, replacement)
+    return PythonChanges(names, old, values, owners, gone, after.registered, hooks, replacement)
 
 
 _ABSENT = object()

@@ -256,9 +256,8 @@ class LiveModel(PortedModel):
                 code="TPU405",
                 remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
             )
-        master = self.module
+        master, values = self.module, self._values()
         names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
-        values = self._values()
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
             known = self._tree.leaves.get(names.get(id(tensor), ""))
@@ -275,6 +274,7 @@ class LiveModel(PortedModel):
             fqn, attribute = changes.owners[name]
             theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
             put(theirs, ours, attribute, cloner)
+        changes.put_hooks(self._user)
 
     # -- running -----------------------------------------------------------------------------------
 

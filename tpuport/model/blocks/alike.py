@@ -9,18 +9,12 @@ import torch
 from tpuport.model import structure
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.blocks.watched import OWN, Record, Watcher, is_unchanged
+from tpuport.model.hooks import HOOKS
 from tpuport.model.state import named_owners, state_tree
 from tpuport.model.tensor import TracedTensor
 
 # Fewer are not worth a loop.
 MIN_BLOCKS = 3
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 @dataclass(eq=False)
@@ -57,7 +51,7 @@ class Member:
         of_all = torch.nn.modules.module
         if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
             return True
-        return any(m.__dict__.get(hooks) for _, m in self.modules for hooks in _HOOKS)
+        return any(m.__dict__.get(hooks) for _, m in self.modules for hooks in HOOKS)
 
     @property
     def is_changed(self) -> bool:

@@ -1,0 +1,114 @@
+"""Hooks that a call puts on modules, or takes off: they are state, as attributes are.
+
+Hugging Face's models put some on their layers at the first call that asks for hidden states, and
+note in an attribute that they have.
+"""
+
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from tpuport.model.locate import port_error
+
+# Functions that torch runs around a module's own.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# And what it notes of them.
+_OF_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if "hook" in name)
+
+
+def hooks_of(module: torch.nn.Module) -> tuple[Any, ...] | None:
+    """The hooks on a module, to be compared; None if there are none."""
+    held = module.__dict__
+    if not any(held.get(name) for name in HOOKS):
+        return None
+    return tuple(tuple(held[name].items()) for name in HOOKS)
+
+
+def kept_hooks(module: torch.nn.Module, fqn: str, before: tuple[Any, ...] | None) -> dict[str, Any]:
+    """What a traced copy of a module has of hooks, for the module that it is a copy of.
+
+    Args:
+        module: the copy, after a call.
+        fqn: its name.
+        before: its hooks before the call.
+
+    Raises:
+        PortError: one that the call has put on holds a module or a tensor: those of the copy.
+    """
+    old = {id(function) for hooks in before or () for _, function in hooks}
+    for hooks in hooks_of(module) or ():
+        for _, function in hooks:
+            if id(function) not in old and _holds(function, _STATE):
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                raise port_error(
+                    f"the call put a hook ({name}) on {fqn or 'the model'!r} that holds a module"
+                    " or a tensor",
+                    code="TPU405",
+                    remedy="register hooks before the model is converted, or take them off again",
+                )
+    return {name: copy.copy(module.__dict__[name]) for name in _OF_HOOKS}
+
+
+def refuse_handles(changed: dict[str, Any]) -> None:
+    """Refuse attributes, by name, to which a call has given the handle of a hook.
+
+    Raises:
+        PortError: there is one: it would take hooks off the traced copy.
+    """
+    for name, value in changed.items():
+        if _holds(value, (RemovableHandle,)):
+            raise port_error(
+                f"the call keeps the handle of a hook in {name!r}",
+                code="TPU405",
+                remedy="register hooks before the model is converted, or take them off again",
+            )
+
+
+_STATE = (torch.nn.Module, torch.Tensor)
+
+
+def _holds(whole: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether an object, or what it refers to, is of some kind."""
+    stack, seen = [whole], set[int]()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, kinds):
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            stack += _parts(value)
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    match value:
+        case types.MethodType():
+            return [value.__self__, value.__func__]
+        case functools.partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case types.FunctionType():
+            return [*_contents(value), *(value.__defaults__ or ())]
+        case torch.nn.Module() | torch.Tensor():
+            return []
+        case list() | tuple() | set():
+            return list(value)
+        case dict():
+            return list(value.values())
+        case type() | types.ModuleType():
+            return []
+    held = getattr(value, "__dict__", None)
+    return list(held.values()) if isinstance(held, dict) else []
+
+
+def _contents(function: types.FunctionType) -> Iterator[Any]:
+    """What a function's closure holds."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
