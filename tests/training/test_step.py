@@ -355,3 +355,44 @@ def test_a_model_without_trainable_parameters_is_refused():
     ported = tpuport.convert(torch.nn.Linear(8, 4).requires_grad_(False))
     with pytest.raises(UsageError, match="no parameter with requires_grad=True"):
         make_train_step(ported, loss)
+
+
+class HookedAtFirst(torch.nn.Module):
+    """Sets something up at its first call, by which that call is as all others or is not."""
+
+    def __init__(self, *, differs: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.ready, self.differs = False, differs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.layer.register_forward_hook(lambda module, args, out: out * 3)
+            self.ready = True
+            x = x * 2 if self.differs else x
+        return self.layer(x).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_the_first_call_sets_up_is_there_at_each_step(accumulate: int):
+    model = HookedAtFirst(differs=False)
+    eager = copy.deepcopy(model)
+    step = make_train_step(tpuport.convert(model), optimiser=optax.sgd(0.1), accumulate=accumulate)
+    optimiser, state = torch.optim.SGD(eager.parameters(), lr=0.1), step.init()
+    for i in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
+        state, metrics = step(state, x)
+        optimiser.zero_grad()
+        want = eager(x)
+        want.backward()
+        optimiser.step()
+        torch.testing.assert_close(float(metrics["loss"]), want.item(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(step.put(state).to_torch().state_dict(), eager.state_dict())
+    assert step.retraces == 0
+
+
+def test_a_first_call_that_is_not_as_the_others_is_refused():
+    step = make_train_step(tpuport.convert(HookedAtFirst(differs=True)))
+    with pytest.raises(UsageError, match=r"changes 'ready', 'hooks of layer', .* set up lazily"):
+        step(step.init(), torch.randn(6, 4))
+    assert not step.ported.module.ready

@@ -17,6 +17,7 @@ from tpuport.model.pure import traced
 from tpuport.model.request import Outcome, Request
 from tpuport.program.batches import in_parts
 from tpuport.program.losses import WEIGHT, loss_and_metrics
+from tpuport.program.settling import settle
 from tpuport.program.train_state import TrainState, ema_update
 
 Metrics = dict[str, jax.Array]
@@ -171,18 +172,23 @@ def _measured(
     """The loss of a batch or of a part of it; metrics and buffers beside it."""
     given = {**frozen, **buffers, **params}
     metas = batch.metas if training.accumulate == 1 else _metas_of_part(batch.metas, values)
-    request = Request(
-        training.method,
-        {},  # from `given`
-        key,
-        values,
-        metas,
-        batch.spec,
-        hoist=batch.hoisted.array,
-        checks=False,
-        known_leaves=batch.known,
-    )
-    outcome = traced(training.ported._program, request, given)
+
+    def request(key: Any, values: list[Any]) -> Request:
+        return Request(
+            training.method,
+            {},  # from `given`
+            key,
+            values,
+            metas,
+            batch.spec,
+            hoist=batch.hoisted.array,
+            checks=False,
+            known_leaves=batch.known,
+        )
+
+    outcome = traced(training.ported._program, request(key, values), given)
+    if outcome.python_changes is not None:
+        settle(training.ported, outcome, request, given, key, values)
     batch.outcomes.append(outcome)
     changed = _changed_buffers(outcome, buffers, params, frozen)
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
@@ -253,7 +259,7 @@ def _changed_buffers(
     changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
     new = [name for name in changed if name not in buffers]
     if outcome.python_changes:
-        new += [name for name in outcome.python_changes.names if name not in new]
+        new += [name for name in outcome.python_changes.causes if name not in new]
     written = [name for name in outcome.state if name in params or name in frozen]
     if new or written:
         what = ", ".join(map(repr, (new or written)[:4]))

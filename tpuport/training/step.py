@@ -17,6 +17,7 @@ from tpuport.model.ported import PortedModel
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome
 from tpuport.program.cost import count_jaxpr
+from tpuport.program.settling import settled
 from tpuport.program.step import as_optimiser, optimiser_state
 from tpuport.program.train_state import TrainState, ema_of
 from tpuport.program.training import Batch, Metrics, Training, known_values, train
@@ -213,7 +214,7 @@ class TrainStep:
         call = self.place(*args, **kwargs)
         compiled = self._programs.get(self._signature(call))
         if compiled is None or compiled.outcome.trace.guards.changed() is not None:
-            compiled = self._compile(state, call)
+            compiled = settled(lambda: self._compile(state, call))
             # Tracing may have found that it needs the value of an argument.
             self._programs[self._signature(call)] = compiled
         return compiled.run(state, unused_key(), call.values)
