@@ -1,7 +1,8 @@
 """`python -m benchmarks.full_size`: full-size models compiled for slices that are not there.
 
 Writes docs/benchmarks/full_size.json and docs/full_size.md. Each case takes minutes, and up to
-5 GiB of memory; `--only` compiles some, and keeps the rows of the others.
+5 GiB of memory; `--only` compiles some, and keeps the rows of the others. `--quick` compiles with
+`quick=True`, for the columns that say what comes of it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from benchmarks.full_size_models import Case, hunyuan_video, internvl, llama
 
 DOCS = Path(__file__).parent.parent / "docs"
 RESULTS = DOCS / "benchmarks" / "full_size.json"
+_PARTS = ("dense", "hbm", "collectives", "kernels")
 _TRAINED = "training step, AdamW, bf16, blocks recomputed"
 
 CASES = {
@@ -42,13 +44,13 @@ CASES = {
 }
 
 
-def compiled(case: Case) -> Any:
+def compiled(case: Case, *, quick: bool = False) -> Any:
     """The report of a case."""
     import tpuport
 
     ported, options = case.make()
     with tpuport.attention_options(sequence=case.sequence):
-        return tpuport.compile_for(ported, case.topology, mesh=case.mesh, **options)
+        return tpuport.compile_for(ported, case.topology, mesh=case.mesh, quick=quick, **options)
 
 
 def row(case: Case, report: Any) -> dict[str, Any]:
@@ -90,8 +92,8 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         "Compiled by `tpuport.compile_for` for slices that were not there, without weights:"
         " `python -m benchmarks.full_size`.",
         "",
-        "| model | what | slice, mesh | fits | peak a chip | compile |",
-        "|---|---|---|---|---|---|",
+        "| model | what | slice, mesh | fits | peak a chip | compile | `quick=True` |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in rows:
         mesh = " ".join(f"{axis}={size}" for axis, size in one["mesh"].items())
@@ -99,7 +101,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         lines.append(
             f"| {one['name']} | {one['setting']} | {one['topology']}, {mesh} |"
             f" {'yes' if one['fits'] else 'no'} | {_gib(one['peak'])} GiB, {share:.0%} |"
-            f" {one['seconds']['compile']:.0f} s |"
+            f" {one['seconds']['compile']:.0f} s | {_quickly(one)} |"
         )
     lines += [
         "",
@@ -136,6 +138,22 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _quickly(one: dict[str, Any]) -> str:
+    """What came of compiling a case with less effort: how long it took, and its answers."""
+    if "quick" not in one:
+        return "?"
+    quick = one["quick"]
+    seconds = quick["seconds"]["compile"]
+    return f"{seconds:.0f} s: {_gib(quick['peak'])} GiB, {_step(quick)} a step"
+
+
+def _step(one: dict[str, Any]) -> str:
+    """The estimate for a step."""
+    parts = one["step"] or {}
+    # A part that was not read leaves the whole open.
+    return f"{sum(parts.values()):.2f} s" if set(_PARTS) <= set(parts) else "?"
+
+
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f}"
 
@@ -150,34 +168,35 @@ def _attention(one: dict[str, Any]) -> str:
 def _time_row(one: dict[str, Any]) -> str:
     products = one["chip_flops"] * one["chips"] / max(1, one["product_flops"])
     parts = one["step"] or {}
-    names = ("dense", "hbm", "collectives", "kernels")
-    cells = [f"{parts[name]:.2f} s" if name in parts else "?" for name in names]
-    # A part that was not read leaves the whole open.
-    total = f"{sum(parts.values()):.2f} s" if set(names) <= set(parts) else "?"
+    cells = [f"{parts[name]:.2f} s" if name in parts else "?" for name in _PARTS]
     return (
         f"| {one['name']}, {one['topology']} | {one['model_flops'] / 1e15:.2f} | {products:.2f}"
-        f" | {total} | {' | '.join(cells)} |"
+        f" | {_step(one)} | {' | '.join(cells)} |"
     )
 
 
-def run(names: Iterable[str], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The rows of some cases, by name."""
-    found = {}
-    for name in names:
-        report = compiled(CASES[name])
-        found[name] = row(CASES[name], report)
-        say(str(report))
-    return found
+def add(name: str, rows: dict[str, Any], say: Callable[[str], None], *, quick: bool) -> None:
+    """Compile a case, and put what came of it into its row."""
+    report = compiled(CASES[name], quick=quick)
+    say(str(report))
+    found = row(CASES[name], report)
+    if not quick:
+        rows[name] = {**found, **{k: v for k, v in rows.get(name, {}).items() if k == "quick"}}
+    elif name in rows:
+        rows[name]["quick"] = {key: found[key] for key in ("peak", "step", "seconds")}
+    else:
+        say(f"{name} has no row yet: compile it without --quick first")
 
 
 def main() -> None:
     """Compile, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--quick", action="store_true", help="compile with quick=True")
     options = parser.parse_args()
     for name in options.only:
         rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-        rows |= run([name], print)
+        add(name, rows, print, quick=options.quick)
         ordered = {known: rows[known] for known in CASES if known in rows}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         (DOCS / "full_size.md").write_text(page(ordered.values()), encoding="utf-8")

@@ -260,13 +260,17 @@ def compile_(
     size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
     topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-4",
     batch: Annotated[int, typer.Option(help="Scenes of all chips together.")] = 64,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time."),
+    ] = True,
 ) -> None:
     """Compile the planner's programs for a TPU that need not be there, from shapes alone."""
     with errors_as_exit_codes("compile"):
         from recipes.recogdrive.compile import compile_stage
 
         for stage in stages or list(Stage):
-            typer.echo(str(compile_stage(stage.value, size.value, topology, batch)))
+            typer.echo(str(compile_stage(stage.value, size.value, topology, batch, quick=quick)))
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:

@@ -64,29 +64,38 @@ def _compiled(ported: Any, topology: str, inputs: tuple[Any, ...], **named: Any)
     )
 
 
-def compile_train(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+def compile_train(
+    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+) -> CompileReport:
     """A step of stage 2, spread over the chips by its samples."""
     step = make_step(_ported(size, IMITATION), OURS.loss, IMITATION, STEPS_PER_EPOCH)
-    return _compiled(step, topology, (scene_shapes(size, batch),))
+    return _compiled(step, topology, (scene_shapes(size, batch),), **how)
 
 
-def compile_sample(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+def compile_sample(
+    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+) -> CompileReport:
     """Sampling of trajectories."""
-    named = {"method": OURS.sample.__name__}
-    return _compiled(_ported(size, IMITATION), topology, (scene_shapes(size, batch),), **named)
+    ported, method = _ported(size, IMITATION), OURS.sample.__name__
+    return _compiled(ported, topology, (scene_shapes(size, batch),), method=method, **how)
 
 
-def compile_chains(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+def compile_chains(
+    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+) -> CompileReport:
     """Sampling of eight chains a scene, the first program of stage 3."""
+    ported, method = _ported(size, REINFORCEMENT), OURS.chains.__name__
     inputs = (scene_shapes(size, batch), SAMPLES)
-    named = {"method": OURS.chains.__name__}
-    return _compiled(_ported(size, REINFORCEMENT), topology, inputs, **named)
+    return _compiled(ported, topology, inputs, method=method, **how)
 
 
-def compile_grpo(size: str = "small", topology: str = "v6e-4", batch: int = 64) -> CompileReport:
+def compile_grpo(
+    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+) -> CompileReport:
     """The step of stage 3, its second program."""
     step = make_step(_ported(size, REINFORCEMENT), OURS.reinforced, REINFORCEMENT, STEPS_PER_EPOCH)
-    return _compiled(step, topology, ({**scene_shapes(size, batch), **chain_shapes(batch)},))
+    inputs = ({**scene_shapes(size, batch), **chain_shapes(batch)},)
+    return _compiled(step, topology, inputs, **how)
 
 
 STAGES: dict[str, Callable[..., CompileReport]] = {
@@ -98,7 +107,12 @@ STAGES: dict[str, Callable[..., CompileReport]] = {
 
 
 def compile_stage(
-    stage: str, size: str = "small", topology: str = "v6e-4", batch: int = 64
+    stage: str,
+    size: str = "small",
+    topology: str = "v6e-4",
+    batch: int = 64,
+    *,
+    quick: bool = True,
 ) -> CompileReport:
     """Compile one stage of the planner, in bfloat16 with weights in float32.
 
@@ -107,6 +121,7 @@ def compile_stage(
         size: "small" or "large".
         topology: such as "v6e-4".
         batch: scenes of all chips together.
+        quick: as for `tpuport.compile_for`; without it libtpu takes many minutes for a step.
 
     Raises:
         UsageError: there is no such stage or size.
@@ -114,4 +129,4 @@ def compile_stage(
     """
     if stage not in STAGES:
         raise UsageError(f"stage={stage!r}: expected one of {', '.join(STAGES)}")
-    return STAGES[stage](size, topology, batch)
+    return STAGES[stage](size, topology, batch, quick=quick)

@@ -61,6 +61,21 @@ def test_collectives_have_their_module_and_their_rule(forward: tpuport.CompileRe
         assert (one.count, one.group_size, one.bytes) == (1, 8, WIDTH * WIDTH * 4)
 
 
+def test_less_effort_gives_a_program_of_the_same_work(forward: tpuport.CompileReport):
+    quick = tpuport.compile_for(on_meta(), "v6e-8", inputs=batch(), quick=True)
+    assert (quick.quick, forward.quick) == (True, False)
+    assert "compiled quickly, optimised less" in str(quick)
+    assert "compiled quickly" not in str(forward)
+    assert quick.work is not None
+    assert forward.work is not None
+    assert quick.work.products == forward.work.products
+    assert quick.work.collectives == forward.work.collectives
+    assert quick.memory.parts().keys() == forward.memory.parts().keys()
+    wins = {"exec_time_optimization_effort": "none"}
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        tpuport.compile_for(on_meta(), "v6e-8", inputs=batch(), quick=True, options=wins)
+
+
 def test_flops_are_counted_by_hand(forward: tpuport.CompileReport):
     assert forward.work is not None
     assert forward.work.model_flops == 2 * BATCH * WIDTH * (2 * WIDTH + 8)

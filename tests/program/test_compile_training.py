@@ -11,7 +11,7 @@ import torch
 from jax.sharding import Mesh
 
 import tpuport
-from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta
+from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
 from tpuport.errors import UsageError
 from tpuport.training import from_torch, make_train_step
 
@@ -135,3 +135,28 @@ def test_a_step_says_itself_what_it_is(more: dict[str, Any]):
 def test_a_batch_that_cannot_be_cut_is_refused():
     with pytest.raises(UsageError, match="a batch of 6 cannot be cut into 4 equal parts"):
         tpuport.compile_for(everything(on_meta()), "v6e-4", inputs=batch(6))
+
+
+class HookedAtFirst(Small):
+    """Puts a hook on at its first call."""
+
+    ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.head.register_forward_hook(lambda module, args, out: out * 2)
+            self.ready = True
+        return super().forward(x)
+
+
+@needs_libtpu
+def test_a_model_that_sets_itself_up_is_compiled_as_its_first_call_leaves_it():
+    with torch.device("meta"):
+        model = HookedAtFirst()
+    ported = tpuport.convert(model)
+    report = tpuport.compile_for(
+        ported, "v6e-4", inputs=batch(), train=squared, kernel_times=False, quick=True
+    )
+    assert (report.fits, report.quick) == (True, True)
+    assert not ported.module.ready
+    assert not ported.module.head._forward_hooks  # type: ignore[union-attr]

@@ -1,6 +1,8 @@
 """The benchmark of full-size models: a small one goes through it, and its page is up to date."""
 
 import json
+import re
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,10 @@ def small() -> Case:
 def test_a_case_becomes_a_row_and_the_row_a_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(full_size.CASES, "small", small())
     said: list[str] = []
-    rows = full_size.run(["small"], said.append)
+    rows: dict[str, Any] = {}
+    full_size.add("small", rows, said.append, quick=True)
+    assert said.pop().startswith("small has no row yet")
+    full_size.add("small", rows, said.append, quick=False)
     assert said[0].startswith("✔ Small, training step: fits v5e-4")
     row = rows["small"]
     assert json.loads(json.dumps(row)) == row
@@ -28,7 +33,22 @@ def test_a_case_becomes_a_row_and_the_row_a_line(monkeypatch: pytest.MonkeyPatch
     assert row["chip_flops"] * row["chips"] == row["product_flops"]
     page = full_size.page(rows.values())
     assert f"| Small | batch {BATCH} | v5e-4, fsdp=4 | yes |" in page
+    assert "% | 1 s | ? |" in re.sub(r"\d+ s", "1 s", page)
     assert "| Small, v5e-4 | 0.00 | 1.00 |" in page
+
+
+@needs_libtpu
+def test_what_comes_of_less_effort_is_a_column(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(full_size.CASES, "small", small())
+    rows: dict[str, Any] = {}
+    full_size.add("small", rows, print, quick=False)
+    before = json.dumps(rows)
+    full_size.add("small", rows, print, quick=True)
+    quick = rows["small"].pop("quick")
+    assert json.dumps(rows) == before
+    assert quick["peak"] > 0
+    rows["small"]["quick"] = quick
+    assert re.search(r"s \| \d+ s: 0.0 GiB, \S+ s a step \|", full_size.page(rows.values()))
 
 
 def test_the_page_shows_what_was_compiled_last():

@@ -51,6 +51,10 @@ NoKernelTimes = Annotated[
         "--no-kernel-times", help="Do not compile Pallas kernels once more for their schedules."
     ),
 ]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Half the time or less: let the compiler optimise less."),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail where something of the rules may not be meant.")
 ]
@@ -76,6 +80,7 @@ def compile_(
     out: Out = None,
     as_json: AsJson = False,
     no_kernel_times: NoKernelTimes = False,
+    quick: Quick = False,
     strict: Strict = False,
     search: Search = False,
     minutes: Minutes = 30.0,
@@ -97,6 +102,7 @@ def compile_(
             "optimiser": None if optimiser == "none" else optimiser,
             "method": method,
             "kernel_times": not no_kernel_times,
+            "quick": quick,
             "strict": strict,
             **_wanted(target),
         }

@@ -28,6 +28,7 @@ from tpuport.program.memory import (
 )
 from tpuport.program.records import Captured, Held, Seconds, Work
 from tpuport.program.report import CompileReport
+from tpuport.program.settling import settled
 from tpuport.program.step import as_optimiser, forward_step, training_step
 from tpuport.program.training import Training, Trains
 from tpuport.program.work import captured_constants, read_traced, read_work
@@ -40,6 +41,8 @@ CONSTANT_BUDGET = 1 << 20
 # A share of float32 among the FLOPs of products that is worth a word.
 _COUNTS = 1e-3
 _PACKAGES = ("tpuport", "jax", "libtpu")
+# The least that libtpu may spend on making a program fast; 0 is what it does by itself.
+_LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
 
 
 @explaining()
@@ -55,6 +58,7 @@ def compile_for(
     method: str = "forward",
     constant_budget: int = CONSTANT_BUDGET,
     kernel_times: bool = True,
+    quick: bool = False,
     options: dict[str, Any] | None = None,
     **spreading: Any,
 ) -> CompileReport:
@@ -80,6 +84,9 @@ def compile_for(
         constant_budget: bytes of constants of the host that are nothing to report.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
+        quick: let the compiler spend less on making the program fast, which takes half of the time
+            or much less. Memory, layouts and the estimate are those of that program, about as good
+            (docs/compile.md has figures); what is computed and sent stays the same.
         options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
         **spreading: arguments of `Spreading`.
 
@@ -96,13 +103,19 @@ def compile_for(
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._program.placement
     with _quiet():
-        if training is not None:
-            step = training_step(replace(training, ported=spread), inputs)
-        else:
-            step = forward_step(spread, method, inputs)
-        ahead = compile_ahead(step, placement.mesh, options)
+        effort = _LITTLE_EFFORT if quick else {}
+        ahead = settled(
+            lambda: compile_ahead(
+                forward_step(spread, method, inputs)
+                if training is None
+                else training_step(replace(training, ported=spread), inputs),
+                placement.mesh,
+                {**effort, **(options or {})},
+            )
+        )
     names = _names(training, method, topology, placement.mesh)
-    return _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+    report = _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+    return replace(report, quick=quick)
 
 
 def _names(

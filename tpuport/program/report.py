@@ -36,6 +36,7 @@ class CompileReport(SavedReport):
         equations: how many the traced program has.
         refused: libtpu's words, if it refused it.
         advice: what to try if it does not fit, the first first.
+        quick: whether the compiler was to spend less on making the program fast.
         findings: what of the rules may not be meant, and other remarks.
         versions: of the packages that decide.
     """
@@ -57,6 +58,7 @@ class CompileReport(SavedReport):
     optimiser: str = ""
     equations: int = 0
     refused: str = ""
+    quick: bool = False
     advice: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     versions: dict[str, str] | None = None

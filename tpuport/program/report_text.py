@@ -59,6 +59,8 @@ def setting(report: CompileReport) -> str:
     ]
     if report.optimiser:
         parts.append(f"optimiser {report.optimiser}")
+    if report.quick:
+        parts.append("compiled quickly, optimised less")
     parts += [f"{name} {version}" for name, version in (report.versions or {}).items()]
     return " · ".join(parts)
 
