@@ -36,7 +36,7 @@ from tpuport.model.placing import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
-from tpuport.model.state import StateTree, named_owners, python_changes, state_tree
+from tpuport.model.state import StateTree, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor
 from tpuport.model.trace import KeyStream, Trace, active, no_policy
 from tpuport.model.values import value_of
@@ -181,8 +181,8 @@ class Program:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
         tree = state_tree(module, objects=True) if module is not None else None
-        named = [] if module is None else named_owners(module)
-        trace.own_modules = {id(m): fqn for fqn, m in named}
+        named = {} if tree is None else tree.modules
+        trace.own_modules = {number: fqn for fqn, number in named.items()}
         if self.on_module is not None:
             self.on_module(module)
         args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)

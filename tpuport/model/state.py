@@ -98,31 +98,33 @@ def _take_apart(
     number_names: set[str] | frozenset[str],
     objects: bool,
 ) -> None:
+    # All of a model at each trace: names of this function are found sooner.
+    owners, values, statics = tree.owners, tree.values, tree.statics
     for fqn, owner in named_owners(module):
         tree.modules[fqn] = id(owner)
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
-        for holder in (owner._parameters, owner._buffers):
+        held = owner.__dict__
+        for holder in (held["_parameters"], held["_buffers"]):
             for name, value in holder.items():
                 full = prefix + name
-                if value is not None:
+                owners[full], values[full] = (fqn, name), value
+                if value is None:
+                    statics[full] = None
+                else:
                     leaf(tree, full, value)
                     tree.registered.add(full)
-                tree.statics[full] = None if value is None else _tensor_kind(value)
-                tree.owners[full] = (fqn, name)
-                tree.values[full] = value
-        for name, value in owner.__dict__.items():
-            if name in _INTERNAL:
-                continue
+                    statics[full] = _tensor_kind(value)
+        for name in [name for name in held if name not in _INTERNAL]:
+            value = held[name]
             kind = type(value)
             if kind is tuple and set(map(type, value)) == {int}:
                 kind = int  # the shape of a norm: as exact
             if kind in _EXACT and not number_names:
                 full = prefix + name
-                tree.owners[full] = (fqn, name)
-                tree.values[full] = value
-                tree.statics[full] = (type(value), value)
+                owners[full], values[full] = (fqn, name), value
+                statics[full] = (type(value), value)
             else:
                 _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
 
