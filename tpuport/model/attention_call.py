@@ -1,5 +1,6 @@
 """One traced call of scaled dot product attention: which kernel serves it, and with which mask."""
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,6 +69,10 @@ def attention_call(
         _note(trace, query, key, "full", refused)
         return _full(query, key, value, call)
     dims, (q, k, v) = _four(query, key, value)
+    if options.kernel == "auto" and not options.interpret:
+        if _has_few_scores(q, k, v, shards_for(trace.mesh, q.shape[:3])):
+            _note(trace, q, k, "full", "the scores are few")
+            return _full(query, key, value, call)
     shape = (*q.shape[:3], k.shape[2])
     found = _structure(trace, _four_mask(call.mask, dims[:-1], shape), shape, call.frozen)
     out = structured_call(trace, (q, k, v), found, call, options)
@@ -164,6 +169,16 @@ def _refused(
     if call.dropout and options.kernel == "auto" and weights <= _DROPPED_WHOLE:
         return "dropout of weights that are few"
     return ""
+
+
+def _has_few_scores(q: jax.Array, k: jax.Array, v: jax.Array, shards: Shards | None) -> bool:
+    """Whether scores in float32 take no more memory than queries and result, or keys and values.
+
+    So it is with a handful of queries or of keys: a kernel would fill its tiles with zeros.
+    """
+    scores = 4 * math.prod((*q.shape[:3], k.shape[2]))
+    few = scores <= max(2 * q.nbytes, k.nbytes + v.nbytes)
+    return few and (shards is None or not shards.sequence)
 
 
 def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> jax.Array:
