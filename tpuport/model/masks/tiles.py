@@ -181,12 +181,14 @@ class _Known(Tiles):
 
     def whole(self, node: Node) -> Any:
         self._left -= 1
-        if self._left < 0 or node.size > _LARGEST:
+        if self._left < 0 or node.size > (_LARGEST_THERE if node.op is None else _LARGEST):
             raise NotKnownError
         return self._array(node) if node.op is None else self._bound(node)
 
 
-_LARGEST = 1 << 24
+# Elements of arrays to compute, and of those that are there already: a mask of 32768 tokens that
+# the user's code made on the host.
+_LARGEST, _LARGEST_THERE = 1 << 24, 1 << 30
 
 
 def known_tile(node: Node, parts: Parts, budget: int = 200) -> np.ndarray | None:

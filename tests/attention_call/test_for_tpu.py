@@ -1,4 +1,4 @@
-"""A handful of queries: for a TPU, too, the matrix of scores, smaller than keys and values."""
+"""Which way attention takes in a program for a TPU, by its sizes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tpuport
-from tests.attention_call.programs import arrays, kernels
+from tests.attention_call.programs import arrays, kernels, of_scores_size
 from tests.program.small import needs_libtpu
 from tpuport.program.step import forward_step
 from tpuport.sharding import make_mesh
@@ -17,22 +17,25 @@ HEADS, SIZE = 2, 64
 
 
 class Attends(torch.nn.Module):
-    """Attention of queries to keys, with a weight."""
+    """Attention of queries to keys, with a weight, and a mask for as many."""
 
-    def __init__(self) -> None:
+    def __init__(self, mask: Any = None) -> None:
         super().__init__()
+        self.mask = mask
         self.scale = torch.nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Of queries (batch, heads, queries, size), and of as many keys as values."""
-        return F.scaled_dot_product_attention(q * self.scale, k, v)
+        return F.scaled_dot_product_attention(
+            q * self.scale, k, v, attn_mask=None if self.mask is None else self.mask(q.shape[-2])
+        )
 
 
-def traced(queries: int, keys: int, axis: str = "data", **options: Any) -> Any:
+def traced(queries: int, keys: int, *, axis: str = "data", mask: Any = None, **options: Any) -> Any:
     """The program for a TPU."""
     with tpuport.attention_options(**options):
         with torch.device("meta"):
-            ported = tpuport.convert(Attends())
+            ported = tpuport.convert(Attends(mask))
         tpuport.shard(ported, make_mesh({axis: 4}, "v6e-4"), "replicated")
         inputs = tuple(
             jax.ShapeDtypeStruct((4, HEADS, length, SIZE), "bfloat16")
@@ -65,3 +68,18 @@ def test_others_have_the_kernel(queries: int, keys: int, options: dict[str, Any]
     program = traced(queries, keys, **options)
     assert kernels(program) > 0
     assert not any(shape[-2:] == (queries, keys) for shape in arrays(program))
+
+
+def causal_by_places(length: int) -> torch.Tensor:
+    """A mask that the code makes of places, on the host."""
+    place = torch.arange(length)
+    return place[:, None] >= place[None, :]
+
+
+@needs_libtpu
+@pytest.mark.filterwarnings("error::tpuport.attention.dispatch.AttentionWarning")
+@pytest.mark.parametrize("length", [4096, 12288])
+def test_long_masks_of_the_host_are_read(length: int):
+    program = traced(length, length, mask=causal_by_places)
+    assert kernels(program) > 0
+    assert of_scores_size(program, length) == []
