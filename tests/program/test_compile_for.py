@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 
+import jax
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ import tpuport
 from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
 from tpuport.errors import UsageError
 from tpuport.program.compiling import products_in_fp32
+from tpuport.program.cost.schedule import KernelSchedule, UnknownTripsError
 from tpuport.program.records import Memory, Product, Work
 from tpuport.program.step import as_call
 from tpuport.sharding import make_mesh
@@ -260,3 +263,32 @@ def test_arguments_are_positional_named_or_both():
     assert as_call((1, 2)) == ((1, 2), {})
     assert as_call({"a": 1}) == ((), {"a": 1})
     assert as_call(((1,), {"a": 2})) == ((1,), {"a": 2})
+
+
+class Attends(torch.nn.Module):
+    """Attention of a kernel's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x * self.scale, x, x)
+
+
+@needs_libtpu
+def test_a_kernel_whose_time_is_not_known_leaves_the_estimate_open(monkeypatch):
+    def seconds(self: KernelSchedule) -> float:
+        raise UnknownTripsError(f"Kernel {self.name} has a loop. What to do: nothing")
+
+    monkeypatch.setattr(KernelSchedule, "seconds", seconds)
+    with torch.device("meta"):
+        ported = tpuport.convert(Attends())
+    shape = jax.ShapeDtypeStruct((4, 2, 256, 64), "float32")
+    report = tpuport.compile_for(ported, "v6e-4", inputs=(shape,), rules="ddp", quick=True)
+    assert (report.fits, report.estimate) == (True, None)
+    assert report.work is not None
+    (said,) = report.work.unknown
+    assert re.fullmatch(
+        r"the time of kernels, and so of a step: Kernel splash_\w+ has a loop\.", said
+    )

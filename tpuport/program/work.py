@@ -10,7 +10,7 @@ from tpuport.program.aot import Ahead
 from tpuport.program.cost import chip_of, count_jaxpr, estimate_step, read_compiled
 from tpuport.program.cost.modules import innermost, scope_names
 from tpuport.program.cost.records import Collective, CompiledCost, Dot, Estimate, JaxprCost
-from tpuport.program.cost.schedule import KernelCompileError, schedule_kernels
+from tpuport.program.cost.schedule import KernelCompileError, UnknownTripsError, schedule_kernels
 from tpuport.program.described import num_slices
 from tpuport.program.records import Attention, Captured, Moved, Product, Work
 from tpuport.sharding.fitting import shown
@@ -86,8 +86,8 @@ def _estimated(
         return work, None
     try:
         seconds = _kernel_seconds(ahead.jaxpr, traced, chip.name, devices.size)
-    except KernelCompileError as error:
-        more = f"the time of kernels, and so of a step: {str(error).splitlines()[0]}"
+    except (KernelCompileError, UnknownTripsError) as error:
+        more = f"the time of kernels, and so of a step: {_reason(error)}"
         return dataclasses.replace(work, unknown=(*work.unknown, more)), None
     return work, estimate_step(
         chip,
@@ -96,6 +96,11 @@ def _estimated(
         collectives=compiled.collectives,
         kernel_seconds=seconds,
     )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without what to do."""
+    return str(error).splitlines()[0].partition(" What to do:")[0]
 
 
 def _kernel_seconds(jaxpr: Any, traced: JaxprCost, chip: str, num_chips: int) -> float:

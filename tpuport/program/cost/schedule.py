@@ -37,6 +37,10 @@ class KernelCompileError(TpuportError):
     """libtpu could not compile a kernel; most often it does not fit the on-chip memory."""
 
 
+class UnknownTripsError(UsageError):
+    """A loop in a kernel's schedule, often one of libtpu's own, of which nothing says the trips."""
+
+
 @dataclass(frozen=True)
 class KernelSchedule:
     """The schedule of one kernel.
@@ -102,7 +106,7 @@ class KernelSchedule:
         if span.is_loop and not top:
             trip = next(trips, None)
             if trip is None:
-                raise UsageError(
+                raise UnknownTripsError(
                     f"Kernel {self.name} has a loop within a step of its grid, and how often it"
                     " runs is not in its schedule. What to do: give trips=, one number a loop"
                 )
