@@ -45,7 +45,7 @@ def make_pure(case: Case) -> dict[str, Pure]:
     import jax.numpy as jnp
 
     args = tuple(jnp.asarray(value.numpy()) for value in case.args)
-    found = {OURS: _ported(case, args), PLAIN: _plain(case, args)}
+    found = {OURS: _ported(case, args), PLAIN: make_plain(case, args)}
     if case.hand is not None:
         params, function = case.hand()
         found[HAND] = Pure(lambda params, _, args: function(params, *args), params, (), args)
@@ -63,7 +63,8 @@ def _ported(case: Case, args: Any) -> Pure:
     return Pure(call, ported.params, ported.buffers, args)
 
 
-def _plain(case: Case, args: Any) -> Pure:
+def make_plain(case: Case, args: Any) -> Pure:
+    """A case under plain torchax, for arguments as jax arrays."""
     import torchax  # by tpuport already, which puts back what the import changes in the process
 
     states, function = torchax.extract_jax(case.module)
@@ -82,6 +83,13 @@ class NoCompilerError(Exception):
     """torch.compile cannot run this here; the message says why."""
 
 
+def check_compiler() -> None:
+    """Raise `NoCompilerError` where there is no C++ compiler, which torch.compile needs."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    if not any(name and shutil.which(name) for name in names):
+        raise NoCompilerError("there is no C++ compiler (g++ or clang++) on this machine")
+
+
 def make_compiled(case: Case, what: str) -> Callable[[], object]:
     """The model under torch.compile, compiled and warm.
 
@@ -91,9 +99,7 @@ def make_compiled(case: Case, what: str) -> Callable[[], object]:
     Raises:
         NoCompilerError: There is no C++ compiler, or torch.compile cannot compile the model.
     """
-    names = [os.environ.get("CXX", ""), "g++", "clang++"]
-    if not any(name and shutil.which(name) for name in names):
-        raise NoCompilerError("there is no C++ compiler (g++ or clang++) on this machine")
+    check_compiler()
     # Whole, so that it cannot fall back to eager unseen; each model for its own sizes, though some
     # share a class, whose sizes torch.compile would otherwise make symbols.
     compiled = torch.compile(case.module, fullgraph=True, dynamic=False)

@@ -19,7 +19,7 @@ ABSENT = (
     *("nuplan", "decord", "torchvision", "pytorch_lightning", "pyquaternion", "pandas"),
     *("shapely", "matplotlib", "hydra"),
 )
-_MODULE = "navsim.agents.recogdrive.recogdrive_diffusion_planner"
+MODULE = "navsim.agents.recogdrive.recogdrive_diffusion_planner"
 
 MakePlanner = Callable[..., torch.nn.Module]
 
@@ -65,11 +65,11 @@ def upstream_planner(checkout: str | Path) -> Iterator[MakePlanner]:
         UsageError: there is no checkout.
     """
     needed = "navsim/agents/recogdrive"
-    with checkout_module(checkout, ".", needed, _MODULE, absent=ABSENT) as module:
-        yield lambda *args, **kwargs: _make(module, *args, **kwargs)
+    with checkout_module(checkout, ".", needed, MODULE, absent=ABSENT) as module:
+        yield lambda *args, **kwargs: build_planner(module, *args, **kwargs)
 
 
-def _make(
+def build_planner(
     module: Any,
     size: str | PlannerConfig = "small",
     sampler: Sampler = "ddim",
@@ -77,6 +77,7 @@ def _make(
     state_width: int | None = None,
     seed: int = 0,
 ) -> torch.nn.Module:
+    """A planner of upstream's module `MODULE`, see `planner.make_planner`."""
     config = SIZES[size] if isinstance(size, str) else size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
