@@ -58,7 +58,7 @@ class Options:
     size: str = "small"
     batch: int = 2
     tokens: int = 2800
-    rounds: int = 9
+    rounds: int = 7
     cores: int = 1
 
 
@@ -323,7 +323,7 @@ def _note_graphs(found: Found, name: str) -> None:
     causes = "; ".join(dict.fromkeys(str(cause).splitlines()[0] for cause in breaks))
     told = f"breaks off at {causes}" if breaks else "never breaks off"
     number = "1 graph" if graphs == 1 else f"{graphs} graphs"
-    found.notes.append(f"torch.compile makes {number} of {name} planner, and {told}.")
+    found.notes.append(f"`torch.compile` makes {number} of {name} planner, and {told}.")
     counters.clear()
 
 

@@ -1,5 +1,6 @@
 """docs/recogdrive_step.md, made of what `benchmarks.recogdrive_step` found."""
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from benchmarks import machine, timing
@@ -27,14 +28,19 @@ def page(options: "Options", found: "Found") -> str:
         "",
         *_setting(options, found),
         "",
-        "| planner | | tpuport's step, in times of it | quartiles | CPU |"
-        f" median, in times of {base[1]} with {base[0]} |",
+        "| planner | | tpuport's step, in times of its | quartiles | CPU |"
+        f" its, in times of {base[1]} with {base[0]} |",
         "|---|---|---|---|---|---|",
     ]
     planners = [UPSTREAM, COMPACT] if options.upstream is not None else [COMPACT]
     for planner in planners:
         lines += [_row(found, planner, way, base) for way in WAYS]
     lines += ["", *_errors(found)]
+    if options.upstream is not None:
+        lines.append(
+            "- Eager PyTorch is without upstream's own `torch.compile` of two small functions,"
+            " which the second row has in its program."
+        )
     lines += [f"- {note}" for note in found.notes]
     shown = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     return "\n".join([*lines, "", f"Taken with {shown}.", ""])
@@ -44,24 +50,25 @@ def _setting(options: "Options", found: "Found") -> list[str]:
     whose = "of upstream's own planner from an untouched checkout and " * bool(options.upstream)
     cores = f"{options.cores} core{'s' * (options.cores != 1)}"
     losses = ", ".join(f"{loss:.6g}" for loss in next(iter(found.losses.values())))
-    return [
-        f"Forward, loss, backward, clipping and AdamW {whose}of the recipe's (`{options.size}`),"
-        " in float32 on",
-        f"{cores} of a busy CPU: {options.batch} rows of {options.tokens} hidden states (upstream's"
-        " caches have 2800 each, its batches 16",
-        f"rows), {options.rounds} rounds of everyone in turn. Written by `python -m"
-        " benchmarks.recogdrive_step"
-        + " --upstream DIR" * (options.upstream is not None)
-        + "`. All have the",
-        "same weights, batch, noise and rate, the batch where they compute, and every step waits"
-        " for its loss, which no training",
-        f"does here. In their first {len(next(iter(found.losses.values())))} steps all found the"
-        f" losses {losses} (to {_apart(found):.0e}).",
-        "",
-        "The first number of a row is the median of tpuport's time over that of the row, with the"
-        " same planner: below 1 tpuport is",
-        "faster. CPU is the same of the processor's seconds.",
-    ]
+    command = "python -m benchmarks.recogdrive_step" + " --upstream DIR" * bool(options.upstream)
+    setting = (
+        f"Forward, loss, backward, clipping and AdamW {whose}of the recipe's (`{options.size}`), in"
+        f" float32 on {cores} of a busy CPU: {options.batch} rows of {options.tokens} hidden states"
+        " (upstream's caches have 2800 each, its batches 16 rows), medians of"
+        f" {options.rounds} rounds of everyone in turn. Written by `{command}`. All have the same"
+        " weights, batch, noise and rate, the batch where they compute, and every step waits for"
+        " its loss, which none in training does. The first losses of all were"
+        f" {losses} (to {_apart(found):.0e})."
+    )
+    reading = (
+        "A row's first number is tpuport's time over that of the row, with the same planner: below"
+        " 1 tpuport is faster. CPU is the same of the processor's seconds."
+    )
+    return [*_wrapped(setting), "", *_wrapped(reading)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_on_hyphens=False, break_long_words=False)
 
 
 def _apart(found: "Found") -> float:
@@ -85,7 +92,7 @@ def _row(found: "Found", planner: str, way: str, base: tuple[str, str]) -> str:
 
 def _errors(found: "Found") -> list[str]:
     told = [
-        f"- {way} does not run {planner} planner: `{error}`."
+        f"- {way[0].upper()}{way[1:]} does not run {planner} planner: `{error}`."
         for (planner, way), error in found.errors.items()
     ]
     if (UPSTREAM, PLAIN) in found.errors and (COMPACT, PLAIN) in found.times:

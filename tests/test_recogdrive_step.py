@@ -68,7 +68,7 @@ def test_the_page_has_the_ratios_and_what_did_not_run(tmp_path):
     assert "| the recipe's | torch.compile | 0.25 | 0.25 to 0.25 | 0.25 | 1.00 |" in text
     assert "| upstream's | tpuport | | | | 0.50 |" in text
     assert "| upstream's | plain torchax | does not run | | | |" in text
-    assert "plain torchax does not run upstream's planner: `SomeError at rope.py:76:" in text
+    assert "- Plain torchax does not run upstream's planner: `SomeError at rope.py:76:" in text
     assert "7 hidden states" in text
     assert "- A note." in text
     assert str(tmp_path) not in text
