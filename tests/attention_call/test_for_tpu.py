@@ -83,3 +83,46 @@ def test_long_masks_of_the_host_are_read(length: int):
     program = traced(length, length, mask=causal_by_places)
     assert kernels(program) > 0
     assert of_scores_size(program, length) == []
+
+
+class Block(torch.nn.Module):
+    """Attention with a mask that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(SIZE)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return x + F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+class Packed(torch.nn.Module):
+    """Blocks that share a mask of documents and of places, which is the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        mask = mask & causal_by_places(ids.shape[1])
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+@needs_libtpu
+@pytest.mark.filterwarnings("error::tpuport.attention.dispatch.AttentionWarning")
+@pytest.mark.parametrize("batch", [4, 32])
+def test_blocks_read_a_mask_that_examples_share(batch: int):
+    with torch.device("meta"):
+        ported = tpuport.convert(Packed())
+    tpuport.shard(ported, make_mesh({"data": 4}, "v6e-4"), "replicated")
+    shapes = ((batch, HEADS, 512, SIZE), "float32"), ((batch, 512), "int32")
+    inputs = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    step = forward_step(ported, "forward", inputs)
+    program = jax.jit(step.function).trace(*step.arguments.values()).jaxpr.jaxpr
+    assert kernels(program) > 0
+    inside = [shape for shape in of_scores_size(program, 512) if len(shape) == 4 and shape[0] > 1]
+    assert inside == []

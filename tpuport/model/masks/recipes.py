@@ -4,6 +4,7 @@ A repeated block is traced as a function of its arguments. A mask among them wou
 there, of the scores' size and without a graph: the short arrays behind it go in, in its stead.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +31,13 @@ class Recipe:
         inputs: The short arrays.
         key: Equal for recipes that compute the same of equal inputs.
         nodes: What to compute, each after its operands; the last one is the mask.
+        given: The ids of those of them that the inputs are.
     """
 
     inputs: list[Any]
     key: tuple[Any, ...]
     nodes: list[Node]
+    given: frozenset[int]
 
     def made(self, inputs: Sequence[Any]) -> Any:
         """The mask of these inputs."""
@@ -42,7 +45,7 @@ class Recipe:
         for node in self.nodes:
             if id(node) in values:
                 continue
-            if _is_input(node, self.nodes[-1].size):
+            if id(node) in self.given:
                 values[id(node)] = next(rest)
             elif node.op is None:
                 values[id(node)] = node.value
@@ -86,49 +89,68 @@ class Recipes:
 def _recipe_of(top: Node, frozen: bool) -> Recipe | None:
     if top.op is None or not (top.is_bool or frozen):
         return None
-    nodes: list[Node] = []
+    found = _Collected(top.shape)
     # First, since it is bounded: the graph behind an activation is long.
-    if not _collect(top, top.size, nodes, set()):
+    if not found.collect(top):
         return None
     if not (top.is_bool or split(top).conditions):
         return None
-    inputs = [node for node in nodes if _is_input(node, top.size)]
+    given = frozenset(found.given)
+    inputs = [node for node in found.nodes if id(node) in given]
     if sum(node.size for node in inputs) * _SHORTER > top.size:
         return None
-    numbers = {id(node): i for i, node in enumerate(nodes)}
-    key = tuple(_described(node, numbers, top.size) for node in nodes)
-    return Recipe([node.value for node in inputs], key, nodes)
+    numbers = {id(node): i for i, node in enumerate(found.nodes)}
+    key = tuple(_described(node, numbers, given) for node in found.nodes)
+    return Recipe([node.value for node in inputs], key, found.nodes, given)
 
 
-def _is_input(node: Node, size: int) -> bool:
-    """Whether a node is given: it is traced, and shorter than the mask or not computed."""
-    if not isinstance(node.value, jax.core.Tracer):
-        return False
-    return node.op is None or node.size * _SHORTER <= size
+class _Collected:
+    """What a mask is computed from, each node after all that it needs.
 
+    Attributes:
+        nodes: All of it.
+        given: The ids of the nodes that are inputs: traced, and shorter than the mask.
+    """
 
-def _collect(node: Node, size: int, nodes: list[Node], seen: set[int]) -> bool:
-    """List a node after all that it needs; False if that is too much."""
-    if id(node) in seen:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.nodes: list[Node] = []
+        self.given: set[int] = set()
+        self._seen: set[int] = set()
+        self._matrix, self._size = shape[-2:], math.prod(shape)
+
+    def collect(self, node: Node) -> bool:
+        """List a node; False if that is too much."""
+        if id(node) in self._seen:
+            return True
+        self._seen.add(id(node))
+        if len(self._seen) > _MOST_NODES:
+            return False
+        is_traced = isinstance(node.value, jax.core.Tracer)
+        is_short = is_traced and node.size * _SHORTER <= self._size
+        # A matrix of queries and keys that all examples share is shorter, too; read is better.
+        if is_short and (node.op is None or node.shape[-2:] != self._matrix):
+            return self._listed(node, given=True)
+        if node.op is None:
+            return not is_traced and node.value is not None and self._listed(node)
+        if not is_short:
+            return all(map(self.collect, node.inputs)) and self._listed(node)
+        before = len(self.nodes), set(self.given), set(self._seen)
+        if all(map(self.collect, node.inputs)):
+            return self._listed(node)
+        del self.nodes[before[0] :]
+        self.given, self._seen = before[1:]
+        return self._listed(node, given=True)
+
+    def _listed(self, node: Node, *, given: bool = False) -> bool:
+        self.nodes.append(node)
+        if given:
+            self.given.add(id(node))
         return True
-    seen.add(id(node))
-    if len(seen) > _MOST_NODES:
-        return False
-    if _is_input(node, size):
-        if node.size * _SHORTER > size:
-            return False
-    else:
-        if node.op is None and node.value is None:
-            return False
-        if not all(_collect(x, size, nodes, seen) for x in node.inputs):
-            return False
-    nodes.append(node)
-    return True
 
 
-def _described(node: Node, numbers: dict[int, int], size: int) -> Any:
+def _described(node: Node, numbers: dict[int, int], given: frozenset[int]) -> Any:
     kind = (node.shape, str(node.dtype))
-    if _is_input(node, size):
+    if id(node) in given:
         return ("input", *kind)
     if node.op is None:
         value = np.asarray(node.value)
