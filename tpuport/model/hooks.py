@@ -26,7 +26,7 @@ def hooks_of(module: torch.nn.Module) -> tuple[Any, ...] | None:
     held = module.__dict__
     if not any(held.get(name) for name in HOOKS):
         return None
-    return tuple(tuple(held[name].items()) for name in HOOKS)
+    return tuple(tuple(held.get(name, {}).items()) for name in HOOKS)
 
 
 def kept_hooks(module: torch.nn.Module, fqn: str, before: tuple[Any, ...] | None) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def kept_hooks(module: torch.nn.Module, fqn: str, before: tuple[Any, ...] | None
                     code="TPU405",
                     remedy="register hooks before the model is converted, or take them off again",
                 )
-    return {name: copy.copy(module.__dict__[name]) for name in _OF_HOOKS}
+    held = module.__dict__
+    return {name: copy.copy(held[name]) for name in _OF_HOOKS if name in held}
 
 
 def refuse_handles(changed: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def _take_apart(
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
         held = owner.__dict__
-        for holder in (held["_parameters"], held["_buffers"]):
+        for holder in (owner._parameters, owner._buffers):
             for name, value in holder.items():
                 full = prefix + name
                 owners[full], values[full] = (fqn, name), value

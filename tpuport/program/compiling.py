@@ -73,8 +73,7 @@ def compile_for(
             what it takes besides its state.
         topology: a slice: `v6e-8`, `v5p-16`, `v5e-4`, or libtpu's name such as `v6e:2x4`.
         inputs: the arguments of the call: a tuple of positional ones, a dict of keyword ones, or a
-            pair (tuple, dict). Of tensors the shape will do: meta tensors,
-            `jax.ShapeDtypeStruct`. Their sizes are those of all chips together.
+            pair (tuple, dict). Of tensors the shape will do; sizes are those of all chips together.
         mesh: sizes by axis (all chips along fsdp if left out), or a mesh instead of a topology.
         rules: as for `tpuport.shard`: a preset's name, or a table.
         train: compile a training step: True if the output is or has a `loss`, or a function of the
@@ -84,9 +83,8 @@ def compile_for(
         constant_budget: bytes of constants of the host that are nothing to report.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
-        quick: let the compiler spend less on making the program fast, which takes half of the time
-            or much less. Memory, layouts and the estimate are those of that program, about as good
-            (docs/compile.md has figures); what is computed and sent stays the same.
+        quick: let the compiler spend less on making the program fast: half the time or much less,
+            for a report of a program that is about as good (docs/compile.md has figures).
         options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
         **spreading: arguments of `Spreading`.
 
@@ -102,17 +100,17 @@ def compile_for(
     model: Any = ported if training is None else training.ported
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._program.placement
+    effort = _LITTLE_EFFORT if quick else {}
+
+    def ahead_of_time() -> Ahead:
+        if training is not None:
+            step = training_step(replace(training, ported=spread), inputs)
+        else:
+            step = forward_step(spread, method, inputs)
+        return compile_ahead(step, placement.mesh, {**effort, **(options or {})})
+
     with _quiet():
-        effort = _LITTLE_EFFORT if quick else {}
-        ahead = settled(
-            lambda: compile_ahead(
-                forward_step(spread, method, inputs)
-                if training is None
-                else training_step(replace(training, ported=spread), inputs),
-                placement.mesh,
-                {**effort, **(options or {})},
-            )
-        )
+        ahead = settled(ahead_of_time)
     names = _names(training, method, topology, placement.mesh)
     report = _reported(ahead, spread, plan, constant_budget, kernel_times, names)
     return replace(report, quick=quick)
