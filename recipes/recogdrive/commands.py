@@ -38,8 +38,10 @@ class Method(StrEnum):
 
 
 class Stage(StrEnum):
-    """Programs of the planner."""
+    """Programs of the chat model and of the planner."""
 
+    FINETUNE = "finetune"
+    CACHE = "cache"
     TRAIN = "train"
     SAMPLE = "sample"
     CHAINS = "chains"
@@ -259,13 +261,19 @@ def compile_(
     stages: Annotated[list[Stage] | None, typer.Argument(help="Which; all by default.")] = None,
     size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
     topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-4",
-    batch: Annotated[int, typer.Option(help="Scenes of all chips together.")] = 64,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Rows (finetune) or scenes of all chips together"
+            " [default: a row or 8 scenes (cache) a chip, else 64 scenes]."
+        ),
+    ] = None,
     quick: Annotated[
         bool,
         typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time."),
     ] = True,
 ) -> None:
-    """Compile the planner's programs for a TPU that need not be there, from shapes alone."""
+    """Compile the programs of all stages for a TPU that need not be there, from shapes alone."""
     with errors_as_exit_codes("compile"):
         from recipes.recogdrive.compile import compile_stage
 

@@ -8,6 +8,7 @@ import jax
 import torch
 
 import tpuport
+from recipes.recogdrive.compile_vlm import BESIDE, compile_cache, compile_finetune
 from recipes.recogdrive.diffusion import ACTION_DIM, HORIZON, NUM_STEPS
 from recipes.recogdrive.grpo import GrpoOptions
 from recipes.recogdrive.kinds import OURS
@@ -18,6 +19,7 @@ from tpuport.model.ported import PortedModel
 from tpuport.program.report import CompileReport
 
 STATE_TOKENS = 2800  # what upstream pads a prompt to
+SCENES = 64  # of all chips together
 SAMPLES = GrpoOptions().samples
 IMITATION = TrainOptions(precision="bf16")
 REINFORCEMENT = replace(GrpoOptions().train, precision="bf16")
@@ -69,7 +71,7 @@ def compile_train(
 ) -> CompileReport:
     """A step of stage 2, spread over the chips by its samples."""
     step = make_step(_ported(size, IMITATION), OURS.loss, IMITATION, STEPS_PER_EPOCH)
-    return _compiled(step, topology, (scene_shapes(size, batch),), **how)
+    return _compiled(step, topology, (scene_shapes(size, batch or SCENES),), **how)
 
 
 def compile_sample(
@@ -77,7 +79,7 @@ def compile_sample(
 ) -> CompileReport:
     """Sampling of trajectories."""
     ported, method = _ported(size, IMITATION), OURS.sample.__name__
-    return _compiled(ported, topology, (scene_shapes(size, batch),), method=method, **how)
+    return _compiled(ported, topology, (scene_shapes(size, batch or SCENES),), method=method, **how)
 
 
 def compile_chains(
@@ -85,7 +87,7 @@ def compile_chains(
 ) -> CompileReport:
     """Sampling of eight chains a scene, the first program of stage 3."""
     ported, method = _ported(size, REINFORCEMENT), OURS.chains.__name__
-    inputs = (scene_shapes(size, batch), SAMPLES)
+    inputs = (scene_shapes(size, batch or SCENES), SAMPLES)
     return _compiled(ported, topology, inputs, method=method, **how)
 
 
@@ -94,11 +96,13 @@ def compile_grpo(
 ) -> CompileReport:
     """The step of stage 3, its second program."""
     step = make_step(_ported(size, REINFORCEMENT), OURS.reinforced, REINFORCEMENT, STEPS_PER_EPOCH)
-    inputs = ({**scene_shapes(size, batch), **chain_shapes(batch)},)
+    inputs = ({**scene_shapes(size, batch or SCENES), **chain_shapes(batch or SCENES)},)
     return _compiled(step, topology, inputs, **how)
 
 
 STAGES: dict[str, Callable[..., CompileReport]] = {
+    "finetune": compile_finetune,
+    "cache": compile_cache,
     "train": compile_train,
     "sample": compile_sample,
     "chains": compile_chains,
@@ -110,23 +114,25 @@ def compile_stage(
     stage: str,
     size: str = "small",
     topology: str = "v6e-4",
-    batch: int = 64,
+    batch: int | None = None,
     *,
     quick: bool = True,
 ) -> CompileReport:
-    """Compile one stage of the planner, in bfloat16 with weights in float32.
+    """Compile one program of the recipe, in bfloat16; weights that are trained are in float32.
 
     Args:
-        stage: "train", "sample", "chains" or "grpo".
-        size: "small" or "large".
+        stage: "finetune", "cache", "train", "sample", "chains" or "grpo".
+        size: "small", "large" or "tiny", of the planner; the chat model is the one beside it.
         topology: such as "v6e-4".
-        batch: scenes of all chips together.
+        batch: rows (finetune) or scenes of all chips together; by default one row or eight scenes
+            (cache) a chip, and else 64 scenes.
         quick: as for `tpuport.compile_for`; without it libtpu takes many minutes for a step.
 
     Raises:
         UsageError: there is no such stage or size.
         MissingExtraError: libtpu is not installed.
     """
-    if stage not in STAGES:
-        raise UsageError(f"stage={stage!r}: expected one of {', '.join(STAGES)}")
+    for name, given, known in (("stage", stage, STAGES), ("size", size, BESIDE)):
+        if given not in known:
+            raise UsageError(f"{name}={given!r}: expected one of {', '.join(known)}")
     return STAGES[stage](size, topology, batch, quick=quick)

@@ -21,6 +21,7 @@ from recipes.recogdrive.upstream_vlm import (
     upstream_chat_model,
 )
 from recipes.recogdrive.vlm import ChatModel, freeze
+from tpuport.model.ported import PortedModel
 from tpuport.sharding import fsdp, make_mesh
 from tpuport.training import (
     Batches,
@@ -133,6 +134,16 @@ def make_step(model: ChatModel, options: FinetuneOptions, steps: int) -> TrainSt
         options: the flags.
         steps: of the whole run, for the schedule.
     """
+    ported = port_model(model, options)
+    if num_devices(options) > 1:
+        mesh = make_mesh({"fsdp": num_devices(options)})
+        tpuport.shard(ported, mesh, fsdp(model, mesh))
+    tpuport.stack_blocks(ported)
+    return step_of(ported, model, options, steps)
+
+
+def port_model(model: ChatModel, options: FinetuneOptions) -> PortedModel:
+    """A model ported for training, as the flags say; what they freeze is frozen in it."""
     flags = ("llm", "mlp", "backbone")
     freeze(model, tuple(name for name in flags if getattr(options, f"freeze_{name}")))
     ported = tpuport.convert(model.train(), verify=False)
@@ -140,10 +151,13 @@ def make_step(model: ChatModel, options: FinetuneOptions, steps: int) -> TrainSt
         tpuport.cast(ported, "bf16_master")
     if options.grad_checkpoint:
         tpuport.remat(ported, "full")
-    if num_devices(options) > 1:
-        mesh = make_mesh({"fsdp": num_devices(options)})
-        tpuport.shard(ported, mesh, fsdp(model, mesh))
-    tpuport.stack_blocks(ported)
+    return ported
+
+
+def step_of(
+    ported: PortedModel, model: ChatModel, options: FinetuneOptions, steps: int
+) -> TrainStep:
+    """The training step of a port, as it lies on its mesh."""
     optimiser = make_optimiser(model, options)
     schedule = make_schedule(optimiser, options, steps)
     return make_train_step(

@@ -1,0 +1,33 @@
+"""`python -m recipes.recogdrive compile`: each program, for chips that are not there."""
+
+import pytest
+
+from recipes.recogdrive.compile import STAGES, compile_stage
+from tests.program.small import needs_libtpu
+from tpuport.errors import UsageError
+
+TRAINED = {"finetune", "train", "grpo"}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_program_is_compiled_from_shapes(stage: str):
+    report = compile_stage(stage, "tiny")
+    assert (report.fits, report.num_chips, report.quick) == (True, 4, True)
+    assert (report.memory.optimiser > 0) == (stage in TRAINED)
+    assert report.work is not None
+    # No chip computes what another one does, too.
+    assert report.work.chip_flops * 4 < 1.05 * sum(one.flops for one in report.work.products)
+    assert all(one.kernel != "full scores" for one in report.work.attention)
+    moved = {kind for kind, size in report.work.bytes_by_kind().items() if size > 4096}
+    assert moved <= {
+        "finetune": {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"},
+        "train": {"all-reduce"},
+        "grpo": {"all-reduce"},
+    }.get(stage, set())
+
+
+@pytest.mark.parametrize(("stage", "size"), [("trian", "small"), ("train", "medium")])
+def test_what_is_not_there_is_named(stage: str, size: str):
+    with pytest.raises(UsageError, match=r"(stage='trian'|size='medium'): expected one of"):
+        compile_stage(stage, size)
