@@ -1,11 +1,8 @@
 """The same script on one process and on two, joined by `jax.distributed`."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests.training.processes import SECONDS, finish, start_two
 from tests.training.two_processes import Samples, train
 from tpuport.errors import UsageError
 from tpuport.training import initialize
 from tpuport.training.hosts import _find
 from tpuport.training.preemption import EXIT_STATUS
-
-ROOT = Path(__file__).parent.parent.parent
-SECONDS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -36,25 +25,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def until_preempted(folder: Path, step: int) -> list[subprocess.Popen]:
     """Two processes of four devices; one of them is asked to end some steps later."""
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, "-m", "tests.training.two_processes", str(folder)]
-    started = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    started = start_two("-m", "tests.training.two_processes", str(folder))
     end = time.monotonic() + SECONDS
     while lines(folder)[-1]["step"] < step and time.monotonic() < end:
         if any(process.poll() is not None for process in started):
@@ -67,8 +38,7 @@ def until_preempted(folder: Path, step: int) -> list[subprocess.Popen]:
 def test_two_processes_go_on_with_what_one_began_and_one_with_what_they_left(tmp_path):
     train(tmp_path, 3, None, Samples())
     processes = until_preempted(tmp_path, 6)
-    outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-    assert [process.returncode for process in processes] == [EXIT_STATUS] * 2, outputs
+    finish(processes, EXIT_STATUS)
     last = lines(tmp_path)[-1]["step"]
     assert last >= 6
 
