@@ -10,10 +10,11 @@ import torch
 
 import tpuport
 from recipes.recogdrive.finetune_options import FinetuneOptions, check, parse
+from recipes.recogdrive.hosts import check_covers, check_same, gather
 from recipes.recogdrive.loading import load_chat_model, save_chat_model, tile_of
 from recipes.recogdrive.packing import make_buckets
 from recipes.recogdrive.records import check_record
-from recipes.recogdrive.samples import ChatData, PlannedChats
+from recipes.recogdrive.samples import ChatData, PlannedChats, PlannedRows
 from recipes.recogdrive.tiles import Tiling
 from recipes.recogdrive.upstream_vlm import (
     UpstreamChatModel,
@@ -178,9 +179,14 @@ def num_devices(options: FinetuneOptions) -> int:
 
 def run(options: FinetuneOptions, say: Callable[[str], None] | None = None) -> ChatModel:
     """Train, or go on after a kill, and write the model; see `main`."""
-    say = say or _say
     check(options)
     hosts = initialize()
+    say = (say or _say) if hosts.is_first else _say_nothing
+    check_covers(
+        f"--fsdp_devices {options.fsdp_devices}",
+        num_devices(options),
+        "leave it out, or give -1, for the devices of all",
+    )
     model, tokenizer = load_chat_model(
         options.model_name_or_path,
         force_image_size=options.force_image_size,
@@ -220,6 +226,7 @@ def train(
         UsageError: the run was begun with other batches.
     """
     folder = Path(options.output_dir)
+    check_same({"flags": options, **planned.identity()})
     check_record(
         folder / RECORD,
         planned.identity(),
@@ -229,7 +236,8 @@ def train(
     )
     step = make_step(model, options, steps)
     workers = options.dataloader_num_workers
-    batches = Batches(planned, batch_size=None, shuffle=False, workers=workers)
+    rows = PlannedRows(planned)
+    batches = Batches(rows, batch_size=planned.num_rows, shuffle=False, workers=workers)
     with Checkpoints(folder / "states", keep=options.save_total_limit) as saved:
         state = fit(
             step,
@@ -240,13 +248,17 @@ def train(
             log_every=options.logging_steps,
             sinks=[JsonLines(folder / "log.jsonl")],
         )
-    trained: Any = step.put(state).to_torch()
+    trained: Any = gather(step.put(state)).to_torch()
     return trained
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fine-tune; run again after a kill, it goes on from the last state."""
     run(parse(sys.argv[1:] if arguments is None else arguments, note=_say))
+
+
+def _say_nothing(text: str) -> None:
+    del text
 
 
 def _say(text: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 import tpuport
 from recipes.recogdrive.diffusion import NUM_STEPS
+from recipes.recogdrive.hosts import refuse_several
 from recipes.recogdrive.kinds import Kind
 from recipes.recogdrive.layouts import CacheDataset, collate, datasets
 from recipes.recogdrive.plots import check_plots
@@ -207,6 +208,14 @@ def _cut(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
     return [{name: value[one] for name, value in batch.items()} for one in rows]
 
 
+def _refuse_several() -> None:
+    refuse_several(
+        "reinforcement",
+        "which scores for all its devices (mesh= is over them, and a larger planner or batch fits"
+        " by accumulate=)",
+    )
+
+
 def make_grpo_step(
     planner: torch.nn.Module,
     kind: Kind,
@@ -226,12 +235,7 @@ def make_grpo_step(
         )
     if options.parts < 1:
         raise UsageError(f"parts={options.parts}: expected 1 or more")
-    if jax.process_count() > 1:
-        raise UsageError(
-            f"reinforcement is for one process, which scores for all its devices: there are"
-            f" {jax.process_count()}. What to do: start one, with mesh= over its devices; a larger"
-            " planner or batch fits by accumulate="
-        )
+    _refuse_several()
     ported = port_planner(planner, kind, options.train, also=(kind.chains,))
     step = make_step(ported, kind.reinforced, options.train, steps_per_epoch)
     return GrpoStep(step, kind.chains.__name__, pool, tokens, options)
@@ -310,6 +314,7 @@ def grpo(
         UsageError: an argument does not fit.
         CheckpointError: the cache, the checkpoint or a state on disk is damaged.
     """
+    _refuse_several()
     options, out = options or GrpoOptions(), Path(out)
     scorer = make_scorer(reward, metric_cache)
     if options.train.plots:

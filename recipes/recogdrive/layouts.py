@@ -14,8 +14,9 @@ import json
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -281,6 +282,11 @@ class CacheDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """The names of the samples, in order."""
         return [entry.token for entry in self.entries]
 
+    @property
+    def names(self) -> list[str]:
+        """Drive and name of the samples, in order."""
+        return [f"{entry.log}/{entry.token}" for entry in self.entries]
+
     def __len__(self) -> int:
         return len(self.entries)
 
@@ -305,6 +311,26 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
     states = [sample["last_hidden_state"] for sample in samples]
     return {**batch, "last_hidden_state": pad_sequence(states, batch_first=True)}
+
+
+def collate_alike(dataset: CacheDataset) -> Callable[[Sequence[dict[str, Any]]], Any]:
+    """`collate` for processes that each read a part of a batch.
+
+    How long the others' hidden states are is not known to each, and padding is attended to: so they
+    have to be as long as those of the first sample.
+    """
+    return partial(_collated_alike, len(dataset[0]["last_hidden_state"]), dataset.names[0])
+
+
+def _collated_alike(length: int, of: str, samples: Sequence[dict[str, Any]]) -> Any:
+    for sample in samples:
+        if len(sample["last_hidden_state"]) != length:
+            raise UsageError(
+                f"{sample['token']} has {len(sample['last_hidden_state'])} hidden states and {of}"
+                f" {length}: several processes cannot pad a batch alike. What to do: cache all with"
+                " one --max_length, or train by one process"
+            )
+    return collate(samples)
 
 
 def datasets(

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 import tpuport
+from recipes.recogdrive.hosts import refuse_several
 from recipes.recogdrive.layouts import CacheDataset
 from recipes.recogdrive.plots import check_plots, plot_trajectories
-from recipes.recogdrive.train import Validation, errors_of, kind_of
+from recipes.recogdrive.train import kind_of
+from recipes.recogdrive.validation import Validation, errors_of
 from recipes.recogdrive.weights import config_of, read_weights
 from tpuport.checkpoints.atomic import replacing_file
 
@@ -45,9 +47,11 @@ def sample(
         `programs`, how many were compiled.
 
     Raises:
+        UsageError: there are several processes, or an argument does not fit.
         ParityError: the program's trajectories are not eager PyTorch's.
         CheckpointError: there is no planner in the checkpoint.
     """
+    refuse_several("sampling", "which writes one file")
     if plot is not None:
         check_plots()
     dataset = CacheDataset(cache, logs=logs)
@@ -71,9 +75,13 @@ def sample(
         "programs": 1 + len(ported.report.retraces),
     }
     trajectories = dict(zip(dataset.tokens, predicted.tolist(), strict=True))
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    with replacing_file(Path(out)) as temporary:
-        temporary.write_text(json.dumps({**found, "trajectories": trajectories}))
+    _write_json(Path(out), {**found, "trajectories": trajectories})
     if plot is not None:
         plot_trajectories(plot, predicted[:_PLOTTED], true[:_PLOTTED])
     return found
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_file(path) as temporary:
+        temporary.write_text(json.dumps(values))

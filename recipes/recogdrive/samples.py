@@ -264,7 +264,7 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         reduction: LossReduction = "token",
         seed: int = 0,
     ) -> None:
-        self.data, self.usable = data, usable
+        self.data, self.usable, self.num_rows = data, usable, num_rows
         self.reduction: LossReduction = reduction
         self.seed = seed
         self.plan: list[tuple[int, PlannedBatch]] = []
@@ -281,12 +281,17 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         return len(self.plan)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.part(index, slice(None))
+
+    def part(self, index: int, rows: slice) -> dict[str, np.ndarray]:
+        """Some rows of a batch; the images of others are not read."""
         seed, planned = self.plan[index]
-        rows = [
-            [self.data.sample(self.usable.indices[i], seed) for i in row] for row in planned.rows
+        samples = [
+            [self.data.sample(self.usable.indices[i], seed) for i in row]
+            for row in planned.rows[rows]
         ]
         return fill_batch(
-            rows, planned.bucket, tile_shape=self.data.tile_shape, reduction=self.reduction
+            samples, planned.bucket, tile_shape=self.data.tile_shape, reduction=self.reduction
         )
 
     def identity(self) -> dict[str, Any]:
@@ -306,6 +311,24 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         """The part of all tokens of all rows that is no padding."""
         used = sum(self.usable.sizes[i][0] for _, b in self.plan for row in b.rows for i in row)
         return used / sum(b.bucket.length * len(b.rows) for _, b in self.plan)
+
+
+class PlannedRows(torch.utils.data.Dataset[dict[str, np.ndarray]]):
+    """The rows of a run's batches, one batch after another: each process reads its own.
+
+    Args:
+        planned: the batches.
+    """
+
+    def __init__(self, planned: PlannedChats) -> None:
+        self.planned = planned
+
+    def __len__(self) -> int:
+        return len(self.planned) * self.planned.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        batch, row = divmod(index, self.planned.num_rows)
+        return {n: v[0] for n, v in self.planned.part(batch, slice(row, row + 1)).items()}
 
 
 def _digest(value: Any) -> str:

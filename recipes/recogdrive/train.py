@@ -13,12 +13,14 @@ import optax
 import torch
 
 import tpuport
-from recipes.recogdrive.diffusion import ACTION_DIM, HORIZON, NUM_STEPS, Sampler
-from recipes.recogdrive.kinds import OURS, Batch, Kind, upstream_kind
-from recipes.recogdrive.layouts import CacheDataset, collate, datasets
-from recipes.recogdrive.plots import check_plots, plot_trajectories
+from recipes.recogdrive import hosts
+from recipes.recogdrive.diffusion import Sampler
+from recipes.recogdrive.kinds import OURS, Kind, upstream_kind
+from recipes.recogdrive.layouts import CacheDataset, collate, collate_alike, datasets
+from recipes.recogdrive.plots import check_plots
 from recipes.recogdrive.rewards import RewardPool
 from recipes.recogdrive.upstream import upstream_planner
+from recipes.recogdrive.validation import Validation
 from recipes.recogdrive.weights import read_weights
 from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
@@ -26,16 +28,14 @@ from tpuport.training import (
     Batches,
     Checkpoints,
     JsonLines,
-    TrainState,
     TrainStep,
     fit,
+    initialize,
     make_train_step,
 )
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 1e-4
-_EVALUATION_SEED = 7
-_PLOTTED = 8
 
 Precision = Literal["float32", "bf16"]
 
@@ -164,85 +164,6 @@ def make_step(
     )
 
 
-def errors_of(predicted: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
-    """`l1` over x, y and heading, as upstream validates, and `displacement` in metres, of
-    trajectories (scenes, 8, 3).
-    """
-    off = predicted - true
-    return {"l1": off.abs().mean().item(), "displacement": off[..., :2].norm(dim=-1).mean().item()}
-
-
-class Validation:
-    """Mean error of sampled trajectories, as upstream's validation has it: L1 over x, y, heading.
-
-    The noise is the same each time, so that evaluations differ by the weights alone.
-
-    Args:
-        dataset: what to sample for.
-        batch_size: scenes at once.
-        sample: the name of the ported method that samples.
-        ema: evaluate the averages of the weights.
-        plots: folder of the pictures; None for none.
-        pool: gives rewards to what is sampled, too.
-        count: how many samples, evenly spaced; None for all.
-
-    Raises:
-        UsageError: the count is of no use.
-    """
-
-    def __init__(
-        self,
-        dataset: CacheDataset,
-        batch_size: int,
-        sample: str,
-        *,
-        ema: bool,
-        plots: Path | None = None,
-        pool: RewardPool | None = None,
-        count: int | None = None,
-    ) -> None:
-        if count is not None and count < 1:
-            raise UsageError(f"val_samples={count}: expected 1 or more, or None for all")
-        self._dataset, self._sample, self._ema = dataset, sample, ema
-        self._plots, self._pool = plots, pool
-        total = len(dataset)
-        count = total if count is None else min(count, total)
-        self.indices = [i * total // count for i in range(count)]
-        self._size = min(batch_size, count)
-        self.last: dict[str, float] | None = None
-
-    def batches(self) -> Iterator[tuple[Batch, int]]:
-        """Batches of one size, the last filled up with earlier scenes, and how many count."""
-        generator = torch.Generator().manual_seed(_EVALUATION_SEED)
-        total = len(self.indices)
-        for start in range(0, total, self._size):
-            rows = [self.indices[i % total] for i in range(start, start + self._size)]
-            batch = collate([self._dataset[i] for i in rows])
-            shape = (self._size, HORIZON, ACTION_DIM)
-            batch["init"] = torch.randn(shape, generator=generator)
-            batch["step_noise"] = torch.randn((NUM_STEPS, *shape), generator=generator)
-            yield batch, min(self._size, total - start)
-
-    def __call__(self, step: Any, state: TrainState) -> dict[str, float]:
-        """The error of a state: `val_l1`, `val_displacement` in metres, and `val_reward`."""
-        sample = getattr(step.put(state, ema=self._ema), self._sample)
-        kept = []
-        for batch, count in self.batches():
-            predicted = tpuport.to_torch(sample(batch)).float()
-            kept.append((predicted[:count], batch["trajectory"][:count]))
-        predicted, true = (torch.cat(part) for part in zip(*kept, strict=True))
-        self.last = {f"val_{name}": value for name, value in errors_of(predicted, true).items()}
-        if self._pool is not None:
-            given = predicted.unsqueeze(1).numpy(), true.numpy()
-            tokens = [self._dataset.tokens[i] for i in self.indices]
-            rewards = self._pool.submit(tokens, *given).result()
-            self.last["val_reward"] = float(rewards.mean())
-        if self._plots is not None:
-            path = self._plots / f"step-{int(state.step):06d}.png"
-            plot_trajectories(path, predicted[:_PLOTTED], true[:_PLOTTED])
-        return self.last
-
-
 def make_validation(
     dataset: CacheDataset,
     kind: Kind,
@@ -318,8 +239,11 @@ def train(
         UsageError: an argument does not fit.
         CheckpointError: the cache or a state on disk is damaged.
     """
+    initialize()
     options = options or TrainOptions()
     out = Path(out)
+    if options.mesh is None:
+        hosts.check_covers("no mesh", 1, "--mesh fsdp=-1, which is over the devices of all")
     if checkout is not None and options.sampler == "ddpm":
         raise UsageError(
             "sampler='ddpm' does not train with upstream's planner: its loss reads"
@@ -329,6 +253,7 @@ def train(
     if options.plots:
         check_plots()
     dataset, validated = datasets(cache, logs, val_logs)
+    hosts.check_same({"options": options, "samples": [dataset.names, validated.names]})
     with kind_of(checkout) as kind:
         planner = start_planner(kind, dataset, options)
         batches = _batches(dataset, kind, options)
@@ -353,15 +278,16 @@ def run(
     Returns:
         The last validation.
     """
-    log = JsonLines(out / "log.jsonl")
+    log, first = JsonLines(out / "log.jsonl"), jax.process_index() == 0
     steps = len(batches) * options.epochs
     with Checkpoints(out / "states") as saved:
         state = step.init(options.seed)
         if options.validate_first and not saved.steps:
-            log.start(0)
             found = validation(step, state)
-            log.write(0, {f"evaluate/{name}": value for name, value in found.items()})
-            log.close()
+            if first:
+                log.start(0)
+                log.write(0, {f"evaluate/{name}": value for name, value in found.items()})
+                log.close()
             validation.last = None
         state = fit(
             step,
@@ -377,8 +303,9 @@ def run(
             progress=options.progress,
         )
     found = validation.last or validation(step, state)  # none, if the run had ended before
-    ported = step.put(state, ema=options.ema_decay is not None)
-    tpuport.save_checkpoint(out / "planner.safetensors", ported)
+    ported = hosts.gather(step.put(state, ema=options.ema_decay is not None))
+    if first:
+        tpuport.save_checkpoint(out / "planner.safetensors", ported)
     return found
 
 
@@ -394,7 +321,7 @@ def _batches(dataset: CacheDataset, kind: Kind, options: TrainOptions) -> Batche
         batch_size=options.batch_size,
         shuffle=True,
         seed=options.seed,
-        collate=collate,
+        collate=collate if jax.process_count() == 1 else collate_alike(dataset),
         last="pad" if kind.masks else "drop",
         workers=options.workers,
     )

@@ -16,12 +16,12 @@ from recipes.recogdrive.rewards import RewardPool
 from recipes.recogdrive.sample import sample
 from recipes.recogdrive.train import (
     TrainOptions,
-    Validation,
     make_validation,
     run,
     train,
     warmup_cosine,
 )
+from recipes.recogdrive.validation import Validation
 from recipes.recogdrive.weights import read_weights
 from tests.recipes.recogdrive.runs import logged
 from tests.recipes.recogdrive.small import CONFIG

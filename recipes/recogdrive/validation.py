@@ -1,0 +1,99 @@
+"""How far the trajectories that a planner samples are from those that were driven."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+
+from recipes.recogdrive import hosts
+from recipes.recogdrive.diffusion import ACTION_DIM, HORIZON, NUM_STEPS
+from recipes.recogdrive.kinds import Batch
+from recipes.recogdrive.layouts import CacheDataset, collate
+from recipes.recogdrive.plots import plot_trajectories
+from recipes.recogdrive.rewards import RewardPool
+from tpuport.errors import UsageError
+from tpuport.training import TrainState
+
+_EVALUATION_SEED = 7
+_PLOTTED = 8
+
+
+def errors_of(predicted: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
+    """`l1` over x, y and heading, as upstream validates, and `displacement` in metres, of
+    trajectories (scenes, 8, 3).
+    """
+    off = predicted - true
+    return {"l1": off.abs().mean().item(), "displacement": off[..., :2].norm(dim=-1).mean().item()}
+
+
+class Validation:
+    """Mean error of sampled trajectories, as upstream's validation has it: L1 over x, y, heading.
+
+    The noise is the same each time, so that evaluations differ by the weights alone.
+
+    Args:
+        dataset: what to sample for.
+        batch_size: scenes at once.
+        sample: the name of the ported method that samples.
+        ema: evaluate the averages of the weights.
+        plots: folder of the pictures; None for none.
+        pool: gives rewards to what is sampled, too.
+        count: how many samples, evenly spaced; None for all.
+
+    Raises:
+        UsageError: the count is of no use.
+    """
+
+    def __init__(
+        self,
+        dataset: CacheDataset,
+        batch_size: int,
+        sample: str,
+        *,
+        ema: bool,
+        plots: Path | None = None,
+        pool: RewardPool | None = None,
+        count: int | None = None,
+    ) -> None:
+        if count is not None and count < 1:
+            raise UsageError(f"val_samples={count}: expected 1 or more, or None for all")
+        self._dataset, self._sample, self._ema = dataset, sample, ema
+        self._plots, self._pool = plots, pool
+        total = len(dataset)
+        count = total if count is None else min(count, total)
+        self.indices = [i * total // count for i in range(count)]
+        self._size = min(batch_size, count)
+        self.last: dict[str, float] | None = None
+
+    def batches(self) -> Iterator[tuple[Batch, int]]:
+        """Batches of one size, the last filled up with earlier scenes, and how many count."""
+        generator = torch.Generator().manual_seed(_EVALUATION_SEED)
+        total = len(self.indices)
+        for start in range(0, total, self._size):
+            rows = [self.indices[i % total] for i in range(start, start + self._size)]
+            batch = collate([self._dataset[i] for i in rows])
+            shape = (self._size, HORIZON, ACTION_DIM)
+            batch["init"] = torch.randn(shape, generator=generator)
+            batch["step_noise"] = torch.randn((NUM_STEPS, *shape), generator=generator)
+            yield batch, min(self._size, total - start)
+
+    def __call__(self, step: Any, state: TrainState) -> dict[str, float]:
+        """The error of a state: `val_l1`, `val_displacement` in metres, and `val_reward`."""
+        sample = getattr(step.put(state, ema=self._ema), self._sample)
+        kept = []
+        for batch, count in self.batches():
+            predicted = hosts.to_torch(sample(batch)).float()
+            kept.append((predicted[:count], batch["trajectory"][:count]))
+        predicted, true = (torch.cat(part) for part in zip(*kept, strict=True))
+        self.last = {f"val_{name}": value for name, value in errors_of(predicted, true).items()}
+        if self._pool is not None:
+            given = predicted.unsqueeze(1).numpy(), true.numpy()
+            tokens = [self._dataset.tokens[i] for i in self.indices]
+            rewards = self._pool.submit(tokens, *given).result()
+            self.last["val_reward"] = float(rewards.mean())
+        if self._plots is not None and jax.process_index() == 0:
+            path = self._plots / f"step-{int(state.step):06d}.png"
+            plot_trajectories(path, predicted[:_PLOTTED], true[:_PLOTTED])
+        return self.last
