@@ -78,7 +78,7 @@ def compile_for(
         rules: as for `tpuport.shard`: a preset's name, or a table.
         train: compile a training step: True if the output is or has a `loss`, or a function of the
             output that gives one. Gradients that are not finite are applied all the same.
-        optimiser: of a training step: one of optax's, the name of one, or None for gradients alone.
+        optimiser: one of optax's, the name of one, or None for gradients alone.
         method: which method of the model.
         constant_budget: bytes of constants of the host that are nothing to report.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
@@ -100,20 +100,23 @@ def compile_for(
     model: Any = ported if training is None else training.ported
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._program.placement
-    effort = _LITTLE_EFFORT if quick else {}
+    options = {**(_LITTLE_EFFORT if quick else {}), **(options or {})}
+    ahead = settled(lambda: _ahead(training, spread, method, inputs, options))
+    names = _names(training, method, topology, placement.mesh)
+    report = _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+    return replace(report, quick=quick)
 
-    def ahead_of_time() -> Ahead:
+
+def _ahead(
+    training: Training | None, spread: PortedModel, method: str, inputs: Any, options: Any
+) -> Ahead:
+    placement: Any = spread._program.placement
+    with _quiet():
         if training is not None:
             step = training_step(replace(training, ported=spread), inputs)
         else:
             step = forward_step(spread, method, inputs)
-        return compile_ahead(step, placement.mesh, {**effort, **(options or {})})
-
-    with _quiet():
-        ahead = settled(ahead_of_time)
-    names = _names(training, method, topology, placement.mesh)
-    report = _reported(ahead, spread, plan, constant_budget, kernel_times, names)
-    return replace(report, quick=quick)
+        return compile_ahead(step, placement.mesh, options)
 
 
 def _names(
