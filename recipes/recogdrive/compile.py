@@ -67,7 +67,7 @@ def _compiled(ported: Any, topology: str, inputs: tuple[Any, ...], **named: Any)
 
 
 def compile_train(
-    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+    size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
     """A step of stage 2, spread over the chips by its samples."""
     step = make_step(_ported(size, IMITATION), OURS.loss, IMITATION, STEPS_PER_EPOCH)
@@ -75,7 +75,7 @@ def compile_train(
 
 
 def compile_sample(
-    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+    size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
     """Sampling of trajectories."""
     ported, method = _ported(size, IMITATION), OURS.sample.__name__
@@ -83,7 +83,7 @@ def compile_sample(
 
 
 def compile_chains(
-    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+    size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
     """Sampling of eight chains a scene, the first program of stage 3."""
     ported, method = _ported(size, REINFORCEMENT), OURS.chains.__name__
@@ -92,7 +92,7 @@ def compile_chains(
 
 
 def compile_grpo(
-    size: str = "small", topology: str = "v6e-4", batch: int = 64, **how: Any
+    size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
     """The step of stage 3, its second program."""
     step = make_step(_ported(size, REINFORCEMENT), OURS.reinforced, REINFORCEMENT, STEPS_PER_EPOCH)
@@ -117,6 +117,7 @@ def compile_stage(
     batch: int | None = None,
     *,
     quick: bool = True,
+    kernel_times: bool = True,
 ) -> CompileReport:
     """Compile one program of the recipe, in bfloat16; weights that are trained are in float32.
 
@@ -127,6 +128,7 @@ def compile_stage(
         batch: rows (finetune) or scenes of all chips together; by default one row or eight scenes
             (cache) a chip, and else 64 scenes.
         quick: as for `tpuport.compile_for`; without it libtpu takes many minutes for a step.
+        kernel_times: as there; without it no step's time is estimated.
 
     Raises:
         UsageError: there is no such stage or size.
@@ -135,4 +137,4 @@ def compile_stage(
     for name, given, known in (("stage", stage, STAGES), ("size", size, BESIDE)):
         if given not in known:
             raise UsageError(f"{name}={given!r}: expected one of {', '.join(known)}")
-    return STAGES[stage](size, topology, batch, quick=quick)
+    return STAGES[stage](size, topology, batch, quick=quick, kernel_times=kernel_times)

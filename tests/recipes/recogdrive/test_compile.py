@@ -12,7 +12,7 @@ TRAINED = {"finetune", "train", "grpo"}
 @needs_libtpu
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_program_is_compiled_from_shapes(stage: str):
-    report = compile_stage(stage, "tiny")
+    report = compile_stage(stage, "tiny", kernel_times=False)
     assert (report.fits, report.num_chips, report.quick) == (True, 4, True)
     assert (report.memory.optimiser > 0) == (stage in TRAINED)
     assert report.work is not None
@@ -21,7 +21,9 @@ def test_a_program_is_compiled_from_shapes(stage: str):
     assert all(one.kernel != "full scores" for one in report.work.attention)
     moved = {kind for kind, size in report.work.bytes_by_kind().items() if size > 4096}
     assert moved <= {
-        "finetune": {"all-gather", "reduce-scatter", "all-reduce", "collective-permute"},
+        # The rows of a spread embedding go to the chips of their samples by all-to-all.
+        "finetune": {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+        | {"collective-permute"},
         "train": {"all-reduce"},
         "grpo": {"all-reduce"},
     }.get(stage, set())

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from tpuport.program.cost.chips import Chip, chip_of
 # The smallest slice of each chip that libtpu describes.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _BUNDLES = "-final_bundles.txt"
+# Kernels at a time: libtpu takes about a GiB for each, and its schedules some hundred MB of disk.
+_AT_ONCE = 4
 
 
 class KernelCompileError(TpuportError):
@@ -241,14 +244,23 @@ def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[s
     """
     from tpuport.program.cost.kernels import find_calls
 
-    found: dict[str, KernelSchedule] = {}
+    calls: dict[str, Any] = {}
     for call in find_calls(jaxpr):
         key, count = call.name, 1
-        while key in found:
+        while key in calls:
             count += 1
             key = f"{call.name} ({count})"
-        found[key] = schedule_call(call, chip, timeout=timeout)
-    return found
+        calls[key] = call
+    # libtpu works in processes of their own, on one core each.
+    with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+        waiting = {
+            key: pool.submit(schedule_call, call, chip, timeout=timeout)
+            for key, call in calls.items()
+        }
+        try:
+            return {key: one.result() for key, one in waiting.items()}
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSchedule:
