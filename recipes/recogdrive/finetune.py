@@ -13,7 +13,7 @@ from recipes.recogdrive.finetune_options import FinetuneOptions, check, parse
 from recipes.recogdrive.hosts import check_covers, check_same, gather
 from recipes.recogdrive.loading import load_chat_model, save_chat_model, tile_of
 from recipes.recogdrive.packing import make_buckets
-from recipes.recogdrive.records import check_record
+from recipes.records import check_record
 from recipes.recogdrive.samples import ChatData, PlannedChats, PlannedRows
 from recipes.recogdrive.tiles import Tiling
 from recipes.recogdrive.upstream_vlm import (

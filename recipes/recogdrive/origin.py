@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.recogdrive.layouts import find_entries
-from recipes.recogdrive.records import check_record
+from recipes.records import check_record
 from tpuport.errors import UsageError
 
 RECORD = "cache.json"
