@@ -13,7 +13,6 @@ from recipes.recogdrive.finetune_options import FinetuneOptions, check, parse
 from recipes.recogdrive.hosts import check_covers, check_same, gather
 from recipes.recogdrive.loading import load_chat_model, save_chat_model, tile_of
 from recipes.recogdrive.packing import make_buckets
-from recipes.records import check_record
 from recipes.recogdrive.samples import ChatData, PlannedChats, PlannedRows
 from recipes.recogdrive.tiles import Tiling
 from recipes.recogdrive.upstream_vlm import (
@@ -22,6 +21,7 @@ from recipes.recogdrive.upstream_vlm import (
     upstream_chat_model,
 )
 from recipes.recogdrive.vlm import ChatModel, freeze
+from recipes.records import check_record
 from tpuport.model.ported import PortedModel
 from tpuport.sharding import fsdp, make_mesh
 from tpuport.training import (
