@@ -204,4 +204,22 @@ SAMPLING = [
     ),
 ]  # fmt: skip
 
-CASES = [*CONVOLUTION, *POOLING, *RESIZING, *SAMPLING]
+LINE = f(2, 3, 6)
+PADDING = [
+    case(
+        op, call(LINE, [2, 1]), call(LINE[0], [0, 4]), call(LINE, [-2, 3]), call(LINE, [1, -3]),
+        call(b(2, 9), [3, 3]), bf16=8e-3,
+    )
+    for op in (aten.replication_pad1d.default, aten.reflection_pad1d.default)
+] + [
+    case(op, call(IMAGE, [1, 2, 3, 0]), call(turned(IMAGE)[0], [0, 1, -2, 1]))
+    for op in (aten.replication_pad2d.default, aten.reflection_pad2d.default)
+] + [
+    case(op, call(VOLUME, [1, 1, 2, 2, 2, 0]), call(VOLUME[0], [0, 3, 1, -2, -1, 0]))
+    for op in (aten.replication_pad3d.default, aten.reflection_pad3d.default)
+] + [
+    # Further out than the image is large.
+    case(aten.replication_pad3d.default, call(VOLUME, [9, 0, 0, 6, 7, 8])),
+]  # fmt: skip
+
+CASES = [*CONVOLUTION, *POOLING, *RESIZING, *SAMPLING, *PADDING]
