@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import pytest
@@ -217,6 +218,28 @@ def test_wrong_calls_are_said(options: dict, message: str):
     given = {"topology": "v5e-4", "inputs": batch(), **options}
     with pytest.raises(UsageError, match=message):
         tpuport.compile_for(on_meta(), given.pop("topology"), **given)
+
+
+def test_a_function_around_a_model_is_compiled():
+    def thrice(ported: Any, params: Any, buffers: Any, key: Any, x: Any, times: int) -> Any:
+        assert ported.mesh.size == 4
+        step = lambda x, _: (x + ported.apply(params, buffers, key, x)[0].sum(-1)[:, None], None)  # noqa: E731
+        return jax.lax.scan(step, x, None, length=times)[0]
+
+    ported = on_meta()
+    once = tpuport.compile_for(ported, "v5e-4", inputs=batch(), rules="ddp")
+    report = tpuport.compile_for(
+        ported, "v5e-4", inputs=(batch(), {"times": 3}), rules="ddp", method=thrice
+    )
+    assert (report.what, report.topology, report.mesh["fsdp"]) == ("thrice", "v5e-4", 4)
+    assert report.memory.parameters == once.memory.parameters
+    assert report.memory.inputs == once.memory.inputs
+    assert report.work is not None
+    assert once.work is not None
+    assert report.work.chip_flops == 3 * once.work.chip_flops
+    assert ported.mesh is None
+    with pytest.raises(UsageError, match="method=thrice is a function around the model"):
+        tpuport.compile_for(ported, "v5e-4", inputs=batch(), method=thrice, train=squared)
 
 
 def test_only_ported_models_are_compiled():

@@ -88,6 +88,11 @@ class PortedState:
         return getattr(self._program.placement, "plan", None)
 
     @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The mesh that `tpuport.shard` put it on; None if it did not."""
+        return self._program.placement.mesh
+
+    @property
     def training(self) -> bool:
         """Whether the ported copy is in training mode."""
         return self.module.training

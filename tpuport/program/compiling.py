@@ -29,7 +29,7 @@ from tpuport.program.memory import (
 from tpuport.program.records import Captured, Held, Seconds, Work
 from tpuport.program.report import CompileReport
 from tpuport.program.settling import settled
-from tpuport.program.step import as_optimiser, forward_step, training_step
+from tpuport.program.step import as_optimiser, forward_step, function_step, training_step
 from tpuport.program.training import Training, Trains
 from tpuport.program.work import captured_constants, read_traced, read_work
 from tpuport.sharding.hlo_text import Program, read_program
@@ -55,7 +55,7 @@ def compile_for(
     rules: Any = "fsdp",
     train: bool | Callable[[Any], Any] = False,
     optimiser: Any = "adamw",
-    method: str = "forward",
+    method: str | Callable[..., Any] = "forward",
     constant_budget: int = CONSTANT_BUDGET,
     kernel_times: bool = True,
     quick: bool = False,
@@ -79,7 +79,8 @@ def compile_for(
         train: compile a training step: True if the output is or has a `loss`, or a function of the
             output that gives one. Gradients that are not finite are applied all the same.
         optimiser: one of optax's, the name of one, or None for gradients alone.
-        method: which method of the model.
+        method: which method of the model; or a function of jax around its `apply`, called with the
+            copy that is compiled, its `params`, its `buffers`, a key, and the inputs.
         constant_budget: bytes of constants of the host that are nothing to report.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
@@ -108,28 +109,34 @@ def compile_for(
 
 
 def _ahead(
-    training: Training | None, spread: PortedModel, method: str, inputs: Any, options: Any
+    training: Training | None, spread: PortedModel, method: Any, inputs: Any, options: Any
 ) -> Ahead:
     placement: Any = spread._program.placement
     with _quiet():
         if training is not None:
             step = training_step(replace(training, ported=spread), inputs)
+        elif callable(method):
+            step = function_step(spread, method, inputs)
         else:
             step = forward_step(spread, method, inputs)
         return compile_ahead(step, placement.mesh, options)
 
 
 def _names(
-    training: Training | None, method: str, topology: str | None, mesh: Mesh
+    training: Training | None, method: Any, topology: str | None, mesh: Mesh
 ) -> dict[str, str]:
     """What is compiled, and for what, in words."""
     slices = num_slices(mesh)
     where = "" if topology is None else topology if slices == 1 else f"{slices} x {topology}"
     return {
-        "what": method if training is None else "training step",
+        "what": _called(method) if training is None else "training step",
         "topology": where,
         "optimiser": "" if training is None else training.optimiser_name,
     }
+
+
+def _called(method: Any) -> str:
+    return method if isinstance(method, str) else getattr(method, "__name__", "function")
 
 
 @contextlib.contextmanager
@@ -141,12 +148,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _training_of(
-    ported: PortedModel | Trains, method: str, train: Any, optimiser: Any
+    ported: PortedModel | Trains, method: Any, train: Any, optimiser: Any
 ) -> Training | None:
     """The step of training that is to be compiled; None for a call.
 
     Raises:
-        UsageError: a step is given, and arguments that say what a step is.
+        UsageError: a step is given, and arguments that say what a step is; or a function around
+            the model is to be trained.
     """
     given = getattr(ported, "training", None)
     if isinstance(given, Training):
@@ -158,6 +166,11 @@ def _training_of(
         return given
     if not train or not isinstance(ported, PortedModel):
         return None
+    if callable(method):
+        raise UsageError(
+            f"method={_called(method)} is a function around the model, and train= is for a method."
+            " What to do: name a method, or take gradients in the function and leave train= out"
+        )
     name = optimiser if isinstance(optimiser, str) else "" if optimiser is None else "of your own"
     loss = train if callable(train) else None
     return Training(ported, method, as_optimiser(optimiser), loss=loss, optimiser_name=name)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.errors import UsageError
-from tpuport.model import ahead
+from tpuport.model import ahead, structure
 from tpuport.model.host_values import Hoisted
 from tpuport.model.ported import PortedModel
 from tpuport.model.pure import traced
@@ -90,6 +90,24 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
 
     given = {"params": ported.params, "buffers": ported.buffers, "key": key, "inputs": values}
     return Step(forward, given, (), None, hoisted)
+
+
+def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> Step:
+    """A function of jax around a ported model, such as a loop over calls of `ported.apply`.
+
+    Args:
+        ported: on a mesh, with shapes for weights.
+        function: of the model, its `params`, its `buffers`, a key, and the inputs.
+        inputs: see `as_call`.
+    """
+    taken, values = _placed(ported, inputs)
+
+    def around(params: Any, buffers: Any, key: Any, inputs: Any) -> Any:
+        args, kwargs = structure.rebuild(taken.spec, inputs)
+        return function(ported, params, buffers, key, *args, **kwargs)
+
+    given = {"params": ported.params, "buffers": ported.buffers, "key": _key(ported)}
+    return Step(around, {**given, "inputs": values}, (), None)
 
 
 def training_step(training: Training, inputs: Any) -> Step:
@@ -212,9 +230,14 @@ def _call(
         outcome.state = placement.state(outcome.state)
         return outcome
 
-    whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
-    key = jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
-    return call, values, key
+    return call, values, _key(ported)
+
+
+def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
+    """The shape of a key, whole on every chip."""
+    mesh = ported.mesh
+    whole = NamedSharding(mesh, P()) if mesh is not None else None
+    return jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
 
 
 def optimiser_state(
