@@ -1,0 +1,63 @@
+"""The decoding of a whole video for a TPU that need not be there, from shapes alone."""
+
+from typing import Any
+
+import jax
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
+    AutoencoderKLHunyuanVideo15,
+)
+
+import tpuport
+from recipes.hunyuan_video.decode import decode_latents, factors, port_vae
+from recipes.hunyuan_video.vae_patches import causal_by_frames
+from tpuport.errors import UsageError
+from tpuport.program.report import CompileReport
+
+
+def compile_decode(
+    topology: str = "v6e-8",
+    frames: int = 121,
+    height: int = 720,
+    width: int = 1280,
+    **how: Any,
+) -> CompileReport:
+    """Compile the decoding of one video in bfloat16, its tiles spread over the chips.
+
+    Args:
+        topology: a slice.
+        frames: of the video: one more than a multiple of 4.
+        height: of the video, in pixels: a multiple of 16.
+        width: likewise.
+        **how: `model`, another VAE than the published configuration; and further arguments of
+            `tpuport.compile_for`.
+
+    Raises:
+        UsageError: there is no video of that size.
+        MissingExtraError: libtpu is not installed.
+    """
+    model: Any = how.pop("model", None) or published_vae()
+    ratio, factor = factors(model)
+    if frames < 1 or (frames - 1) % ratio or height % factor or width % factor:
+        raise UsageError(
+            f"frames={frames}, height={height}, width={width}: expected frames to be one more than"
+            f" a multiple of {ratio}, height and width multiples of {factor}"
+        )
+    sizes = ((frames - 1) // ratio + 1, height // factor, width // factor)
+    latents = jax.ShapeDtypeStruct((1, model.config.latent_channels, *sizes), "float32")
+    with causal_by_frames(model):
+        return tpuport.compile_for(
+            port_vae(model).ported,
+            topology,
+            inputs=(latents,),
+            method=decode_latents,
+            rules="replicated",
+            mesh={"data": -1},
+            **how,
+        )
+
+
+def published_vae() -> AutoencoderKLHunyuanVideo15:
+    """The VAE as it is published, without weights."""
+    with torch.device("meta"):
+        return AutoencoderKLHunyuanVideo15()

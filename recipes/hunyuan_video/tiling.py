@@ -1,0 +1,180 @@
+"""A function of images that runs tile by tile, and its results blended, as the VAE's classes do.
+
+Several tiles of one shape run at a time, one on each chip. Source: `tiled_decode`, `tiled_encode`,
+`blend_v` and `blend_h` of diffusers' AutoencoderKLHunyuanVideo15, and `spatial_tiled_decode` of
+upstream's AutoencoderKLConv3D, which agree.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpuport.errors import UsageError
+from tpuport.sharding import MeshAxis
+
+HEIGHT, WIDTH = -2, -1
+# The axes that tiles lie over; those of a mesh that are left have size 1, or do the same work.
+AXES = (MeshAxis.DATA.value, MeshAxis.FSDP.value)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How images are cut and put together again; each a pair for height and width.
+
+    Attributes:
+        tile: sizes of a tile, in elements of what is cut.
+        step: from the start of a tile to that of the next.
+        blend: how far results run into each other, in elements of the result.
+        keep: what is kept of a result.
+    """
+
+    tile: tuple[int, int]
+    step: tuple[int, int]
+    blend: tuple[int, int]
+    keep: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if min(*self.tile, *self.step, *self.keep) < 1 or min(self.blend) < 0:
+            raise UsageError(
+                f"{self}: expected tiles, steps and what is kept of at least one element. What to"
+                " do: choose larger tiles, or an overlap of less than 1"
+            )
+
+    def starts(self, height: int, width: int) -> tuple[range, range]:
+        """Where tiles begin."""
+        return range(0, height, self.step[0]), range(0, width, self.step[1])
+
+    def cuts(self, height: int, width: int) -> bool:
+        """Whether an image is larger than one tile; if not, it is not cut."""
+        return height > self.tile[0] or width > self.tile[1]
+
+
+def tiling_of(model: Any, of: Literal["decode", "encode"] = "decode") -> Tiling:
+    """The tiles that a VAE is set to (256 pixels with an overlap of a quarter if nothing was said).
+
+    Args:
+        model: diffusers' AutoencoderKLHunyuanVideo15 or upstream's AutoencoderKLConv3D.
+        of: which direction: latents are cut to decode, pixels to encode.
+    """
+    if hasattr(model, "tile_latent_min_size"):
+        latent = (model.tile_latent_min_size,) * 2
+        sample = (model.tile_sample_min_size,) * 2
+    else:
+        latent = (model.tile_latent_min_height, model.tile_latent_min_width)
+        sample = (model.tile_sample_min_height, model.tile_sample_min_width)
+    overlap = model.tile_overlap_factor
+    cut, made = (latent, sample) if of == "decode" else (sample, latent)
+    blend = _each(lambda size: int(size * overlap), made)
+    return Tiling(
+        tile=cut,
+        step=_each(lambda size: int(size * (1 - overlap)), cut),
+        blend=blend,
+        keep=(made[0] - blend[0], made[1] - blend[1]),
+    )
+
+
+def _each(change: Callable[[int], int], pair: tuple[int, int]) -> tuple[int, int]:
+    return change(pair[0]), change(pair[1])
+
+
+def map_tiles(
+    function: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    tiling: Tiling,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """`function` of the tiles of x, blended; of x itself if that is within one tile.
+
+    Tiles of one shape go through one loop, as many at a time as there are chips along the mesh's
+    data axes; where they do not divide, chips that are left over compute the first ones again.
+
+    Args:
+        function: of (N, C, T, h, w), one tile each, example by example.
+        x: (B, C, T, H, W).
+        tiling: of its last two dims.
+        mesh: None for one device.
+
+    Returns:
+        (B, C', T', H', W'), whole on every chip.
+    """
+    batch, _, _, height, width = x.shape
+    if not tiling.cuts(height, width):
+        return function(x)
+    rows, columns = tiling.starts(height, width)
+    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    tiles = {}
+    for i in rows:
+        for j in columns:
+            tile = x[..., i : i + tiling.tile[0], j : j + tiling.tile[1]]
+            groups.setdefault(tile.shape, []).append((i, j))
+            tiles[i, j] = tile
+    done = {}
+    for places in groups.values():
+        stacked = jnp.concatenate([tiles[place] for place in places])
+        results = _in_rounds(function, stacked, mesh)
+        for place, result in zip(places, jnp.split(results, len(places)), strict=True):
+            assert result.shape[0] == batch
+            done[place] = result
+    return blended([[done[i, j] for j in columns] for i in rows], tiling)
+
+
+def _in_rounds(
+    function: Callable[[jax.Array], jax.Array], tiles: jax.Array, mesh: Mesh | None
+) -> jax.Array:
+    """`function` of (N, ...) by a loop that takes one a chip at a time."""
+    axes = () if mesh is None else tuple(axis for axis in AXES if axis in mesh.shape)
+    chips = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+    count = tiles.shape[0]
+    num_rounds = math.ceil(count / chips)
+    taken = tiles[np.arange(num_rounds * chips) % count]
+    rounds = taken.reshape(num_rounds, chips, *tiles.shape[1:])
+
+    def place(array: jax.Array, *spec: Any) -> jax.Array:
+        if mesh is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*spec)))
+
+    def one_round(tiles: jax.Array) -> jax.Array:
+        return place(function(place(tiles, axes)), axes)
+
+    # Whole again before rounds and chips become one dim, which the partitioner could not spread.
+    results = place(jax.lax.map(one_round, place(rounds, None, axes)))
+    return results.reshape(num_rounds * chips, *results.shape[2:])[:count]
+
+
+def blended(rows: list[list[jax.Array]], tiling: Tiling) -> jax.Array:
+    """Results of tiles as one image. Each runs into those above and before it as they came out."""
+    lines: list[jax.Array] = []
+    above: list[jax.Array] = []
+    for row in rows:
+        line: list[jax.Array] = []
+        for j, tile in enumerate(row):
+            now = _run_into(above[j], tile, tiling.blend[0], HEIGHT) if above else tile
+            line.append(_run_into(line[-1], now, tiling.blend[1], WIDTH) if line else now)
+        above = line
+        height, width = tiling.keep
+        lines.append(jnp.concatenate([tile[..., :height, :width] for tile in line], WIDTH))
+    return jnp.concatenate(lines, HEIGHT)
+
+
+def _run_into(before: jax.Array, tile: jax.Array, extent: int, axis: int) -> jax.Array:
+    """The tile, with its first rows or columns faded in from the last of the one before."""
+    extent = min(before.shape[axis], tile.shape[axis], extent)
+    if not extent:
+        return tile
+    shape = [1] * tile.ndim
+    shape[axis] = extent
+    ramp = (np.arange(extent) / extent).reshape(shape)
+    # Sums in float32, as PyTorch adds up numbers of 16 bits.
+    kind = jnp.promote_types(tile.dtype, jnp.float32)
+    last = jax.lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis)
+    first, rest = jnp.split(tile, [extent], axis)
+    faded = last.astype(kind) * (1 - ramp).astype(kind) + first.astype(kind) * ramp.astype(kind)
+    return jnp.concatenate([faded.astype(tile.dtype), rest], axis)

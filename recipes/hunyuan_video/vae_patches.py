@@ -1,0 +1,68 @@
+"""What is replaced in the VAE's own classes while they are traced."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tpuport.errors import UsageError
+
+# Of diffusers and of upstream, and what each calls its projections.
+PROJECTIONS = {
+    "HunyuanVideo15AttnBlock": ("to_q", "to_k", "to_v"),
+    "AttnBlock": ("q", "k", "v"),
+}
+
+
+@contextlib.contextmanager
+def causal_by_frames(model: torch.nn.Module) -> Iterator[None]:
+    """Let the attention of a VAE's mid blocks go frame by frame, without a mask, inside the block.
+
+    The classes fill a mask of (tokens, tokens) row by row in Python, 7,936 rows for a tile of 31
+    latent frames. A frame sees itself and those before it, so the attention of frame i over keys 0
+    to i is the same function, of half the products and with no array of more than (tokens of a
+    frame, tokens). It holds for every model of these classes; afterwards they are as before.
+
+    Args:
+        model: a VAE that has such blocks, diffusers' or upstream's.
+
+    Raises:
+        UsageError: it has none.
+    """
+    found = {type(m) for m in model.modules() if type(m).__name__ in PROJECTIONS}
+    if not found:
+        raise UsageError(
+            f"model={type(model).__name__}: expected a VAE of HunyuanVideo-1.5, which has an"
+            f" attention block {' or '.join(PROJECTIONS)}, and found none. What to do: give"
+            " diffusers' AutoencoderKLHunyuanVideo15 or upstream's AutoencoderKLConv3D"
+        )
+    before = {block: block.forward for block in found}
+    try:
+        for block in found:
+            block.forward = _attend_by_frames
+        yield
+    finally:
+        for block, forward in before.items():
+            block.forward = forward
+
+
+def _attend_by_frames(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """`forward` of an attention block, (B, C, T, H, W) to the same."""
+    names = PROJECTIONS[type(self).__name__]
+    normed = self.norm(x)
+    query, key, value = (_tokens(getattr(self, name)(normed)) for name in names)
+    _, _, frames, height, width = x.shape
+    size = height * width
+    seen = []
+    for end in range(size, frames * size + 1, size):
+        now = query[:, :, end - size : end]
+        seen.append(F.scaled_dot_product_attention(now, key[:, :, :end], value[:, :, :end]))
+    out = torch.cat(seen, dim=2).squeeze(1).transpose(1, 2)
+    return x + self.proj_out(out.unflatten(2, (frames, height, width)))
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """(B, C, T, H, W) -> (B, 1, T H W, C): one head."""
+    return x.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()

@@ -1,0 +1,64 @@
+"""Attention frame by frame is the class's own function, and the class is as before afterwards."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+
+from recipes.hunyuan_video.decode import decode_video, port_vae
+from recipes.hunyuan_video.vae_patches import causal_by_frames
+from tests.recipes.hunyuan_video.vae_models import normal, small_vae
+
+FORWARD = HunyuanVideo15AttnBlock.forward
+
+
+def block() -> Any:
+    return small_vae().decoder.mid_block.attentions[0]
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_attention_by_frames_is_masked_attention(frames: int):
+    attention = block()
+    x = normal(1, 16, frames, 3, 2).requires_grad_()
+    want = attention(x)
+    (wanted,) = torch.autograd.grad(want.square().sum(), x)
+    with causal_by_frames(attention):
+        assert HunyuanVideo15AttnBlock.forward is not FORWARD
+        got = attention(x)
+    (gradient,) = torch.autograd.grad(got.square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+    assert HunyuanVideo15AttnBlock.forward is FORWARD
+
+
+def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch):
+    def mask(*shape: int, **more: object) -> torch.Tensor:
+        raise AssertionError(f"a mask of {shape}, {more}")
+
+    monkeypatch.setattr(
+        HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", staticmethod(mask)
+    )
+    with causal_by_frames(attention := block()):
+        attention(normal(1, 16, 2, 3, 2))
+
+
+def test_an_error_leaves_the_class_as_it_was():
+    with pytest.raises(RuntimeError, match="of the user's"), causal_by_frames(small_vae()):
+        raise RuntimeError("of the user's")
+    assert HunyuanVideo15AttnBlock.forward is FORWARD
+    with causal_by_frames(small_vae()):
+        with causal_by_frames(small_vae()):
+            pass
+        assert HunyuanVideo15AttnBlock.forward is not FORWARD
+    assert HunyuanVideo15AttnBlock.forward is FORWARD
+
+
+def test_a_video_is_decoded_and_the_class_is_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    model = small_vae()
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    vae = port_vae(model, "float32")
+    decode_video(vae, normal(1, 4, 1, 1, 2).numpy())
+    assert HunyuanVideo15AttnBlock.forward is FORWARD
+    assert all(torch.equal(weights[n], w) for n, w in model.state_dict().items())
+    assert all(weight.requires_grad for weight in model.parameters())
