@@ -1,5 +1,6 @@
 """What a folder was begun with, beside what is in it, so that it is not gone on with otherwise."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import UsageError
+
+_END = 4096  # bytes that are read at either end of a tensor
 
 
 def check_record(
@@ -59,3 +62,46 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"{path} is no object of names. What to do: give another folder")
     return found
+
+
+def digest_of(paths: list[Path]) -> str:
+    """Of names and contents of files, those of tensors by their ends."""
+    digest = hashlib.sha256()
+    for path in sorted({*paths}):
+        if not path.is_file():
+            raise UsageError(f"{path} is not there. What to do: give the folder of a whole model")
+        own = _ends_of_tensors(path) if path.suffix == ".safetensors" else _content(path)
+        digest.update(json.dumps([path.name, path.stat().st_size, own]).encode())
+    return digest.hexdigest()[:16]
+
+
+def _content(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _ends_of_tensors(path: Path) -> str:
+    """Of the head and both ends of every tensor of a safetensors file.
+
+    Training changes a tensor everywhere, so its ends tell; all of 16 GB would take a minute. The
+    ends of the file alone would not: what a run leaves frozen may lie there.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise UsageError(f"{path} is no safetensors file")
+        head = file.read(size)
+        digest, start = hashlib.sha256(head), 8 + size
+        for first, last in sorted(_places(head, path)):
+            for place in (first, max(first, last - _END)):
+                file.seek(start + place)
+                digest.update(file.read(min(_END, last - place)))
+    return digest.hexdigest()
+
+
+def _places(head: bytes, path: Path) -> list[tuple[int, int]]:
+    try:
+        tensors: dict[str, Any] = json.loads(head)
+        return [(*t["data_offsets"],) for n, t in tensors.items() if n != "__metadata__"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no safetensors file: {error}") from error

@@ -1,15 +1,13 @@
 """A VLM and its tokenizer from a folder, and into one."""
 
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tpuport
+from recipes.quiet import quietly
 from recipes.recogdrive.chats import ADDED_TOKENS, IMG_CONTEXT
 from recipes.recogdrive.samples import check_tokens
 from recipes.recogdrive.vlm import ChatModel, add_tokens, make_vlm
@@ -47,7 +45,7 @@ def load_chat_model(
             f"{path} has no config.json. What to do: give a folder of an InternVL of transformers,"
             " such as a download of OpenGVLab/InternVL3-2B-hf, or what make-data wrote"
         )
-    with _quiet():
+    with quietly():
         vlm = _vlm_of(path)
     _check_tiles(vlm.config, path, force_image_size, down_sample_ratio)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -112,22 +110,6 @@ def save_chat_model(
     with replacing_folder(folder, keep=lambda name: True) as temporary:
         for file in temporary.glob("*.safetensors*"):
             file.unlink()
-        with _quiet():
+        with quietly():
             vlm.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, and its remarks about saving."""
-    from transformers.utils import logging
-
-    had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            yield
-    finally:
-        if had_bars:
-            logging.enable_progress_bar()

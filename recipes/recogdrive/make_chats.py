@@ -13,15 +13,11 @@ from recipes.recogdrive.make_data import CURVATURES, Scene, make_scenes
 from recipes.recogdrive.scenes import ASKED, COMMANDS
 from recipes.recogdrive.scenes import SYSTEM_MESSAGE as SCENE_MESSAGE
 from recipes.recogdrive.vlm import ChatModel, make_config, make_vlm
+from recipes.small_tokenizer import SPECIAL, train_tokenizer
 
 # Width and height of pictures, in pixels: they become one, two, three and four tiles, and more.
 _SHAPES = ((112, 112), (224, 112), (160, 90), (112, 224), (336, 112))
 _COLOURS = {"red": (200, 40, 40), "blue": (40, 60, 200), "white": (240, 240, 240)}
-_QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def make_chats(
@@ -80,32 +76,16 @@ def make_chats(
 
 
 def make_tokenizer(texts: list[str], vocab_size: int = 1000) -> Any:
-    """A byte-level BPE tokenizer of Qwen 2's kind, with InternVL's tokens, trained on texts.
-
-    Any text has tokens in it, since each byte has one.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE tokenizer of Qwen 2's kind, with InternVL's tokens, trained on texts."""
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE(byte_fallback=False))
-    split = pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    made.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=train_tokenizer(texts, vocab_size),
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.add_tokens([*_QWEN_SPECIAL, *ADDED_TOKENS], special_tokens=True)
+    tokenizer.add_tokens([*SPECIAL, *ADDED_TOKENS], special_tokens=True)
     return tokenizer
 
 

@@ -1,12 +1,6 @@
-"""Commands of the recipe that a test runs, reads the log of, or kills."""
+"""Commands of the recipe that a test runs or reads the log of."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +21,3 @@ def logged(out: Path, name: str = "loss") -> dict[int, float]:
 def has_state(out: Path) -> bool:
     """Whether a run has a whole state on disk."""
     return any(p.name.isdigit() for p in out.glob("states/*"))
-
-
-def kill_when(ready: Callable[[], bool], *given: str, **environment: str) -> None:
-    """Start Python with arguments, and end it by SIGKILL as soon as something is so.
-
-    It must still be running then.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), **environment}
-    process = subprocess.Popen([sys.executable, *given], env=environment)
-    try:
-        deadline = time.monotonic() + 300
-        while not ready():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    finally:
-        process.kill()
-        process.wait()

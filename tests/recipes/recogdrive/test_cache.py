@@ -16,8 +16,8 @@ from recipes.recogdrive.layouts import CacheDataset
 from recipes.recogdrive.origin import check_origin
 from recipes.recogdrive.scenes import read_scenes
 from recipes.recogdrive.tiles import Tiling
+from tests.recipes.killing import kill_when
 from tests.recipes.recogdrive.chat_data import Small
-from tests.recipes.recogdrive.runs import kill_when
 from tpuport.errors import UsageError
 from tpuport.training.hosts import Hosts
 

@@ -24,8 +24,9 @@ from recipes.recogdrive.finetune import (
     run,
 )
 from recipes.recogdrive.loading import load_chat_model, save_chat_model
+from tests.recipes.killing import kill_when
 from tests.recipes.recogdrive.chat_data import LENGTH, Small
-from tests.recipes.recogdrive.runs import has_state, kill_when, logged
+from tests.recipes.recogdrive.runs import has_state, logged
 from tpuport.errors import UsageError
 from tpuport.training.hosts import Hosts
 

@@ -13,7 +13,8 @@ import tpuport
 from recipes.recogdrive import planner as planners
 from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.weights import read_weights
-from tests.recipes.recogdrive.runs import command, has_state, kill_when, logged
+from tests.recipes.killing import kill_when
+from tests.recipes.recogdrive.runs import command, has_state, logged
 from tests.recipes.recogdrive.small import CONFIG, small_planner
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

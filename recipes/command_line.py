@@ -1,0 +1,61 @@
+"""What every recipe's command line does alike: commands that are imported one by one."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
+
+
+def make_app(package: str, commands: Mapping[str, tuple[str, str]], about: str) -> typer.Typer:
+    """A command line whose commands are imported when they are asked for.
+
+    Args:
+        package: the recipe's, such as "recipes.recogdrive".
+        commands: module and function of each, by name, in the order in which they are run.
+        about: what the help says.
+    """
+
+    class Commands(TyperGroup):
+        """The recipe's commands."""
+
+        def list_commands(self, ctx: object) -> list[str]:
+            """The names of those that are there."""
+            del ctx
+            return [
+                name
+                for name, (module, _) in commands.items()
+                if importlib.util.find_spec(f"{package}.{module}") is not None
+            ]
+
+        def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
+            """One command, or None if there is none of that name."""
+            if cmd_name not in self.list_commands(ctx):
+                return None
+            module, function = commands[cmd_name]
+            return _command(
+                cmd_name, getattr(importlib.import_module(f"{package}.{module}"), function)
+            )
+
+    app = typer.Typer(
+        name=package.rpartition(".")[2],
+        cls=Commands,
+        help=about,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_show_locals=False,
+    )
+    app.callback(help=about)(lambda: None)
+    return app
+
+
+def _command(name: str, function: Any) -> TyperCommand:
+    single = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    settings = getattr(function, "context_settings", None)
+    single.command(name, context_settings=settings)(function)
+    command = typer.main.get_command(single)
+    assert isinstance(command, TyperCommand)
+    return command
