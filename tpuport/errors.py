@@ -9,6 +9,7 @@ EXTRA_OF_PACKAGE = {
     "torch": "jax",
     "torchax": "jax",
     "libtpu": "tpu",
+    "av": "recipes",
     "diffusers": "recipes",
     "einops": "recipes",
     "safetensors": "jax",
