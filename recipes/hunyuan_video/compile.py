@@ -1,0 +1,156 @@
+"""The programs at full size for a TPU that need not be there, from shapes alone."""
+
+import importlib
+from typing import Any
+
+import jax
+import torch
+
+import tpuport
+from recipes.hunyuan_video.components import default_dtype, parameters_on_meta
+from recipes.hunyuan_video.denoise import denoise_step
+from recipes.hunyuan_video.encode import chat_states
+from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE
+from recipes.hunyuan_video.prompts import MAX_GLYPH_LENGTH, MAX_LENGTH
+from recipes.hunyuan_video.spreading import spread_of
+from tpuport.program.report import CompileReport
+from tpuport.sharding import make_mesh
+
+LAYERS, LATENT = 54, 32
+TEXT, GLYPH, PICTURE = 3584, 1472, 1152
+PICTURE_TOKENS = 729
+OPENING = 108  # tokens of the system message, by the published tokenizer
+
+
+def make_transformer(layers: int = LAYERS) -> torch.nn.Module:
+    """HunyuanVideo 1.5's transformer in bfloat16, shapes for weights: 8.33 B with all layers."""
+    diffusers: Any = importlib.import_module("diffusers")
+    with torch.device("meta"):
+        model = diffusers.HunyuanVideo15Transformer3DModel(num_layers=layers)
+    return model.to(torch.bfloat16).eval().requires_grad_(False)
+
+
+def step_shapes(
+    frames: int,
+    height: int,
+    width: int,
+    videos: int = 1,
+    *,
+    guidance: bool = True,
+    i2v: bool = False,
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The tensors of `denoise_step` after the transformer, in order."""
+    sizes = ((frames - 1) // FRAMES_A_LATENT + 1, height // STRIDE, width // STRIDE)
+    rows = 2 * videos if guidance else videos
+    shapes = {
+        "latents": ((videos, LATENT, *sizes), "float32"),
+        "times": ((3,), "float32"),
+        "condition": ((videos, LATENT + 1, *sizes), "bfloat16"),
+        "text": ((rows, MAX_LENGTH, TEXT), "bfloat16"),
+        "text_mask": ((rows, MAX_LENGTH), "int32"),
+        "glyph": ((rows, MAX_GLYPH_LENGTH, GLYPH), "bfloat16"),
+        "glyph_mask": ((rows, MAX_GLYPH_LENGTH), "int32"),
+        "picture": ((rows, PICTURE_TOKENS if i2v else 0, PICTURE), "bfloat16"),
+    }
+    return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes.values())
+
+
+def compile_denoise(
+    spread: str = "sequence",
+    topology: str = "v6e-8",
+    frames: int = 121,
+    height: int = 720,
+    width: int = 1280,
+    *,
+    videos: int = 1,
+    guidance: float = 6.0,
+    calls: int = 1,
+    i2v: bool = False,
+    layers: int = LAYERS,
+    quick: bool = True,
+    **how: Any,
+) -> CompileReport:
+    """Compile one step of denoising, Euler step and guidance included.
+
+    Args:
+        spread: a name of `spreading.SPREADS`.
+        topology: a slice.
+        frames: of the video, 4n + 1.
+        height: in pixels.
+        width: in pixels.
+        videos: at once.
+        guidance: 1 for none: half of the work.
+        calls: of the network a step.
+        i2v: with the tokens of a picture.
+        layers: of the transformer; it has 54.
+        quick: as for `tpuport.compile_for`.
+        **how: further arguments of it.
+
+    Raises:
+        UsageError: there is no such way, or no such slice.
+        MissingExtraError: libtpu is not installed.
+    """
+    way = spread_of(spread)
+    model = make_transformer(layers)
+    shapes = step_shapes(frames, height, width, videos, guidance=guidance > 1, i2v=i2v)
+    chips = make_mesh({"data": -1}, topology).size
+    with way.attention():
+        return tpuport.compile_for(
+            tpuport.convert(model, methods=(denoise_step,), verify=False),
+            topology,
+            inputs=((*shapes, guidance, calls), {}),
+            method=denoise_step.__name__,
+            mesh=way.mesh(chips),
+            rules=way.rules(model),
+            quick=quick,
+            **how,
+        )
+
+
+def compile_encode(
+    topology: str = "v6e-8", prompts: int = 2, *, quick: bool = True, **how: Any
+) -> CompileReport:
+    """Compile the text model (Qwen2.5-VL 7B) over prompts, its weights in columns and rows.
+
+    Args:
+        topology: a slice.
+        prompts: with the negative one.
+        quick: as for `tpuport.compile_for`.
+        **how: further arguments of it.
+
+    Raises:
+        UsageError: there is no such slice.
+        MissingExtraError: libtpu is not installed.
+    """
+    tokens = jax.ShapeDtypeStruct((prompts, OPENING + MAX_LENGTH), "int32")
+    return tpuport.compile_for(
+        tpuport.convert(make_text_model(), methods=(chat_states,), verify=False),
+        topology,
+        inputs=(tokens, tokens),
+        method=chat_states.__name__,
+        mesh={"fsdp": -1},
+        rules="fsdp",
+        quick=quick,
+        **how,
+    )
+
+
+def make_text_model() -> torch.nn.Module:
+    """Qwen2.5-VL 7B's text model in bfloat16, shapes for weights."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+
+    config = Qwen2_5_VLTextConfig(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=128000,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    )
+    config._attn_implementation = "sdpa"
+    kind: Any = importlib.import_module("transformers.models.qwen2_5_vl").Qwen2_5_VLTextModel
+    with default_dtype(torch.bfloat16), parameters_on_meta():
+        return kind(config).eval().requires_grad_(False)

@@ -1,0 +1,119 @@
+"""Stage 1: prompts, quoted text and the first image as the denoiser takes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from recipes.hunyuan_video.components import Components
+from recipes.hunyuan_video.options import Options, size_of
+from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
+from tpuport.errors import UsageError
+
+Arrays = dict[str, jax.Array]
+
+
+def chat_states(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The hidden states (B, L, D) that enter the text model's last two layers."""
+    found = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    return found.hidden_states[LAYER]
+
+
+def glyph_states(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """byT5's last hidden states (B, L, D)."""
+    return encoder(input_ids=ids, attention_mask=mask.float())[0]
+
+
+def picture_states(encoder: Any, pixel_values: torch.Tensor) -> torch.Tensor:
+    """SigLIP's last hidden states (B, N, D) of pixels (B, 3, H, W)."""
+    return encoder(pixel_values=pixel_values).last_hidden_state
+
+
+def encode(components: Components, options: Options) -> Arrays:
+    """Everything that a denoising step takes besides the latents.
+
+    Args:
+        components: a model folder.
+        options: of the run.
+
+    Returns:
+        "text" (P, 1000, D) with "text_mask", "glyph" (P, 256, D) with "glyph_mask"; with guidance
+        the same of the negative prompt, named "negative_...", of one row; for i2v also "picture"
+        (1, N, D) and "first_frame" (1, C, 1, h, w), scaled latents.
+
+    Raises:
+        UsageError: a prompt is too long, or a component or the image is missing.
+        CheckpointError: weights are damaged.
+    """
+    prompts = list(options.prompts)
+    # All in one batch: one program, one pass over the weights.
+    texts = [*prompts, options.negative_prompt] if options.has_guidance else prompts
+    found = {**_chats(components, texts), **_glyphs(components, texts)}
+    named = {name: rows[: len(prompts)] for name, rows in found.items()}
+    if options.has_guidance:
+        named |= {f"negative_{name}": rows[len(prompts) :] for name, rows in found.items()}
+    if options.task == "i2v":
+        named |= _picture(components, options)
+    return named
+
+
+def _chats(components: Components, texts: Sequence[str]) -> Arrays:
+    tokens = tokenize(components.tokenizer("tokenizer"), texts)
+    encoder = components.ported("text_encoder", (chat_states,))
+    states = _run(encoder, chat_states, tokens.ids, tokens.mask)
+    mask = jnp.asarray(tokens.mask[:, tokens.opening :])
+    return {"text": states[:, tokens.opening :], "text_mask": mask}
+
+
+def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
+    """Rows without quoted text are zeros, and byT5 is not read if there are no others."""
+    tokens = tokenize_glyphs(components.tokenizer("tokenizer_2"), texts)
+    rows = tokens.mask.any(axis=1)
+    width = components.config("text_encoder_2")["d_model"]
+    states = jnp.zeros((*tokens.ids.shape, width), components.dtype)
+    if rows.any():
+        encoder = components.ported("text_encoder_2", (glyph_states,))
+        quoted = _run(encoder, glyph_states, tokens.ids[rows], tokens.mask[rows])
+        states = states.at[np.flatnonzero(rows)].set(quoted)
+    return {"glyph": states, "glyph_mask": jnp.asarray(tokens.mask)}
+
+
+def _picture(components: Components, options: Options) -> Arrays:
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    from recipes.hunyuan_video.decode import encode_image, port_vae
+
+    height, width = size_of(options)
+    processor = HunyuanVideo15ImageProcessor(do_resize=False)
+    image = processor.resize(_read(options), height=height, width=width, resize_mode="crop")
+    pixels = components.image_processor().preprocess(
+        images=image, do_resize=True, return_tensors="pt", do_convert_rgb=True
+    )["pixel_values"]
+    encoder = components.ported("image_encoder", (picture_states,))
+    vae = port_vae(components.module("vae", torch.float32), components.precision)
+    components.load(vae.ported, "vae")
+    frame = processor.preprocess(image, height=height, width=width)
+    return {
+        "picture": _run(encoder, picture_states, jnp.asarray(pixels.numpy(), components.dtype)),
+        "first_frame": encode_image(vae, jnp.asarray(frame)),
+    }
+
+
+def _read(options: Options) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(str(options.image)) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise UsageError(f"image={options.image!r} is no picture: {error}") from error
+
+
+def _run(ported: Any, method: Any, *args: Any) -> jax.Array:
+    def call(params: Any, buffers: Any, *args: Any) -> jax.Array:
+        return ported.apply(params, buffers, None, *args, method=method.__name__)[0]
+
+    return jax.jit(call)(ported.params, ported.buffers, *map(jnp.asarray, args))

@@ -1,0 +1,172 @@
+"""The stages of a run, one after the other; what a stage has left is not computed again."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+import tpuport
+from recipes.hunyuan_video.components import DTYPES
+from recipes.hunyuan_video.decode import decode_video, port_vae
+from recipes.hunyuan_video.denoise import Denoiser, denoise_step, make_noise, make_schedule
+from recipes.hunyuan_video.encode import encode
+from recipes.hunyuan_video.options import size_of
+from recipes.hunyuan_video.runs import Run
+from recipes.hunyuan_video.spreading import spread_of
+from recipes.hunyuan_video.video import to_frames, write_video
+from tpuport.errors import UsageError
+from tpuport.running.compile_cache import CacheReport
+from tpuport.sharding import make_mesh
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a run is computed, which decides nothing of its result.
+
+    Attributes:
+        save_every: after how many steps of denoising their latents are saved.
+        calls: of the network a step, for guidance: two take less memory than one.
+        spread: how the denoiser lies over all devices, a name of `spreading.SPREADS`; the tiles of
+            the video are then decoded on all of them, too. None for the first device alone.
+        say: is told what happens, a line at a time.
+        on_step: is told the number of steps done, and of all, as each one is done.
+    """
+
+    save_every: int = 10
+    calls: int = 1
+    spread: str | None = None
+    say: Say = print
+    on_step: Callable[[int, int], None] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.save_every < 1:
+            raise UsageError(f"save_every={self.save_every}: expected at least 1")
+        if self.calls not in (1, 2):
+            raise UsageError(f"calls={self.calls}: expected 1 or 2")
+        if self.spread is not None:
+            spread_of(self.spread)
+
+
+def run_encode(run: Run, how: How) -> None:
+    """Write `conditions.safetensors`.
+
+    Raises:
+        UsageError: a prompt is too long, or a component is missing.
+        CheckpointError: weights are damaged, or the disk is full.
+    """
+    if run.conditions.is_file():
+        how.say(f"encode: {run.conditions} is there")
+        return
+    start = time.monotonic()
+    run.write(run.conditions, encode(run.components, run.options))
+    how.say(f"encode: {len(run.options.prompts)} prompts, {time.monotonic() - start:.1f} s")
+
+
+def run_denoise(run: Run, how: How) -> None:
+    """Write `latents.safetensors`; begun before, it goes on from the steps that were saved.
+
+    Raises:
+        UsageError: `encode` has not ended.
+        CheckpointError: weights or files are damaged, or the disk is full.
+    """
+    if run.latents.is_file():
+        how.say(f"denoise: {run.latents} is there")
+        return
+    start, options = time.monotonic(), run.options
+    conditions = run.read(run.conditions, "encode")
+    schedule = make_schedule(run.components.scheduler(), options)
+    first, latents = _begun(run)
+    if first:
+        how.say(f"denoise: goes on after step {first}")
+    way = None if how.spread is None else spread_of(how.spread)
+    shard = None if way is None else way.shard
+    ported = run.components.ported("transformer", (denoise_step,), shard)
+    denoiser = Denoiser(ported, options, conditions, how.calls, way)
+    for done, now in denoiser.run(latents, schedule, first):
+        if how.on_step is not None:
+            jax.block_until_ready(now)
+            how.on_step(done, options.steps)
+        latents = now
+        if done % how.save_every == 0 and done < options.steps:
+            run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32)})
+    _check_finite(latents)
+    run.write(run.latents, {"latents": latents})
+    run.partial.unlink(missing_ok=True)
+    count = options.steps - first
+    how.say(f"denoise: {count} steps, {time.monotonic() - start:.1f} s")
+
+
+def run_decode(run: Run, how: How) -> None:
+    """Write the videos.
+
+    Raises:
+        UsageError: `denoise` has not ended.
+        CheckpointError: weights or files are damaged, or the disk is full.
+    """
+    missing = [path for path in run.videos if not path.is_file()]
+    if not missing:
+        how.say(f"decode: {', '.join(map(str, run.videos))} there")
+        return
+    start = time.monotonic()
+    latents = run.read(run.latents, "denoise")["latents"]
+    mesh = None if how.spread is None else make_mesh({"data": -1})
+    vae = port_vae(run.components.module("vae", DTYPES["float32"]), run.options.precision, mesh)
+    run.components.load(vae.ported, "vae")
+    for number, path in enumerate(run.videos):
+        if path in missing:
+            video = decode_video(vae, latents[number : number + 1])
+            about = {**run.about(), "prompt": run.options.prompts[number]}
+            write_video(path, to_frames(np.asarray(video[0], np.float32)), about=about)
+    how.say(f"decode: {', '.join(map(str, missing))}, {time.monotonic() - start:.1f} s")
+
+
+STAGES: dict[str, Callable[[Run, How], None]] = {
+    "encode": run_encode,
+    "denoise": run_denoise,
+    "decode": run_decode,
+}
+
+
+def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheReport:
+    """Some stages in order, with their programs kept in the compile cache.
+
+    Returns:
+        Which programs were loaded and which compiled.
+
+    Raises:
+        UsageError: as for the stages.
+        CheckpointError: likewise.
+    """
+    with tpuport.compile_cache(min_compile_seconds=0) as cache:
+        for stage in stages:
+            STAGES[stage](run, how)
+    return cache.report
+
+
+def _begun(run: Run) -> tuple[int, jax.Array]:
+    """How many steps were saved, and the latents after them."""
+    options = run.options
+    if run.partial.is_file():
+        found = tpuport.load_checkpoint(run.partial)
+        if {"latents", "steps"} <= {*found} and 0 < int(found["steps"]) < options.steps:
+            return int(found["steps"]), found["latents"]
+        raise UsageError(f"{run.partial} is not of this run. What to do: remove it")
+    channels = run.components.config("vae")["latent_channels"]
+    noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
+    return 0, noise
+
+
+def _check_finite(latents: Any) -> None:
+    """NaN in the network would be a black video without a word."""
+    values = np.asarray(latents)
+    if not np.isfinite(values).all():
+        bad = int((~np.isfinite(values)).sum())
+        raise UsageError(
+            f"{bad} of {values.size} latents are not finite. What to do: try precision='float32',"
+            " or look whether the weights are whole"
+        )

@@ -1,0 +1,127 @@
+"""Frames to mp4 files and back."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpuport.checkpoints.atomic import replacing_file
+from tpuport.errors import MissingExtraError, UsageError
+
+FRAMES_A_SECOND = 24
+Frames = np.ndarray[Any, Any]
+
+
+def write_video(
+    path: str | Path,
+    frames: Frames,
+    *,
+    fps: int = FRAMES_A_SECOND,
+    quality: int = 18,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write H.264 in an mp4 file that players and browsers show, whole or not at all.
+
+    Args:
+        path: ends in .mp4.
+        frames: uint8 (F, H, W, 3), height and width even.
+        fps: frames a second.
+        quality: x264's constant rate factor; 0 loses nothing but half of the colours' resolution.
+        about: what is said in the file's comment, as JSON: prompt, seed, versions.
+
+    Raises:
+        UsageError: the frames have another shape.
+        CheckpointError: the disk is full.
+        MissingExtraError: PyAV is not installed.
+    """
+    av = _av()
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
+        raise UsageError(f"frames: expected uint8 (F, H, W, 3), got {frames.dtype} {frames.shape}")
+    if not len(frames) or frames.shape[1] % 2 or frames.shape[2] % 2:
+        raise UsageError(f"frames: expected some of even sides, got {frames.shape}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_file(path) as temporary:
+        with _errors_of(av, path), av.open(str(temporary), "w", format="mp4") as file:
+            file.metadata["comment"] = json.dumps(dict(about or {}), ensure_ascii=False)
+            stream = file.add_stream("libx264", rate=fps, options={"crf": str(quality)})
+            stream.height, stream.width = frames.shape[1:3]
+            stream.pix_fmt = "yuv420p"
+            stream.time_base = Fraction(1, fps)
+            for frame in frames:
+                image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+                file.mux(stream.encode(image))
+            file.mux(stream.encode())
+
+
+def read_video(path: str | Path) -> tuple[Frames, dict[str, Any]]:
+    """Frames uint8 (F, H, W, 3), and what `write_video` was told about them.
+
+    Raises:
+        UsageError: it is no video.
+        MissingExtraError: PyAV is not installed.
+    """
+    av = _av()
+    try:
+        with av.open(str(path)) as file:
+            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+            said = file.metadata.get("comment", "{}")
+    except (OSError, av.error.FFmpegError, IndexError) as error:
+        raise UsageError(f"{path} is no video that can be read: {error}") from error
+    if not frames:
+        raise UsageError(f"{path} has no frames")
+    try:
+        about = json.loads(said)
+    except ValueError:
+        about = {"comment": said}
+    return np.stack(frames), about if isinstance(about, dict) else {"comment": said}
+
+
+def side_by_side(left: Frames, right: Frames) -> Frames:
+    """Two videos of one size beside each other, as long as the shorter.
+
+    Raises:
+        UsageError: they have other sizes.
+    """
+    if left.shape[1:] != right.shape[1:]:
+        raise UsageError(
+            f"The videos are {left.shape[2]}x{left.shape[1]} and {right.shape[2]}x{right.shape[1]}:"
+            " expected one size"
+        )
+    length = min(len(left), len(right))
+    return np.concatenate([left[:length], right[:length]], axis=2)
+
+
+def psnr(left: Frames, right: Frames) -> float:
+    """Peak signal to noise in dB, of uint8 frames; infinite if they are the same."""
+    error = np.mean((left.astype(np.float64) - right.astype(np.float64)) ** 2)
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+
+
+def to_frames(video: Any) -> Frames:
+    """uint8 (F, H, W, 3) of what the decoder gives: floats (3, F, H, W) in [-1, 1]."""
+    values = np.asarray(video, np.float32).transpose(1, 2, 3, 0)
+    return np.round(np.clip(values / 2 + 0.5, 0, 1) * 255).astype(np.uint8)
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("reading and writing video", "av", "recipes") from error
+    return av
+
+
+@contextmanager
+def _errors_of(av: Any, path: Path) -> Iterator[None]:
+    """FFmpeg's errors as the system's own where they are, such as a full disk."""
+    try:
+        yield
+    except av.error.FFmpegError as error:
+        if error.errno is not None and error.errno > 0:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise UsageError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,167 @@
+"""Every stage against diffusers' pipelines in eager PyTorch: same weights, same noise."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from recipes.hunyuan_video.components import DTYPES, Components
+from recipes.hunyuan_video.decode import decode_video, port_vae
+from recipes.hunyuan_video.denoise import Denoiser, denoise_step, make_noise, make_schedule
+from recipes.hunyuan_video.encode import encode
+from recipes.hunyuan_video.options import Options, size_of
+from tests.recipes.hunyuan_video.eager import pipeline, relative
+from tests.recipes.hunyuan_video.short import LENGTH
+from tpuport.running.compile_cache import CacheReport, watching
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+# One of them quotes text, for byT5; they have unequal lengths, so there are padded rows.
+TWO = ('A sign that says "open" and “late”, in the rain.', "snow")
+SMALL = Options(
+    prompts=TWO,
+    negative_prompt="blurred",
+    height=48,
+    width=64,
+    frames=9,
+    steps=10,
+    precision="float32",
+)
+
+
+def latents_of(components: Components, options: Options, calls: int = 1) -> tuple[Any, Any]:
+    """The noise and what all steps make of it."""
+    channels = components.config("vae")["latent_channels"]
+    noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
+    ported = components.ported("transformer", (denoise_step,))
+    denoiser = Denoiser(ported, options, encode(components, options), calls)
+    steps = denoiser.run(jnp.copy(noise), make_schedule(components.scheduler(), options))
+    *_, (done, latents) = steps
+    assert done == options.steps
+    return torch.from_numpy(np.array(noise)), latents
+
+
+def expected_latents(folder: Path, options: Options, noise: torch.Tensor) -> torch.Tensor:
+    """Those of the eager pipeline."""
+    eager = pipeline(folder, options)
+    eager.tokenizer_max_length = LENGTH
+    height, width = size_of(options)
+    given: dict[str, Any] = {"height": height, "width": width}
+    if options.task == "i2v":
+        # It chooses the size by itself, of the image's shape and this side.
+        eager.target_size = 64
+        given = {"image": Image.open(str(options.image)).convert("RGB")}
+    return eager(
+        prompt=list(options.prompts),
+        negative_prompt=[options.negative_prompt] * len(options.prompts),
+        num_frames=options.frames,
+        num_inference_steps=options.steps,
+        latents=noise,
+        output_type="latent",
+        **given,
+    ).frames
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(model_folder: Path):
+    found = encode(Components(model_folder, "float32"), SMALL)
+    eager = pipeline(model_folder, SMALL)
+    for prefix, texts in (("", list(TWO)), ("negative_", ["blurred"])):
+        with torch.no_grad():
+            states = eager.encode_prompt(texts, batch_size=len(texts))
+        for name, wanted in zip(("text", "text_mask", "glyph", "glyph_mask"), states, strict=True):
+            if wanted.abs().max() > 0:
+                assert relative(found[prefix + name], wanted) < 1e-5
+            else:
+                assert not np.asarray(found[prefix + name]).any()
+    assert 0 < np.asarray(found["glyph_mask"][0]).sum() < 256
+    assert not np.asarray(found["glyph_mask"][1]).any()
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("changes", "calls", "bound"),
+    [
+        ({}, 1, 1e-4),
+        ({"guidance": 1.0, "prompts": TWO[1:]}, 1, 1e-4),
+        # The eager pipeline rounds latents to bfloat16 after each step; here they stay as they are.
+        ({"precision": "bf16", "steps": 3}, 2, 3e-2),
+    ],
+    ids=["guidance", "none", "bf16"],
+)
+def test_text_to_video_latents(
+    model_folder: Path, changes: dict[str, Any], calls: int, bound: float
+):
+    options = dataclasses.replace(SMALL, **changes)
+    noise, found = latents_of(Components(model_folder, options.precision), options, calls)
+    assert found.dtype == jnp.float32
+    assert relative(found, expected_latents(model_folder, options, noise)) < bound
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("changes", "bound"),
+    [({"guidance": 1.0}, 1e-4), ({"steps": 2}, 1e-4), ({"precision": "bf16", "steps": 2}, 3e-2)],
+    ids=["none", "guidance", "bf16"],
+)
+def test_image_to_video_latents(
+    model_folder: Path, picture: Path, changes: dict[str, Any], bound: float
+):
+    options = dataclasses.replace(
+        SMALL, prompts=TWO[:1], task="i2v", image=str(picture), height=None, width=None, **changes
+    )
+    # What the pipeline chooses for an image of 170 x 90 and a target of 64.
+    options = dataclasses.replace(options, height=48, width=80)
+    noise, found = latents_of(Components(model_folder, options.precision), options)
+    assert relative(found, expected_latents(model_folder, options, noise)) < bound
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("bf16", 5e-2)])
+def test_latents_are_decoded_as_the_pipeline_does(model_folder: Path, precision: str, bound: float):
+    components = Components(model_folder, precision)
+    vae = port_vae(components.module("vae", torch.float32), precision)
+    components.load(vae.ported, "vae")
+    latents = torch.randn(1, 8, 3, 3, 4)
+    found = decode_video(vae, latents.numpy())
+    options = dataclasses.replace(SMALL, precision=precision)
+    eager = pipeline(model_folder, options).vae
+    with torch.no_grad():
+        given = latents.to(eager.dtype) / eager.config.scaling_factor
+        wanted = eager.decode(given, return_dict=False)[0]
+    assert relative(found, wanted) < bound
+
+
+@pytest.mark.usefixtures("short")
+def test_a_step_goes_on_in_the_memory_of_the_latents(model_folder: Path):
+    components = Components(model_folder, "float32")
+    options = dataclasses.replace(SMALL, prompts=TWO[1:], steps=2, guidance=1.0)
+    noise = make_noise(options, 8, size_of(options), torch.float32)
+    ported = components.ported("transformer", (denoise_step,))
+    denoiser = Denoiser(ported, options, encode(components, options))
+    schedule = make_schedule(components.scheduler(), options)
+    report = CacheReport("")
+    with watching(report):
+        (_, first), (_, last) = denoiser.run(noise, schedule)
+    assert noise.is_deleted()
+    assert first.is_deleted()
+    # One program for all steps.
+    assert [program.name for program in report.programs].count("_step") == 1
+    # The same from where another run ended.
+    noise = make_noise(options, 8, size_of(options), torch.float32)
+    ((_, halfway),) = denoiser.run(noise, schedule[:1])
+    ((done, again),) = denoiser.run(halfway, schedule, first=1)
+    assert done == 2
+    np.testing.assert_array_equal(again, last)
+
+
+def test_a_seed_means_what_it_means_to_the_pipeline(model_folder: Path):
+    options = dataclasses.replace(SMALL, seed=7)
+    eager = pipeline(model_folder, options)
+    wanted = eager.prepare_latents(
+        2, 8, 48, 64, 9, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(7)
+    )
+    np.testing.assert_array_equal(make_noise(options, 8, (48, 64), torch.float32), wanted)

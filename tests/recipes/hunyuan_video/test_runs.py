@@ -1,0 +1,211 @@
+"""Runs from the command line: resumed, killed, refused, and what is left after a fault."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+import tpuport
+from recipes.hunyuan_video import runs
+from recipes.hunyuan_video.__main__ import app
+from recipes.hunyuan_video.video import read_video
+from tests.recipes.killing import kill_when
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+SIZE = ("--height", "32", "--width", "48", "--frames", "5", "--precision", "float32")
+FAST = ("--guidance", "1", "--steps", "3", "--save-every", "1", *SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compile cache for all tests of this process."""
+    folder = tmp_path_factory.getbasetemp() / "hunyuan-programs"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+
+
+def run(*given: Any) -> Result:
+    """A command in this process."""
+    return CliRunner().invoke(app, list(map(str, given)))
+
+
+def generate(model: Path, out: Path, *given: str) -> Result:
+    """All stages of one small video."""
+    return run("generate", model, "--out", out, "--prompt", "rain", *FAST, *given)
+
+
+def latents(out: Path) -> np.ndarray:
+    """What denoising left."""
+    return np.asarray(tpuport.load_checkpoint(out / "latents.safetensors")["latents"])
+
+
+def test_all_at_once_and_one_by_one(model_folder: Path, tmp_path: Path):
+    at_once, one_by_one = tmp_path / "a", tmp_path / "b"
+    found = generate(model_folder, at_once)
+    assert found.exit_code == 0, found.output
+    frames, about = read_video(at_once / "video.mp4")
+    assert frames.shape == (5, 32, 48, 3)
+    assert (about["prompt"], about["seed"]) == ("rain", 0)
+    assert about["versions"]["tpuport"] == tpuport.__version__
+
+    begun = run("encode", model_folder, "-o", one_by_one, "-p", "rain", *FAST[:4], *SIZE)
+    assert begun.exit_code == 0, begun.output
+    for stage in ("denoise", "decode"):
+        assert run(stage, model_folder, "-o", one_by_one).exit_code == 0
+    np.testing.assert_array_equal(latents(at_once), latents(one_by_one))
+
+    both = run("compare", at_once, one_by_one, "-o", tmp_path / "both.mp4")
+    assert both.exit_code == 0, both.output
+    assert "PSNR inf dB" in both.output
+    assert read_video(tmp_path / "both.mp4")[0].shape == (5, 32, 96, 3)
+    # What is there is not computed again.
+    again = generate(model_folder, at_once)
+    assert again.output.count("is there") == 2
+    assert "0 compiled" in again.output
+
+
+def test_a_run_that_was_killed_goes_on(model_folder: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert generate(model_folder, whole, "--steps", "40").exit_code == 0
+    partial = killed / "denoising.safetensors"
+    command = ("generate", str(model_folder), "-o", str(killed), "-p", "rain", *FAST)
+    kill_when(partial.exists, "-m", "recipes.hunyuan_video", *command, "--steps", "40")
+    assert partial.exists()
+    assert not (killed / "latents.safetensors").exists()
+    found = generate(model_folder, killed, "--steps", "40")
+    assert found.exit_code == 0, found.output
+    assert "goes on after step" in found.output
+    assert not partial.exists()
+    np.testing.assert_array_equal(latents(whole), latents(killed))
+
+
+def test_other_options_are_not_gone_on_with(model_folder: Path, tmp_path: Path):
+    assert run("encode", model_folder, "-o", tmp_path / "a", "-p", "rain", *SIZE).exit_code == 0
+    found = run("encode", model_folder, "-o", tmp_path / "a", "-p", "snow", "--seed", "3", *SIZE)
+    assert found.exit_code == 2
+    assert "prompts was ['rain'], is ['snow']; seed was 0, is 3" in found.output
+    # Nor another model.
+    other = shutil.copytree(model_folder, tmp_path / "other")
+    config = json.loads((other / "vae" / "config.json").read_text())
+    (other / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 2.0}))
+    found = run("denoise", other, "-o", tmp_path / "a")
+    assert found.exit_code == 2
+    assert "model was" in found.output
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [("denoise", "run `encode` first"), ("decode", "run `denoise` first")],
+)
+def test_a_stage_names_the_one_before(model_folder: Path, tmp_path: Path, stage: str, message: str):
+    out = tmp_path / "a"
+    assert run("encode", model_folder, "-o", out, "-p", "rain", *SIZE).exit_code == 0
+    if stage == "denoise":
+        (out / "conditions.safetensors").unlink()
+    found = run(stage, model_folder, "-o", out)
+    assert found.exit_code == 2
+    assert message in found.output
+    missing = run(stage, model_folder, "-o", tmp_path / "none")
+    assert missing.exit_code == 2
+    assert "run.json cannot be read" in missing.output
+
+
+def truncated(model: Path) -> None:
+    path = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def missing_shard(model: Path) -> None:
+    folder = model / "transformer"
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    index = {"weight_map": {"proj_out.bias": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    (folder / name).write_text(json.dumps(index))
+
+
+def wrong_sizes(model: Path) -> None:
+    path = model / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 4}))
+
+
+def defaults(model: Path) -> None:
+    (model / "transformer" / "config.json").write_text('{"num_attention_heads": "many"}')
+
+
+def other_pipeline(model: Path) -> None:
+    path = model / "model_index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps({**index, "transformer": ["os", "system"]}))
+
+
+def no_vocabulary(model: Path) -> None:
+    shutil.rmtree(model / "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "diffusion_pytorch_model.safetensors"),
+        (missing_shard, "diffusion_pytorch_model-00001-of-00002.safetensors"),
+        (wrong_sizes, "missing in the checkpoint: transformer_blocks.3"),
+        (defaults, "is no configuration of diffusers.HunyuanVideo15Transformer3DModel"),
+        (other_pipeline, "transformer is os.system, expected diffusers.HunyuanVideo15"),
+        (no_vocabulary, "has no tokenizer. What to do: download the whole folder"),
+    ],
+)
+def test_a_damaged_model_is_named(model_folder: Path, tmp_path: Path, damage: Any, message: str):
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    damage(model)
+    found = generate(model, tmp_path / "out")
+    assert found.exit_code == 2, found.output
+    assert message in found.output.replace("\n", " ")
+    assert "Traceback" not in found.output
+    # What came before the damage is kept.
+    begun = damage in (truncated, missing_shard, wrong_sizes, defaults)
+    assert (tmp_path / "out" / "conditions.safetensors").is_file() == begun
+
+
+def test_a_full_disk_loses_no_stage(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    assert run("encode", model_folder, "-o", out, "-p", "rain", *FAST[:4], *SIZE).exit_code == 0
+    save, message = tpuport.save_checkpoint, "latents.safetensors was not saved: the disk is full"
+
+    def full(path: Path, *args: Any, **options: Any) -> None:
+        raise tpuport.errors.CheckpointError(message)
+
+    monkeypatch.setattr(runs.tpuport, "save_checkpoint", full)
+    found = run("denoise", model_folder, "-o", out)
+    assert (found.exit_code, message in found.output) == (2, True)
+    monkeypatch.setattr(runs.tpuport, "save_checkpoint", save)
+    assert (out / "conditions.safetensors").is_file()
+    assert run("denoise", model_folder, "-o", out).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("word " * 1200, "The prompt 'word word"),
+        ('A sign "' + "x" * 300 + '"', "The quoted text of the prompt"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused(
+    model_folder: Path, tmp_path: Path, prompt: str, message: str
+):
+    found = run("encode", model_folder, "-o", tmp_path / "a", "-p", prompt, *SIZE)
+    assert found.exit_code == 2
+    assert message in found.output
+    assert "the model reads" in found.output
+    assert not (tmp_path / "a" / "conditions.safetensors").exists()
+
+
+def test_what_is_no_model_is_said(tmp_path: Path):
+    found = generate(tmp_path, tmp_path / "out")
+    assert found.exit_code == 2
+    assert "model_index.json cannot be read" in found.output
+    assert "make-weights" in found.output
