@@ -16,17 +16,21 @@ from recipes.hunyuan_video.spreading import spread_of
 from tpuport.program.report import CompileReport
 from tpuport.sharding import make_mesh
 
-LAYERS, LATENT = 54, 32
+LATENT = 32
 TEXT, GLYPH, PICTURE = 3584, 1472, 1152
 PICTURE_TOKENS = 729
 OPENING = 108  # tokens of the system message, by the published tokenizer
 
 
-def make_transformer(layers: int = LAYERS) -> torch.nn.Module:
-    """HunyuanVideo 1.5's transformer in bfloat16, shapes for weights: 8.33 B with all layers."""
+def make_transformer(**sizes: Any) -> torch.nn.Module:
+    """HunyuanVideo 1.5's transformer in bfloat16, shapes for weights: 8.33 B as published.
+
+    Args:
+        **sizes: in place of the published configuration's, which are the class's defaults.
+    """
     diffusers: Any = importlib.import_module("diffusers")
     with torch.device("meta"):
-        model = diffusers.HunyuanVideo15Transformer3DModel(num_layers=layers)
+        model = diffusers.HunyuanVideo15Transformer3DModel(**sizes)
     return model.to(torch.bfloat16).eval().requires_grad_(False)
 
 
@@ -66,7 +70,7 @@ def compile_denoise(
     guidance: float = 6.0,
     calls: int = 1,
     i2v: bool = False,
-    layers: int = LAYERS,
+    model: torch.nn.Module | None = None,
     quick: bool = True,
     **how: Any,
 ) -> CompileReport:
@@ -82,7 +86,7 @@ def compile_denoise(
         guidance: 1 for none: half of the work.
         calls: of the network a step.
         i2v: with the tokens of a picture.
-        layers: of the transformer; it has 54.
+        model: another one than `make_transformer`'s, with as many channels.
         quick: as for `tpuport.compile_for`.
         **how: further arguments of it.
 
@@ -91,7 +95,7 @@ def compile_denoise(
         MissingExtraError: libtpu is not installed.
     """
     way = spread_of(spread)
-    model = make_transformer(layers)
+    model = make_transformer() if model is None else model
     shapes = step_shapes(frames, height, width, videos, guidance=guidance > 1, i2v=i2v)
     chips = make_mesh({"data": -1}, topology).size
     with way.attention():

@@ -1,0 +1,37 @@
+"""A step of denoising is compiled for chips that are not there."""
+
+import pytest
+
+from recipes.hunyuan_video.compile import compile_denoise, make_transformer, step_shapes
+from tests.program.small import needs_libtpu
+from tpuport.errors import UsageError
+
+
+@needs_libtpu
+def test_a_step_is_spread_over_the_chips():
+    model = make_transformer(num_layers=2, num_attention_heads=4)
+    report = compile_denoise("sequence", "v6e-4", 5, 128, 128, model=model, kernel_times=False)
+    assert (report.what, report.num_chips, report.quick) == ("denoise_step", 4, True)
+    assert report.fits
+    work = report.work
+    assert work is not None
+    assert all(one.kernel != "full scores" for one in work.attention)
+    moved = {one.kind for one in work.collectives}
+    assert "all-to-all" in moved
+    assert moved <= {"all-to-all", "all-gather", "all-reduce", "collective-permute"}
+
+
+def test_the_published_sizes_are_the_default():
+    model = make_transformer()
+    assert sum(weight.numel() for weight in model.parameters()) == 8_326_608_160
+    latents, times, condition, text, *_, picture = step_shapes(121, 720, 1280)
+    assert latents.shape == (1, 32, 31, 45, 80)
+    assert times.shape == (3,)
+    assert condition.shape == (1, 33, 31, 45, 80)
+    assert (text.shape, picture.shape) == ((2, 1000, 3584), (2, 0, 1152))
+    assert step_shapes(121, 720, 1280, guidance=False, i2v=True)[-1].shape == (1, 729, 1152)
+
+
+def test_another_way_is_refused():
+    with pytest.raises(UsageError, match="spread='rows': expected one of sequence"):
+        compile_denoise("rows", "v6e-4")
