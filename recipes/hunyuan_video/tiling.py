@@ -172,9 +172,12 @@ def _run_into(before: jax.Array, tile: jax.Array, extent: int, axis: int) -> jax
     shape = [1] * tile.ndim
     shape[axis] = extent
     ramp = (np.arange(extent) / extent).reshape(shape)
-    # Sums in float32, as PyTorch adds up numbers of 16 bits.
-    kind = jnp.promote_types(tile.dtype, jnp.float32)
     last = jax.lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis)
     first, rest = jnp.split(tile, [extent], axis)
-    faded = last.astype(kind) * (1 - ramp).astype(kind) + first.astype(kind) * ramp.astype(kind)
-    return jnp.concatenate([faded.astype(tile.dtype), rest], axis)
+    return jnp.concatenate([_times(last, 1 - ramp) + _times(first, ramp), rest], axis)
+
+
+def _times(x: jax.Array, factors: np.ndarray) -> jax.Array:
+    """x by numbers of Python, which PyTorch rounds to x's dtype only in the product."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (x.astype(wide) * factors.astype(wide)).astype(x.dtype)
