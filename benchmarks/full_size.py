@@ -162,7 +162,8 @@ def _attention(one: dict[str, Any]) -> str:
     scores = [kernel for kernel in one["attention"] if kernel == "full scores"]
     if scores:
         return "an array of scores"
-    return "splash" if one["attention"] else "none"
+    # `splash_mha_fwd_residuals` and `splash_mha_dq_no_residuals` are one kind.
+    return ", ".join(sorted({kernel.partition("_")[0] for kernel in one["attention"]})) or "none"
 
 
 def _time_row(one: dict[str, Any]) -> str:

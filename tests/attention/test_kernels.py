@@ -22,7 +22,8 @@ def assert_equal(
     found: list[np.ndarray], wanted: list[np.ndarray], rtol: float, least: float = 0.0
 ) -> None:
     """Within a share of each array's largest number, which counts as `least` if it is smaller."""
-    for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+    given = ("out", "dq", "dk", "dv")[: len(found)]
+    for name, one, other in zip(given, found, wanted, strict=True):
         assert np.isfinite(one).all(), name
         scale = max(np.abs(other).max(), least)
         np.testing.assert_allclose(one, other, rtol=0, atol=rtol * scale, err_msg=name)

@@ -12,13 +12,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tpuport.attention import dense
 from tpuport.attention.blocks import chip_of, choose_tiles
 from tpuport.attention.full import attend_full
 from tpuport.attention.mask import Mask
 from tpuport.attention.options import AttentionOptions, Shards
 from tpuport.attention.problem import Parts, Problem, hoist
 from tpuport.attention.sharded import attention
-from tpuport.attention.tiles import KernelTiles
+from tpuport.attention.tiles import DenseTiles, KernelTiles
 from tpuport.errors import UsageError
 
 # Rows of queries and of keys that blockwise attention handles at a time.
@@ -114,6 +115,10 @@ def _attend(
     options: AttentionOptions,
 ) -> jax.Array:
     """Pads the sequences to the chips, chooses tiles, and runs."""
+    if problem.kernel == "splash":
+        known = {"softcap": problem.softcap, "options": options, "shards": problem.shards}
+        if found := dense_tiles(q, k, v, mask, **known):
+            problem = dataclasses.replace(problem, kernel="dense", dense=found)
     batch, num_queries = q.shape[0], q.shape[2]
     problem, valid = _known_keys(problem, mask)
     pieces = _sequence_pieces(problem)
@@ -169,7 +174,7 @@ def _choose_tiles(
     problem: Problem, q: jax.Array, mask: Mask, options: AttentionOptions, own_q: int, own_k: int
 ) -> KernelTiles:
     """Tile sizes for one chip's share of the sequences."""
-    if problem.kernel == "splash":
+    if problem.kernel in ("splash", "dense"):
         choose = functools.partial(
             choose_tiles,
             chip=_chip(options, problem.shards),
@@ -237,7 +242,7 @@ def choose_kernel(
 
     Returns:
         "splash" or "blockwise", and all reasons for it: `CHOSEN`, what splash cannot serve (for a
-        mask that it cannot, `ANY_MASK`), or the platform.
+        mask that it cannot, `ANY_MASK`), or the platform. For splash see `dense_tiles`, too.
     """
     chosen = (CHOSEN,) if options.kernel != "auto" else ()
     checks = (
@@ -252,6 +257,41 @@ def choose_kernel(
     if options.kernel == "auto" and platform != "tpu" and not options.interpret:
         return "blockwise", (f"splash is for TPUs, and this program is for {platform}",)
     return "splash", chosen
+
+
+def dense_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    *,
+    softcap: float | None,
+    options: AttentionOptions,
+    shards: Shards | None,
+) -> DenseTiles | None:
+    """Tiles of the kernel that `attend` takes in place of splash where it is faster; None if not.
+
+    Args:
+        q: queries (B, Hq, Sq, D).
+        k: keys (B, Hkv, Sk, D).
+        v: values (B, Hkv, Sk, Dv).
+        mask: as `attend` takes it.
+        softcap: as `attend` takes it.
+        options: as `attend` takes them; who names a kernel or its blocks gets splash.
+        shards: as `usable_shards` gives them.
+    """
+    if options.kernel != "auto" or options.blocks is not None or softcap is not None:
+        return None
+    if mask.band() != (None, None) or mask.q_segments is not None:
+        return None
+    across = 1 if shards is None else math.prod(shards.mesh.shape[a] for a in shards.sequence)
+    return dense.choose(
+        chip=_chip(options, shards),
+        head_dims=(q.shape[3], v.shape[3]),
+        dtype=q.dtype.name,
+        num_queries=q.shape[2] // (1 if options.sequence == "heads" else across),
+        num_keys=k.shape[2] // (across if options.sequence == "ring" else 1),
+    )
 
 
 def _say_why(

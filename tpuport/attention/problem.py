@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from tpuport.attention.mask import Blocks
 from tpuport.attention.options import SequenceWay, Shards
-from tpuport.attention.tiles import KernelTiles
+from tpuport.attention.tiles import DenseTiles, KernelTiles
 
 # A tile of a further mask or bias, its captured arrays given: (arrays, q_start, k_start) -> tile.
 Further = Callable[[Sequence[jax.Array], Any, Any], jax.Array]
@@ -22,14 +22,15 @@ class Problem:
     """What is known when the program is compiled.
 
     Args:
-        kernel: "splash" or "blockwise".
+        kernel: "splash", "dense" or "blockwise".
         scale: factor of the scores.
         softcap: see `full.cap`.
         low: lowest key position minus query position that is seen; None for no limit.
         high: highest such; None for no limit.
         num_queries: queries of the whole sequence, over all shards, without padding.
         num_keys: keys of the whole sequence, likewise.
-        tiles: tile sizes of the kernel.
+        tiles: tile sizes of the kernel; for "dense" those of splash, which computes gradients.
+        dense: tile sizes of "dense" itself; else None.
         interpret: whether Pallas interprets the kernel.
         dropout: share of dropped weights; only blockwise.
         further: further mask or bias by tile; only blockwise.
@@ -49,6 +50,7 @@ class Problem:
     num_queries: int
     num_keys: int
     tiles: KernelTiles
+    dense: DenseTiles | None = None
     interpret: bool = False
     dropout: float = 0.0
     further: Further | None = None

@@ -19,10 +19,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from tpuport.attention import blockwise, ring, splash
+from tpuport.attention import blockwise, dense, ring, splash
 from tpuport.attention.problem import Gradients, Local, Origin, Parts, Problem, is_float
 
-KERNELS = {"splash": splash, "blockwise": blockwise}
+KERNELS = {"splash": splash, "dense": dense, "blockwise": blockwise}
 # What a remat policy can save, by `jax.checkpoint_policies.save_only_these_names`.
 OUTPUT_NAME = "tpuport_attention"
 

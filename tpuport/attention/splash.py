@@ -203,9 +203,7 @@ def _prepare(
 ) -> Prepared:
     """Scales, orders and pads a batch, and says by band and ids what is seen."""
     problem, parts, origin = local.problem, local.parts, local.origin
-    num_keys: Any = k.shape[2]
-    if not problem.keys_whole:
-        num_keys = _number_of_keys(problem.num_keys, origin.k, num_keys)
+    num_keys: Any = local_keys(local, k.shape[2])
     sorting = counts = ids = None
     is_cut = isinstance(num_keys, jax.Array)
     is_free = problem.low is None and problem.high is None and parts.q_segments is None
@@ -255,8 +253,11 @@ def _make_ids(
     return SegmentIds(q_ids, jnp.pad(kv_ids, [(0, 0), (0, more)], constant_values=NOBODY))
 
 
-def _number_of_keys(whole: int, start: Any, size: int) -> Any:
-    """How many of `size` keys from `start` belong to a sequence of `whole`."""
+def local_keys(local: Local, size: int) -> Any:
+    """How many of this chip's `size` keys belong to the sequence; a number, maybe traced."""
+    whole, start = local.problem.num_keys, local.origin.k
+    if local.problem.keys_whole:
+        return size
     if isinstance(start, jax.Array):
         return jnp.clip(whole - start, 0, size).astype(jnp.int32)
     return min(max(whole - start, 0), size)

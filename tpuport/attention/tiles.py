@@ -1,4 +1,4 @@
-"""Tile sizes of one kernel, forward and backward."""
+"""Tile sizes of the kernels, forward and backward."""
 
 from dataclasses import dataclass
 
@@ -20,3 +20,18 @@ class KernelTiles:
     kv_compute: int
     q_back: int
     kv_back: int
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """Rows of queries and of keys that the kernel of `dense.py` handles at a time.
+
+    Args:
+        q: queries a step.
+        kv: keys a step.
+        kv_tile: keys of one product; divides `kv`.
+    """
+
+    q: int
+    kv: int
+    kv_tile: int

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.attention import AttentionOptions, Mask, Shards, attend
-from tpuport.attention.dispatch import ANY_MASK, CHOSEN, choose_kernel, not_for_splash
+from tpuport.attention.dispatch import (
+    ANY_MASK,
+    CHOSEN,
+    choose_kernel,
+    dense_tiles,
+    not_for_splash,
+    usable_shards,
+)
 from tpuport.errors import UsageError
 from tpuport.model.attention_choice import choice, options_for, shards_for
 from tpuport.model.locate import user_line, user_site
@@ -104,6 +111,10 @@ def structured_call(
     if options.kernel == "splash" and kernel != "splash":
         others = [one for one in reasons if one != CHOSEN]
         raise _splash_refusal(trace, _in_words((others[0],), found))
+    if kernel == "splash":
+        usable = usable_shards(shards, q.shape)
+        if dense_tiles(*(q, k, v, mask), softcap=call.softcap, options=options, shards=usable):
+            kernel = "dense"
     out = attend(
         q,
         k,

@@ -226,7 +226,8 @@ class AttentionCall:
         file: Path of the file that calls it.
         line: Line of the call, counted from 1.
         module: Fqn of the first module that calls it there.
-        kernel: What serves it: splash, blockwise, or full (the matrix of scores).
+        kernel: What serves it: splash, dense (a faster one, where every query sees the same keys),
+            blockwise, or full (the matrix of scores).
         reason: Why it is that.
         mask: The structure of its mask, such as `causal, padded keys`.
         spread: What lies over which axes of a mesh, such as `heads over tensor`.

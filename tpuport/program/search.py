@@ -87,7 +87,9 @@ class Trial:
     def has_kernel(self) -> bool:
         """Whether attention is a kernel's in it."""
         work = self.report.work if self.report is not None else None
-        return work is not None and any("splash" in one.kernel for one in work.attention)
+        return work is not None and any(
+            kind in one.kernel for one in work.attention for kind in ("splash", "dense")
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,131 @@
+"""The kernel for queries that all see the same keys equals eager PyTorch, gradients included."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.attention.cases import CASES, FULL, Case, ours, torchs
+from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
+from tests.attention.test_sharded import shards
+from tpuport.attention import AttentionOptions, Mask, Shards, attend, dense
+from tpuport.attention.problem import Local, Parts, Problem
+from tpuport.attention.tiles import DenseTiles, KernelTiles
+from tpuport.program.cost.kernels import find_calls
+
+DENSE = AttentionOptions(interpret=True, chip="v6e")
+# Two tiles a step, as many steps as the lengths need.
+SMALL = DenseTiles(q=128, kv=256, kv_tile=128)
+# Lengths that are no whole blocks, a shared key head, and keys known or not to be padding.
+SERVED = ("odd sizes", "known padded keys", "scattered keys")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tiles, whatever the sizes are."""
+    monkeypatch.setattr(dense, "choose", lambda **sizes: SMALL)
+
+
+def names(function: Any, *args: Any) -> list[str]:
+    return [call.name for call in find_calls(jax.make_jaxpr(function)(*args))]
+
+
+def output(case: Case, options: AttentionOptions = DENSE, over: Shards | None = None) -> np.ndarray:
+    """The output alone, which takes a quarter of the time of its gradients."""
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, mask: dict[str, Any]) -> jax.Array:
+        return attend(q, k, v, Mask(**{**case.mask, **mask}), options=options, shards=over)
+
+    traced = {name: value for name, value in case.mask.items() if isinstance(value, jax.Array)}
+    q, k, v = (jnp.asarray(x, case.dtype) for x in case.arrays()[:3])
+    return np.asarray(run(q, k, v, traced), np.float32)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_it_equals_torch(name: str):
+    assert_equal([output(CASES[name])], torchs(CASES[name])[:1], RTOL)
+
+
+@pytest.mark.parametrize("tiles", [(128, 128, 128), (256, 384, 128)])
+def test_any_number_of_tiles_equals_torch(tiles: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dense, "choose", lambda **sizes: DenseTiles(*tiles))
+    case = CASES["padded keys"]
+    assert_equal([output(case)], torchs(case)[:1], RTOL)
+
+
+def test_bf16_equals_torch_in_fp32():
+    case = dataclasses.replace(CASES["scattered keys"], dtype="bfloat16")
+    assert_equal([output(case)], torchs(case)[:1], RTOL_BF16)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256)])
+def test_sizes_of_one_and_whole_blocks_equal_torch(queries: int, keys: int):
+    case = Case(queries=queries, keys=keys, heads=(1, 1), batch=1)
+    assert_equal([output(case)], torchs(case)[:1], RTOL)
+
+
+def test_it_is_the_kernel_that_runs():
+    q = jax.ShapeDtypeStruct((1, 2, 200, 64), jnp.float32)
+    valid = jax.ShapeDtypeStruct((1, 200), jnp.bool_)
+
+    def run(q: Any, valid: Any, **mask: Any) -> jax.Array:
+        return attend(q, q, q, Mask(key_valid=valid, **mask), options=DENSE)
+
+    assert names(run, q, valid) == [dense.NAME]
+    assert dense.NAME not in names(functools.partial(run, causal=True), q, valid)
+
+
+def test_gradients_equal_torchs_and_an_example_without_keys_has_none():
+    found = ours(CASES["one example empty"], DENSE)
+    assert_equal(found, torchs(CASES["one example empty"]), RTOL)
+    for array in found:
+        assert not array[1].any()
+        assert np.abs(array[0]).max() > 0
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_scores_far_below_zero_keep_their_weights(known: bool):
+    # What is padding has a score of zero by itself, and would then be the maximum.
+    q, k, v = (jnp.asarray(x) for x in Case(keys=200, heads=(2, 2), sizes=(16, 16)).arrays()[:3])
+    q, k = jnp.abs(q) * 8 + 8, -jnp.abs(k) * 8 - 8
+
+    def run(valid: Any, options: AttentionOptions) -> jax.Array:
+        return attend(q, k, v, Mask(key_valid=valid), options=options)
+
+    valid = np.arange(200)[None] < 150
+    one = jax.jit(functools.partial(run, valid if known else jnp.asarray(valid), DENSE))()
+    np.testing.assert_allclose(one, run(valid, FULL), atol=1e-3)
+    assert np.abs(one).max() > 0.1
+
+
+def test_numbers_in_keys_that_nobody_sees_do_not_matter():
+    q, k, v = (jnp.asarray(x) for x in Case(heads=(2, 2)).arrays()[:3])
+    valid = jnp.asarray(np.random.default_rng(3).random((2, 300)) < 0.5)
+    hidden = ~valid[:, None, :, None]
+    run = jax.jit(lambda k, v: attend(q, k, v, Mask(key_valid=valid), options=DENSE))
+    spoilt = run(jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
+    np.testing.assert_array_equal(run(k, v), spoilt)
+
+
+@pytest.mark.parametrize("way", ["ring"])
+def test_a_sharded_sequence_equals_torch(way: Any):
+    case = dataclasses.replace(CASES["padded keys"], heads=(4, 4))
+    options = dataclasses.replace(DENSE, sequence=way)
+    assert_equal([output(case, options, shards(sequence=4))], torchs(case)[:1], RTOL)
+
+
+def test_the_logsumexp_is_that_of_all_keys():
+    q, k, v = (jnp.asarray(x) for x in Case(heads=(2, 2)).arrays()[:3])
+    tiles = KernelTiles(128, 128, 128, 128, 128)
+    problem = Problem("dense", 0.25, None, None, None, 200, 300, tiles, dense=SMALL, interpret=True)
+    valid = jnp.arange(300)[None] < jnp.asarray([[250], [0]])
+    local = Local(problem, Parts(key_valid=valid))
+    lse = jax.jit(functools.partial(dense.forward, local))(q, k, v)[1]
+    scores = 0.25 * np.einsum("hqd,hkd->hqk", q[0], k[0, :, :250])
+    np.testing.assert_allclose(lse[0], jax.nn.logsumexp(scores, axis=-1), rtol=1e-6, atol=1e-5)
+    assert np.isneginf(lse[1]).all()
