@@ -88,6 +88,11 @@ def test_gradients_equal_torchs_and_an_example_without_keys_has_none():
         assert np.abs(array[0]).max() > 0
 
 
+def test_where_no_key_is_seen_all_is_zero():
+    case = Case({"key_valid": np.zeros((1, 300), bool)}, heads=(1, 1))
+    assert not output(case).any()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_scores_far_below_zero_keep_their_weights(known: bool):
     # What is padding has a score of zero by itself, and would then be the maximum.

@@ -29,8 +29,9 @@ class AttentionOptions:
     """How attention is to be computed.
 
     Args:
-        kernel: "auto" takes splash on TPU where it can serve, the kernel of `dense.py` where that is
-            faster, and "blockwise" otherwise; "full" builds the matrix of scores, as a reference.
+        kernel: "auto" takes splash on TPU where it can serve, the kernel of `dense.py` where that
+            is faster, and "blockwise" otherwise; "full" builds the matrix of scores, as a
+            reference.
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: tile sizes instead of those of the table.
         sequence: how keys and values meet queries where the sequence is sharded: "gather" them,

@@ -49,11 +49,12 @@ def attention_options(
     """Choose how attention is computed by the programs that are traced and called in the block.
 
     Outside of every block, programs for a TPU use its splash kernel, a faster one where every query
-    sees the same keys, or a blockwise softmax where neither can serve, and programs for a CPU the matrix of scores. A program that was compiled
-    with other options is compiled again. `ported.report.attention` says what each call uses.
+    sees the same keys, or a blockwise softmax where neither can serve, and programs for a CPU the
+    matrix of scores. A program that was compiled with other options is compiled again.
+    `ported.report.attention` says what each call uses.
 
     Args:
-        kernel: "auto" as on a TPU; "splash", JAX's own; "blockwise"; "full" for the matrix of scores.
+        kernel: "auto" as on a TPU; "splash", JAX's; "blockwise"; "full" for the matrix of scores.
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: sizes of splash's tiles, `tpuport.attention.BlockSizes`, instead of those from its
             table.
