@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-from tests.attention.cases import CASES, FULL, Case, ours, torchs
+from tests.attention.cases import CASES, FULL, SPLASH, Case, ours, torchs
 from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_sharded import shards
 from tpuport.attention import AttentionOptions, Mask, Shards, attend, dense
@@ -61,6 +62,22 @@ def test_any_number_of_tiles_equals_torch(tiles: Any, monkeypatch: pytest.Monkey
 def test_bf16_equals_torch_in_fp32():
     case = dataclasses.replace(CASES["scattered keys"], dtype="bfloat16")
     assert_equal([output(case)], torchs(case)[:1], RTOL_BF16)
+
+
+def test_sharp_scores_are_nearer_to_fp64_than_splashs():
+    # Splash rounds the scaled queries, which moves a score by a share of its size.
+    case = Case(queries=128, keys=512, heads=(1, 1), sizes=(128, 128), batch=1, dtype="bfloat16")
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in case.arrays()[:3])
+    q = q * 8
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(torch.from_numpy(np.asarray(x, np.float64)) for x in (q, k, v))
+    ).numpy()
+
+    def error(options: AttentionOptions) -> float:
+        found = jax.jit(lambda q, k, v: attend(q, k, v, options=options))(q, k, v)
+        return float(np.sqrt(np.mean((np.asarray(found, np.float64) - exact) ** 2)))
+
+    assert error(DENSE) < 0.6 * error(SPLASH)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (128, 256)])

@@ -4,7 +4,11 @@ Scores are kept transposed, keys by queries. What a row of scores needs is then 
 the maximum over keys is elementwise, and the second product, values by weights, has the weights
 held in the matrix unit: its 256 by 256 are full whatever the size of a head, where in the usual
 order a head of 128 fills half. The sum of the weights is a product too, by rows of ones below the
-values. Exponentials are powers of two; log2(e) is part of the queries' scale.
+values.
+
+The first product leaves half of the unit empty, so it has the scaled queries twice: rounded, and
+what rounding took from them. That makes results more exact than splash's, which rounds them. Their
+scale has log2(e) in it: exponentials are powers of two.
 
 No score is masked. A key that nobody sees has another key's place, so that it changes no maximum,
 and zeros for its values and its one. Blocks of such keys alone are skipped.
@@ -25,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpuport.attention import splash
-from tpuport.attention.problem import Local
+from tpuport.attention.problem import Local, Problem
 from tpuport.attention.tiles import DenseTiles
 
 backward = splash.backward
@@ -35,8 +39,6 @@ NAME = "dense_attention_forward"
 _LOWEST = -1e30
 # Rows of ones below the values: one tile of bf16.
 _ONES = 16
-_NT = (((1,), (1,)), ((), ()))
-_NN = (((1,), (0,)), ((), ()))
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Tuned:
 
 
 # By chip, size of a head and dtype; only where it is faster than the best splash kernel.
-TUNED = {("v6e", 128, "bfloat16"): Tuned(768, 256, (13, 24), 0.518)}
+TUNED = {("v6e", 128, "bfloat16"): Tuned(768, 256, (13, 24), 0.508)}
 # What filling and emptying the pipeline once a step takes, in tiles.
 _STEP_TILES = 3
 # Fewer queries or keys than so many steps leave most of a step empty.
@@ -109,11 +111,9 @@ def choose(
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `splash.forward`, of a problem without a band, segments or a soft cap."""
     problem, tiles, num_q = local.problem, tiles_of(local), q.shape[2]
-    scale = problem.scale * math.log2(math.e)
     padded = jnp.pad(q, [(0, 0), (0, 0), (0, -num_q % tiles.q), (0, 0)])
-    scaled = (padded.astype(jnp.float32) * scale).astype(q.dtype)
     keys = prepare_keys(local, k, v)
-    out, lse = _call(tiles, problem.interpret, scaled, keys, v.shape[3])
+    out, lse = _call(problem, tiles, padded, keys, v.shape[3])
     return out[:, :, :num_q], lse[:, :, 0, :num_q]
 
 
@@ -149,7 +149,7 @@ def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
 
 
 def _call(
-    tiles: DenseTiles, interpret: bool, q: jax.Array, keys: Keys, value_dim: int
+    problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """Output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), both of whole blocks."""
     batch, heads, num_q, head_dim = q.shape
@@ -180,6 +180,7 @@ def _call(
             pl.BlockSpec((None, None, 1, tiles.q), lambda b, h, i, j, *_: (b, h, 0, i)),
         ],
         scratch_shapes=[
+            pltpu.VMEM((2 * head_dim, tiles.q), q.dtype),
             pltpu.VMEM((8, tiles.q), jnp.float32),
             pltpu.VMEM((rows, tiles.q), jnp.float32),
             pltpu.VMEM((2, tiles.kv_tile, tiles.q), jnp.float32),
@@ -188,7 +189,12 @@ def _call(
     )
     scores = batch * heads * num_q * num_k
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tiles.kv_tile, value_dim=value_dim),
+        functools.partial(
+            _kernel,
+            tile=tiles.kv_tile,
+            value_dim=value_dim,
+            scale=problem.scale * math.log2(math.e),
+        ),
         grid_spec=spec,
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, num_q, value_dim), q.dtype),
@@ -202,7 +208,7 @@ def _call(
             transcendentals=scores,
             bytes_accessed=q.nbytes + (keys.k.nbytes + keys.v.nbytes) * (num_q // tiles.q),
         ),
-        interpret=interpret,
+        interpret=problem.interpret,
         name=NAME,
     )(keys.visits, keys.blocks.reshape(-1), q, keys.k, keys.v)
 
@@ -215,6 +221,7 @@ def _kernel(
     v_ref: Any,
     out_ref: Any,
     lse_ref: Any,
+    query_ref: Any,
     max_ref: Any,
     sum_ref: Any,
     score_ref: Any,
@@ -222,6 +229,7 @@ def _kernel(
     *,
     tile: int,
     value_dim: int,
+    scale: float,
 ) -> None:
     """One block of keys for one block of queries; `sum_ref` is (Dv + ones, queries)."""
     del blocks_ref
@@ -229,12 +237,16 @@ def _kernel(
 
     @pl.when(step == 0)
     def _start() -> None:
+        exact = q_ref[...].astype(jnp.float32).T * scale
+        rounded = exact.astype(query_ref.dtype)
+        rest = (exact - rounded.astype(jnp.float32)).astype(query_ref.dtype)
+        query_ref[...] = jnp.concatenate([rounded, rest], 0)
         max_ref[...] = jnp.full_like(max_ref, _LOWEST)
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     @pl.when(step < count)
     def _add_block() -> None:
-        add_block(q_ref, k_ref, v_ref, max_ref, sum_ref, score_ref, weight_ref, tile)
+        add_block(query_ref, k_ref, v_ref, max_ref, sum_ref, score_ref, weight_ref, tile)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _end() -> None:
@@ -247,7 +259,7 @@ def _kernel(
 
 
 def add_block(
-    q_ref: Any,
+    query_ref: Any,
     k_ref: Any,
     v_ref: Any,
     max_ref: Any,
@@ -265,14 +277,13 @@ def add_block(
         if now >= 2:
             place = slice((now - 2) * tile, (now - 1) * tile)
             weights = weight_ref[now % 2]
-            found = lax.dot_general(
-                v_ref[:, place], weights, _NN, preferred_element_type=jnp.float32
-            )
+            found = jnp.dot(v_ref[:, place], weights, preferred_element_type=jnp.float32)
             sum_ref[...] = scales[now - 2][:1] * sum_ref[...] + found
         highest = None
         if now < num_tiles:
             k = k_ref[now * tile : (now + 1) * tile, :]
-            scores = lax.dot_general(k, q_ref[...], _NT, preferred_element_type=jnp.float32)
+            twice = jnp.concatenate([k, k], 1)
+            scores = jnp.dot(twice, query_ref[...], preferred_element_type=jnp.float32)
             score_ref[now % 2] = scores
             highest = jnp.max(scores.reshape(tile // 8, 8, -1), axis=0)
         if 1 <= now <= num_tiles:
