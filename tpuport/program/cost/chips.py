@@ -75,6 +75,9 @@ class Chip:
     def attention_fill(self, head_dim: int, value_dim: int | None = None) -> float:
         """The share of the peak that attention can reach: half of its work is q.k, half p.v.
 
+        Of splash, which holds values in the MXU. A kernel that holds the weights themselves, as
+        `tpuport.attention.dense` does, fills it in p.v whatever the size of values.
+
         Args:
             head_dim: the contraction of q.k.
             value_dim: the columns of p.v, `head_dim` unless told.
