@@ -148,10 +148,8 @@ def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
     return Keys(k, v, some.sum(1, dtype=jnp.int32), blocks)
 
 
-def _call(
-    problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
-) -> tuple[jax.Array, jax.Array]:
-    """Output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), both of whole blocks."""
+def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
+    """The steps of the kernel, and what each reads and writes."""
     batch, heads, num_q, head_dim = q.shape
     share = heads // keys.k.shape[1]
     rows, num_k = keys.v.shape[2:]
@@ -161,7 +159,7 @@ def _call(
         # Past the last block it stays, so that nothing is fetched.
         return blocks[b * num_blocks + jnp.minimum(j, jnp.maximum(count[b] - 1, 0))]
 
-    spec = pltpu.PrefetchScalarGridSpec(
+    return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         grid=(batch, heads, num_q // tiles.q, num_blocks),
         in_specs=[
@@ -187,7 +185,14 @@ def _call(
             pltpu.VMEM((2, tiles.kv_tile, tiles.q), keys.v.dtype),
         ],
     )
-    scores = batch * heads * num_q * num_k
+
+
+def _call(
+    problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
+) -> tuple[jax.Array, jax.Array]:
+    """Output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), both of whole blocks."""
+    batch, heads, num_q, head_dim = q.shape
+    scores = batch * heads * num_q * keys.k.shape[2]
     return pl.pallas_call(
         functools.partial(
             _kernel,
@@ -195,7 +200,7 @@ def _call(
             value_dim=value_dim,
             scale=problem.scale * math.log2(math.e),
         ),
-        grid_spec=spec,
+        grid_spec=_grid(tiles, q, keys, value_dim),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, num_q, value_dim), q.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, num_q), jnp.float32),
