@@ -29,9 +29,9 @@ def make_transformer(**sizes: Any) -> torch.nn.Module:
         **sizes: in place of the published configuration's, which are the class's defaults.
     """
     diffusers: Any = importlib.import_module("diffusers")
-    with torch.device("meta"):
+    with default_dtype(torch.bfloat16), torch.device("meta"):
         model = diffusers.HunyuanVideo15Transformer3DModel(**sizes)
-    return model.to(torch.bfloat16).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def step_shapes(
