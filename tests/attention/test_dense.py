@@ -16,6 +16,7 @@ from tests.attention.test_sharded import shards
 from tpuport.attention import AttentionOptions, Mask, Shards, attend, dense
 from tpuport.attention.problem import Local, Parts, Problem
 from tpuport.attention.tiles import DenseTiles, KernelTiles
+from tpuport.model.blocks.same_program import same_program
 from tpuport.program.cost.kernels import find_calls
 
 DENSE = AttentionOptions(interpret=True, chip="v6e")
@@ -151,3 +152,21 @@ def test_the_logsumexp_is_that_of_all_keys():
     scores = 0.25 * np.einsum("hqd,hkd->hqk", q[0], k[0, :, :250])
     np.testing.assert_allclose(lse[0], jax.nn.logsumexp(scores, axis=-1), rtol=1e-6, atol=1e-5)
     assert np.isneginf(lse[1]).all()
+
+
+def test_two_traces_of_it_are_one_program():
+    """Else blocks that call it are taken for different ones, and none becomes a loop."""
+    x = jax.ShapeDtypeStruct((1, 1, 49152, 128), jnp.bfloat16)
+    valid = jax.ShapeDtypeStruct((1, 49152), bool)
+
+    def attention(q: jax.Array, valid: jax.Array) -> jax.Array:
+        options = AttentionOptions(platform="tpu", chip="v6e")
+        return attend(q, q, q, Mask(key_valid=valid), options=options)
+
+    first = jax.make_jaxpr(attention)(x, valid)
+    jax.clear_caches()
+    second = jax.make_jaxpr(attention)(x, valid)
+    assert dense.NAME in str(first)
+    assert same_program(first, second)
+    negated = jax.make_jaxpr(lambda q, valid: attention(q, ~valid))(x, valid)
+    assert not same_program(first, negated)

@@ -89,10 +89,22 @@ def same_kinds(ours: Any, theirs: Any) -> bool:
     """Whether two equations are of one primitive, with one effect, on values of the same kinds."""
     if ours.primitive is not theirs.primitive or len(ours.invars) != len(theirs.invars):
         return False
-    if len(ours.outvars) != len(theirs.outvars) or ours.effects != theirs.effects:
+    if len(ours.outvars) != len(theirs.outvars) or _effects(ours) != _effects(theirs):
         return False
     kinds = zip((*ours.invars, *ours.outvars), (*theirs.invars, *theirs.outvars), strict=True)
     return all((a.aval.shape, a.aval.dtype) == (b.aval.shape, b.aval.dtype) for a, b in kinds)
+
+
+def _effects(eqn: Any) -> set[Any]:
+    """Its effects; those on an operand (a kernel's reads and writes) by the operand's number."""
+    return {
+        (type(effect), _place(eqn, effect.input)) if hasattr(effect, "input") else effect
+        for effect in eqn.effects
+    }
+
+
+def _place(eqn: Any, operand: Any) -> Any:
+    return next((n for n, var in enumerate(eqn.invars) if var is operand), operand)
 
 
 def _same_operation(ours: Any, theirs: Any) -> bool:
