@@ -33,14 +33,21 @@ def test_attention_by_frames_is_masked_attention(frames: int):
 
 
 def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch):
-    def mask(*shape: int, **more: object) -> torch.Tensor:
-        raise AssertionError(f"a mask of {shape}, {more}")
+    make, made = HunyuanVideo15AttnBlock.prepare_causal_attention_mask, []
+
+    def mask(frames: int, size: int, *args: Any, **more: Any) -> torch.Tensor:
+        made.append((frames, size))
+        return make(frames, size, *args, **more)
 
     monkeypatch.setattr(
         HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", staticmethod(mask)
     )
-    with causal_by_frames(attention := block()):
-        attention(normal(1, 16, 2, 3, 2))
+    attention, x = block(), normal(1, 16, 2, 3, 2)
+    with causal_by_frames(attention):
+        attention(x)
+    assert made == []
+    attention(x)
+    assert made == [(2, 6)]
 
 
 def test_an_error_leaves_the_class_as_it_was():

@@ -32,7 +32,7 @@ from tpuport.program.cost.chips import Chip, chip_of
 # The smallest slice of each chip that libtpu describes.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _BUNDLES = "-final_bundles.txt"
-# Kernels at a time: libtpu takes about a GiB for each, and its schedules some hundred MB of disk.
+# Kernels at a time: the schedules of each take some hundred MB of disk while they are read.
 _AT_ONCE = 4
 
 
