@@ -50,9 +50,18 @@ def added(made: tiny.Tiny, ported: Any, preset: str) -> set[str]:
     if any("tensor" in specs[name] for name in modulations):
         # Chunks of a modulation are not the chips', so its output is gathered.
         more.add(GATHER)
+    if "sequence" not in MESHES[preset]:
+        return more
     # A copy: a step in eager mode would move the buffers of norms.
-    outputs = jax.tree.leaves(copy.deepcopy(made.model)(*made.args, **made.kwargs))
-    if "sequence" in MESHES[preset] and any(torch.is_tensor(x) and x.ndim > 3 for x in outputs):
+    model, lengths = copy.deepcopy(made.model), set()
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.LayerNorm):
+            norm.register_forward_hook(lambda _, given, out: lengths.add(out.shape[1]))
+    outputs = jax.tree.leaves(model(*made.args, **made.kwargs))
+    if any(length % MESHES[preset]["sequence"] for length in lengths if length > 1):
+        # A class token more than chips divide: parts move from chip to chip at cuts and joins.
+        more |= {PERMUTE, "all-to-all"}
+    if any(torch.is_tensor(x) and x.ndim > 3 for x in outputs):
         # Tokens that are cut are put together to an image: its rows are not those of the chips.
         more.add(PERMUTE)
     return more
@@ -96,7 +105,7 @@ def compiled_step(made: tiny.Tiny, ported: Any) -> tuple[str, Any]:
     given = (ported.params, ported.buffers, args, tensors)
     compiled = jax.jit(step, out_shardings=shardings).lower(*given).compile()
     (loss, buffers), grads = compiled(*given)
-    return compiled.as_text(), jax.device_get((loss, buffers, grads))
+    return str(compiled.as_text()), jax.device_get((loss, buffers, grads))
 
 
 def check_equal(found: Any, expected: Any) -> None:

@@ -1,5 +1,6 @@
 """Putting a ported model on a mesh."""
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -15,13 +16,14 @@ from tpuport.errors import UsageError
 from tpuport.markup import plural
 from tpuport.model.blocks import at_rest
 from tpuport.model.ported import PortedModel
-from tpuport.sharding.fitting import fitted, shown
-from tpuport.sharding.mesh import make_mesh, sizes_of
+from tpuport.sharding.fitting import axes_of, fitted, shown
+from tpuport.sharding.mesh import MeshAxis, make_mesh, sizes_of
 from tpuport.sharding.plan import ShardingPlan
 from tpuport.sharding.presets import preset
 from tpuport.sharding.rules import ShardingRules
 from tpuport.sharding.topology import is_described
 
+SEQUENCE = MeshAxis.SEQUENCE.value
 _PARTS = re.compile(r"[.\[\]'\"]+")
 
 
@@ -189,9 +191,33 @@ class OnMesh:
         if spec is None:
             return value
         kept, lost = fitted(spec, value.shape, self._sizes)
+        if any(self._is_long(value.shape[dim], axes) for dim, axes in lost):
+            return self._unevenly(spec, value)
         if lost and not self.rules.activations.is_quiet(module, side):
             self._tell(module, side, spec, value.shape, lost)
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, kept))
+
+    def _is_long(self, length: int, axes: tuple[str, ...]) -> bool:
+        """Whether a dim that axes do not divide are tokens for each chip."""
+        return axes == (SEQUENCE,) and length >= self._sizes[SEQUENCE]
+
+    def _unevenly(self, spec: P, value: jax.Array) -> jax.Array:
+        """Tokens spread although chips do not divide them.
+
+        jax refuses such a place; XLA has it: rows of padding that are cut off again say where the
+        rest lies, and the partitioner neither computes nor sends them. Left whole, all chips would
+        do the work of one (480p of HunyuanVideo: four times the products).
+        """
+        shape = list(value.shape)
+        for dim, part in enumerate(spec):
+            if SEQUENCE in axes_of(part):
+                shards = math.prod(self._sizes.get(axis, 1) for axis in axes_of(part))
+                shape[dim] += -shape[dim] % shards
+        pads = [(0, after - before, 0) for before, after in zip(value.shape, shape, strict=True)]
+        padded = jax.lax.pad(value, jnp.zeros((), value.dtype), pads)
+        place = NamedSharding(self.mesh, fitted(spec, shape, self._sizes)[0])
+        padded = jax.lax.with_sharding_constraint(padded, place)
+        return jax.lax.slice(padded, [0] * value.ndim, value.shape)
 
     def _tell(self, module: str, side: str, spec: P, shape: Any, lost: Any) -> None:
         key = (module, side, shape)
