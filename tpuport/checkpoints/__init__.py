@@ -1,7 +1,27 @@
-"""Weights in files: torch checkpoints, safetensors and Hugging Face directories, in and out."""
+"""Weights in files: torch checkpoints, safetensors and Hugging Face directories, in and out.
 
-from tpuport.checkpoints.checkpoint import open_checkpoint
-from tpuport.checkpoints.loading import load_checkpoint
-from tpuport.checkpoints.saving import save_checkpoint
+Names are loaded when they are first used: `tpuport.checkpoints.atomic` needs neither torch nor jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpuport.checkpoints.checkpoint import open_checkpoint
+    from tpuport.checkpoints.loading import load_checkpoint
+    from tpuport.checkpoints.saving import save_checkpoint
 
 __all__ = ["load_checkpoint", "open_checkpoint", "save_checkpoint"]
+
+_MODULES = {
+    "load_checkpoint": "tpuport.checkpoints.loading",
+    "open_checkpoint": "tpuport.checkpoints.checkpoint",
+    "save_checkpoint": "tpuport.checkpoints.saving",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value

@@ -1,0 +1,124 @@
+"""A loop over the first dim of tensors: `lax.scan` in a program, a Python loop in eager PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.errors import UsageError
+from tpuport.model import structure
+from tpuport.model.locate import port_error
+from tpuport.model.tensor import meta_of, wrap
+from tpuport.model.trace import Trace, current
+from tpuport.model.values import value_of
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def scan(body: Body, carry: Any, xs: Any, *, remat: bool = False) -> tuple[Any, Any]:
+    """`for x in xs: carry, y = body(carry, x)`, all y stacked.
+
+    The body is traced and compiled once, however many rounds there are.
+
+    Args:
+        body: draws no random numbers and writes to nothing but what it makes; what it carries keeps
+            its structure, shapes and dtypes.
+        carry: tensors in dicts, lists, tuples or dataclasses.
+        xs: tensors likewise, each (rounds, ...); a round gets them without that dim.
+        remat: compute a round's values again in the backward pass instead of keeping them.
+
+    Returns:
+        What is carried after the last round, and all y, each (rounds, ...).
+
+    Raises:
+        UsageError: there is no round, or tensors differ in how many there are.
+        PortError: the body does what it must not, in a program.
+    """
+    leaves, spec = structure.flatten(xs, leaf=_is_tensor)
+    counts = {len(leaf) for leaf in leaves}
+    if len(counts) != 1 or 0 in counts:
+        raise UsageError(
+            f"scan over tensors of {sorted(counts)} rounds: expected one number, above 0"
+        )
+    trace = current()
+    if trace is not None:
+        return _Scan(trace, body, carry, remat).run(leaves, spec)
+    each: list[list[torch.Tensor]] = []
+    found: structure.Spec | None = None
+    for number in range(counts.pop()):
+        carry, y = body(carry, structure.rebuild(spec, [leaf[number] for leaf in leaves]))
+        parts, found = structure.flatten(y, leaf=_is_tensor)
+        each.append(parts)
+    assert found is not None
+    return carry, structure.rebuild(
+        found, [torch.stack(rounds) for rounds in zip(*each, strict=True)]
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Scan:
+    """One loop in a program."""
+
+    def __init__(self, trace: Trace, body: Body, carry: Any, remat: bool) -> None:
+        self.trace, self.body, self.remat = trace, body, remat
+        self.carried, self.spec = structure.flatten(carry, leaf=_is_tensor)
+        self.metas = [meta_of(leaf) for leaf in self.carried]
+        self.given: list[torch.Tensor] = []
+        self.given_spec: structure.Spec | None = None
+        self.y_spec: structure.Spec | None = None
+        self.y_metas: list[torch.Tensor] = []
+
+    def run(self, leaves: list[torch.Tensor], spec: structure.Spec) -> tuple[Any, Any]:
+        """What is carried in the end, and all y."""
+        self.given, self.given_spec = [meta_of(leaf[0]) for leaf in leaves], spec
+        step = jax.checkpoint(self._step) if self.remat else self._step
+        first = [value_of(leaf) for leaf in self.carried]
+        last, ys = jax.lax.scan(step, first, [value_of(leaf) for leaf in leaves])
+        return self._tensors(self.spec, last, self.metas), self._tensors(
+            self.y_spec, ys, self.y_metas
+        )
+
+    def _tensors(self, spec: Any, values: list[jax.Array], metas: list[torch.Tensor]) -> Any:
+        made = [
+            wrap(value, meta.dtype, trace=self.trace)
+            for value, meta in zip(values, metas, strict=True)
+        ]
+        return structure.rebuild(spec, made)
+
+    def _step(
+        self, carried: list[jax.Array], given: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        before = self.trace.draws
+        state = self._tensors(self.spec, carried, self.metas)
+        x = self._tensors(self.given_spec, given, self.given)
+        with self.trace.recording() as effects:
+            after, y = self._call(state, x)
+        written = [s for s, _, _ in effects.before.values()]
+        if written or any(a is not b for a, b in zip(self.trace.draws, before, strict=True)):
+            raise _refused("writes to tensors that it did not make, or draws random numbers")
+        leaves, spec = structure.flatten(after, leaf=_is_tensor)
+        found = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if _is_tensor(leaf)]
+        wanted = [(tuple(meta.shape), meta.dtype) for meta in self.metas]
+        if spec.key != self.spec.key or found != wanted:
+            raise _refused(f"carries {wanted} into a round and {found} out of it")
+        parts, self.y_spec = structure.flatten(y, leaf=_is_tensor)
+        self.y_metas = [meta_of(part) for part in parts]
+        return [value_of(leaf) for leaf in leaves], [value_of(part) for part in parts]
+
+    def _call(self, state: Any, x: Any) -> tuple[Any, Any]:
+        explorer = self.trace.explorer
+        if explorer is None:
+            return self.body(state, x)
+        return explorer.run_inside("scan", lambda: self.body(state, x), [state, x])
+
+
+def _refused(what: str) -> Exception:
+    return port_error(
+        f"the body of a scan {what}",
+        code="TPU104",
+        remedy="give back what changes as part of what is carried, in the same shapes and dtypes",
+    )
