@@ -8,6 +8,7 @@ COMMANDS = {
     "encode": ("commands", "encode"),
     "denoise": ("commands", "denoise"),
     "decode": ("commands", "decode"),
+    "denoise-latents": ("commands", "denoise_latents"),
     "compare": ("commands", "compare"),
     "compile": ("commands", "compile_"),
 }

@@ -6,81 +6,54 @@ from typing import Annotated, Any
 
 import typer
 
+from recipes.hunyuan_video.command_options import (
+    Aspect,
+    CacheEnd,
+    CacheInterval,
+    CacheOption,
+    CacheStart,
+    Calls,
+    Frames,
+    Guidance,
+    Height,
+    Image,
+    Layout,
+    Model,
+    Negative,
+    Out,
+    Output,
+    OutputOption,
+    Precision,
+    PrecisionOption,
+    Program,
+    Prompts,
+    Resolution,
+    ResolutionOption,
+    SaveEvery,
+    Seed,
+    Shift,
+    Spread,
+    SpreadOption,
+    Steps,
+    Task,
+    TaskOption,
+    Version,
+    Width,
+)
+from recipes.progress import steps_bar
 from tpuport.commands._common import errors_as_exit_codes
-
-
-class Task(StrEnum):
-    """From a text, or from a text and the first frame."""
-
-    T2V = "t2v"
-    I2V = "i2v"
-
-
-class Resolution(StrEnum):
-    """Buckets of sizes."""
-
-    P360 = "360p"
-    P480 = "480p"
-    P720 = "720p"
-    P1080 = "1080p"
-
-
-class Program(StrEnum):
-    """What is compiled."""
-
-    ENCODE = "encode"
-    DENOISE = "denoise"
-    DECODE = "decode"
-
-
-class Spread(StrEnum):
-    """How the denoiser lies over the devices."""
-
-    SEQUENCE = "sequence"
-    GUIDANCE = "guidance"
-    TENSOR = "tensor"
-    MIXED = "mixed"
-
-
-class Precision(StrEnum):
-    """What all models compute in."""
-
-    BF16 = "bf16"
-    FLOAT32 = "float32"
-
-
-Model = Annotated[Path, typer.Argument(help="The model's folder, as diffusers publishes it.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="The run's folder; begun, it goes on.")]
-Prompts = Annotated[list[str], typer.Option("--prompt", "-p", help="Repeatable: a video each.")]
-TaskOption = Annotated[Task, typer.Option(help="Text or image to video.")]
-Image = Annotated[Path | None, typer.Option(help="The first frame, for i2v.")]
-Negative = Annotated[str, typer.Option("--negative-prompt", help="What to lead away from.")]
-ResolutionOption = Annotated[Resolution, typer.Option(help="With --aspect the size.")]
-Aspect = Annotated[str, typer.Option(help="width:height; of i2v the image's.")]
-Height = Annotated[int | None, typer.Option(help="In pixels, in place of both.")]
-Width = Annotated[int | None, typer.Option(help="Likewise.")]
-Frames = Annotated[int, typer.Option(help="4n + 1; 24 a second.")]
-Steps = Annotated[int, typer.Option(help="Of denoising; step-distilled models: 12.")]
-Guidance = Annotated[float, typer.Option(help="1 for none, as distilled models want it.")]
-Shift = Annotated[float | None, typer.Option(help="Of the noise [default: the scheduler's].")]
-Seed = Annotated[int, typer.Option(help="Of the noise.")]
-PrecisionOption = Annotated[Precision, typer.Option(help="What all models compute in.")]
-SaveEvery = Annotated[int, typer.Option(help="Steps after which latents are saved.")]
-SpreadOption = Annotated[
-    Spread | None, typer.Option(help="How the denoiser lies over all devices [default: on one].")
-]
-Calls = Annotated[int, typer.Option(help="Of the network a step; 2 takes less memory.")]
 
 
 def make_weights(
     out: Annotated[Path, typer.Argument(help="The folder of the model.")],
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    layout: Annotated[Layout, typer.Option(help="Whose folders they are like.")] = Layout.DIFFUSERS,
 ) -> None:
     """Write a tiny model with random weights in the published layout."""
     with errors_as_exit_codes("make-weights"):
         from recipes.hunyuan_video.make_weights import make_weights as make
 
-        typer.echo(f"a tiny model in {make(out, seed)}")
+        typer.echo(f"a tiny model in {make(out, seed, layout.value)}")
 
 
 def encode(
@@ -100,6 +73,11 @@ def encode(
     shift: Shift = None,
     seed: Seed = 0,
     precision: PrecisionOption = Precision.BF16,
+    version: Version = "",
+    cache: CacheOption = None,
+    cache_start: CacheStart = 11,
+    cache_end: CacheEnd = 45,
+    cache_interval: CacheInterval = 4,
 ) -> None:
     """Begin a run: prompts and image as the denoiser takes them."""
     _begin(["encode"], locals())
@@ -122,9 +100,15 @@ def generate(
     shift: Shift = None,
     seed: Seed = 0,
     precision: PrecisionOption = Precision.BF16,
+    version: Version = "",
+    cache: CacheOption = None,
+    cache_start: CacheStart = 11,
+    cache_end: CacheEnd = 45,
+    cache_interval: CacheInterval = 4,
     save_every: SaveEvery = 10,
     calls: Calls = 1,
     spread: SpreadOption = None,
+    output: OutputOption = Output.MP4,
 ) -> None:
     """All stages: from prompts to mp4 files."""
     _begin(["encode", "denoise", "decode"], locals())
@@ -141,9 +125,43 @@ def denoise(
     _go_on("denoise", model, out, save_every=save_every, calls=calls, spread=spread)
 
 
-def decode(model: Model, out: Out) -> None:
+def decode(
+    model: Model,
+    out: Out,
+    spread: SpreadOption = None,
+    output: OutputOption = Output.MP4,
+) -> None:
     """The videos of a run whose latents are there."""
-    _go_on("decode", model, out)
+    _go_on("decode", model, out, spread=spread, output=output)
+
+
+def denoise_latents(
+    model: Annotated[Path, typer.Argument(help="A folder as diffusers publishes models.")],
+    inputs: Annotated[Path, typer.Argument(help="safetensors: latents, and conditions by name.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="A safetensors file.")],
+    kind: Annotated[str | None, typer.Option("--class", help="[default: the folder's]")] = None,
+    steps: Steps = 50,
+    guidance: Annotated[float, typer.Option(help="1 for none; else negative_... are read.")] = 1.0,
+    shift: Shift = None,
+    precision: PrecisionOption = Precision.BF16,
+    calls: Calls = 1,
+    cache: CacheOption = None,
+    cache_start: CacheStart = 11,
+    cache_end: CacheEnd = 45,
+    cache_interval: CacheInterval = 4,
+) -> None:
+    """Denoise with another transformer (Wan, Flux), between its pipeline's encoders and decoder."""
+    with errors_as_exit_codes("denoise-latents"):
+        import tpuport
+        from recipes.hunyuan_video.caching import StepCache
+        from recipes.hunyuan_video.other_models import Flow, denoise_file
+
+        steps_reused = cache_start, cache_end, cache_interval
+        reuse = None if cache is None else StepCache(cache.value, *steps_reused)
+        flow = Flow(steps, guidance, shift, calls, precision.value, reuse)
+        with steps_bar("denoise", steps) as on_step, tpuport.compile_cache(min_compile_seconds=0):
+            denoise_file(model, inputs, out, flow, kind=kind, on_step=on_step)
+        typer.echo(f"latents in {out}")
 
 
 def compare(
@@ -160,12 +178,14 @@ def compare(
         video.write_video(out, both, about={"left": str(left), "right": str(right), **about})
         length = len(both)
         typer.echo(f"{out}: PSNR {video.psnr(one[:length], other[:length]):.1f} dB")
+        if (found := _latents_beside(left, right)) is not None:
+            typer.echo(f"latents: PSNR {found[0]:.1f} dB, cosine {found[1]:.5f}")
 
 
 def compile_(
     programs: Annotated[list[Program] | None, typer.Argument(help="Which; all by default.")] = None,
     topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-8",
-    spread: Annotated[Spread, typer.Option(help="Of the denoiser.")] = Spread.SEQUENCE,
+    spread: Annotated[Spread, typer.Option(help="Of the denoiser.")] = Spread.AUTO,
     resolution: ResolutionOption = Resolution.P720,
     aspect: Aspect = "16:9",
     frames: Frames = 121,
@@ -195,9 +215,20 @@ def compile_(
             typer.echo(str(report))
 
 
+def _latents_beside(left: Path, right: Path) -> tuple[float, float] | None:
+    """PSNR and cosine of two runs' latents, if both have them in one shape."""
+    from recipes.hunyuan_video.runs import LATENTS, latents_apart
+
+    paths = left / LATENTS, right / LATENTS
+    return latents_apart(*paths) if all(path.is_file() for path in paths) else None
+
+
 def _video_of(path: Path) -> Path:
     """The video of a run, or the file itself."""
     return path / "video.mp4" if path.is_dir() else path
+
+
+_HOW = ("save_every", "calls", "spread", "output")
 
 
 def _begin(stages: list[str], given: dict[str, Any]) -> None:
@@ -207,7 +238,7 @@ def _begin(stages: list[str], given: dict[str, Any]) -> None:
         from recipes.hunyuan_video.runs import Run
 
         model, out = given.pop("model"), given.pop("out")
-        how = {name: given.pop(name) for name in ("save_every", "calls", "spread") if name in given}
+        how = {name: given.pop(name) for name in _HOW if name in given}
         given = {n: v.value if isinstance(v, StrEnum) else v for n, v in given.items()}
         given["image"] = None if given["image"] is None else str(given["image"])
         options = Options(**{**given, "prompts": tuple(given["prompts"])})
@@ -222,25 +253,9 @@ def _go_on(stage: str, model: Path, out: Path, **how: Any) -> None:
 
 
 def _run(stages: list[str], run: Any, how: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from recipes.hunyuan_video.generate import How, run_stages
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("denoise"), *columns, console=Console(stderr=True)) as bar:
-        steps = bar.add_task("denoise", total=run.options.steps, visible=False)
-
-        def on_step(done: int, total: int) -> None:
-            bar.update(steps, completed=done, total=total, visible=True)
-
-        how = {n: v.value if isinstance(v, StrEnum) else v for n, v in how.items()}
-        report = run_stages(run, How(**how, say=bar.console.print, on_step=on_step), stages)
+    how = {n: v.value if isinstance(v, StrEnum) else v for n, v in how.items()}
+    with steps_bar("denoise", run.options.steps) as on_step:
+        report = run_stages(run, How(**how, say=on_step.say, on_step=on_step), stages)
     typer.echo(str(report))

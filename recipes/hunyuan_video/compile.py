@@ -12,7 +12,8 @@ from recipes.hunyuan_video.denoise import denoise_step
 from recipes.hunyuan_video.encode import chat_states
 from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE
 from recipes.hunyuan_video.prompts import MAX_GLYPH_LENGTH, MAX_LENGTH
-from recipes.hunyuan_video.spreading import spread_of
+from recipes.hunyuan_video.spreading import choose_spread, spread_of
+from tpuport.errors import UsageError
 from tpuport.program.report import CompileReport
 from tpuport.sharding import make_mesh
 
@@ -42,25 +43,27 @@ def step_shapes(
     *,
     guidance: bool = True,
     i2v: bool = False,
-) -> tuple[jax.ShapeDtypeStruct, ...]:
+) -> tuple[Any, ...]:
     """The tensors of `denoise_step` after the transformer, in order."""
     sizes = ((frames - 1) // FRAMES_A_LATENT + 1, height // STRIDE, width // STRIDE)
     rows = 2 * videos if guidance else videos
-    shapes = {
-        "latents": ((videos, LATENT, *sizes), "float32"),
-        "times": ((3,), "float32"),
-        "condition": ((videos, LATENT + 1, *sizes), "bfloat16"),
+    conditions = {
         "text": ((rows, MAX_LENGTH, TEXT), "bfloat16"),
         "text_mask": ((rows, MAX_LENGTH), "int32"),
         "glyph": ((rows, MAX_GLYPH_LENGTH, GLYPH), "bfloat16"),
         "glyph_mask": ((rows, MAX_GLYPH_LENGTH), "int32"),
+        "condition": ((rows, LATENT + 1, *sizes), "bfloat16"),
         "picture": ((rows, PICTURE_TOKENS if i2v else 0, PICTURE), "bfloat16"),
     }
-    return tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes.values())
+    return (
+        jax.ShapeDtypeStruct((videos, LATENT, *sizes), "float32"),
+        jax.ShapeDtypeStruct((4,), "float32"),
+        {name: jax.ShapeDtypeStruct(*shape) for name, shape in conditions.items()},
+    )
 
 
 def compile_denoise(
-    spread: str = "sequence",
+    spread: str = "auto",
     topology: str = "v6e-8",
     frames: int = 121,
     height: int = 720,
@@ -77,7 +80,7 @@ def compile_denoise(
     """Compile one step of denoising, Euler step and guidance included.
 
     Args:
-        spread: a name of `spreading.SPREADS`.
+        spread: a name of `spreading.SPREADS`, or "auto".
         topology: a slice.
         frames: of the video, 4n + 1.
         height: in pixels.
@@ -94,10 +97,13 @@ def compile_denoise(
         UsageError: there is no such way, or no such slice.
         MissingExtraError: libtpu is not installed.
     """
-    way = spread_of(spread)
+    chips = make_mesh({"data": -1}, topology).size
+    name = choose_spread(spread, chips, guidance)
+    if name is None:
+        raise UsageError(f"topology={topology!r} has one chip, which holds no such model")
+    way = spread_of(name)
     model = make_transformer() if model is None else model
     shapes = step_shapes(frames, height, width, videos, guidance=guidance > 1, i2v=i2v)
-    chips = make_mesh({"data": -1}, topology).size
     with way.attention():
         return tpuport.compile_for(
             tpuport.convert(model, methods=(denoise_step,), verify=False),

@@ -7,10 +7,10 @@ devices; PyTorch never has a copy.
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import torch
 
 import tpuport
+from recipes.hunyuan_video.options import Options
 from recipes.quiet import quietly
 from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
@@ -32,7 +33,10 @@ CLASSES = {
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 # What one library's classes put before names that another version's do not.
-_PREFIXES = ("", "model.", "vision_model.", "language_model.")
+_PREFIXES = ("", "model.language_model.", "model.", "vision_model.", "language_model.")
+_OF_HUGGING_FACE = re.compile(r"[\w.-]+/[\w.-]+")
+# A whole chat model has more than its text model.
+_NOT_OF_TEXT = ("visual.", "model.visual.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Components:
         if self.precision not in DTYPES:
             raise UsageError(f"precision={self.precision!r}: expected one of {', '.join(DTYPES)}")
 
-    @cached_property
+    @property
     def index(self) -> dict[str, Any]:
         """model_index.json."""
         index = read_json(
@@ -74,19 +78,43 @@ class Components:
         return index
 
     @property
+    def kinds(self) -> Mapping[str, str]:
+        """The class of each component, with its library."""
+        return CLASSES
+
+    def place(self, name: str) -> Path:
+        """The folder of a component, tokenizer or image processor."""
+        return self.folder / name
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """What has to hold while components are made and traced."""
+        return nullcontext()
+
+    def check(self, options: Options) -> None:
+        """Raise unless the model is one for these options.
+
+        Raises:
+            UsageError: it is not.
+        """
+        del options
+
+    @property
+    def picture_width(self) -> int:
+        """Features of a picture's tokens, as the transformer takes them."""
+        return self.config("transformer")["image_embed_dim"]
+
+    @property
     def dtype(self) -> Any:
         """What is computed in, as jax names it."""
         return jnp.dtype("bfloat16" if self.precision == "bf16" else "float32")
 
     def has(self, name: str) -> bool:
         """Whether there is such a component."""
-        return (self.folder / name).is_dir()
+        return self.place(name).is_dir()
 
     def config(self, name: str) -> dict[str, Any]:
         """The configuration of a component, as its JSON file has it."""
-        return read_json(
-            self.folder / name / "config.json", "download the whole folder of the model"
-        )
+        return read_json(self.place(name) / "config.json", "download the whole folder of the model")
 
     def module(self, name: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """A component with shapes for weights, ready to be ported; buffers have values.
@@ -99,19 +127,13 @@ class Components:
             UsageError: it is not there, or its configuration does not fit the class.
         """
         config = self.config(name)
-        kind = _class(CLASSES[name])
         with quietly(), default_dtype(dtype or DTYPES[self.precision]), parameters_on_meta():
             try:
-                if CLASSES[name].startswith("diffusers."):
-                    made = kind.from_config(config)
-                else:
-                    settings = kind.config_class.from_dict(config)
-                    settings._attn_implementation = "sdpa"
-                    made = kind(settings)
+                made = make_model(self.kinds[name], config)
             except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
                 raise UsageError(
-                    f"{self.folder / name / 'config.json'} is no configuration of"
-                    f" {CLASSES[name]}: {error}"
+                    f"{self.place(name) / 'config.json'} is no configuration of"
+                    f" {self.kinds[name]}: {error}"
                 ) from error
         return made.eval().requires_grad_(False)
 
@@ -146,8 +168,12 @@ class Components:
         Raises:
             CheckpointError: they are damaged, or not those of its configuration.
         """
-        opened = tpuport.open_checkpoint(self.folder / name)
+        opened = tpuport.open_checkpoint(self.place(name))
         ported.load(opened, rename=renaming(opened, {*ported.params, *ported.buffers}))
+
+    def weights(self, name: str) -> list[Path]:
+        """The files with a component's weights."""
+        return sorted(self.place(name).glob("*.safetensors"))
 
     def tokenizer(self, name: str) -> Any:
         """A tokenizer: "tokenizer" or "tokenizer_2"."""
@@ -155,7 +181,7 @@ class Components:
 
         self._check_there(name)
         with quietly():
-            return AutoTokenizer.from_pretrained(self.folder / name)
+            return AutoTokenizer.from_pretrained(self.place(name))
 
     def image_processor(self) -> Any:
         """What makes SigLIP's pixels of a picture, without torchvision."""
@@ -163,7 +189,7 @@ class Components:
 
         self._check_there("feature_extractor")
         with quietly():
-            return SiglipImageProcessorPil.from_pretrained(self.folder / "feature_extractor")
+            return SiglipImageProcessorPil.from_pretrained(self.place("feature_extractor"))
 
     def scheduler(self) -> Any:
         """The flow-matching scheduler with the model's shift."""
@@ -175,19 +201,20 @@ class Components:
 
     def _check_there(self, name: str) -> None:
         if not self.has(name):
+            what = self.place(name).relative_to(self.folder)
             raise UsageError(
-                f"{self.folder} has no {name}. What to do: download the whole folder of the model"
+                f"{self.folder} has no {what}. What to do: download the whole folder of the model"
             )
 
 
-def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str] | None:
+def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str | None] | None:
     """How a checkpoint's names become the model's, where only what stands before them differs."""
-    names = set(opened)
-    if names & wanted:
+    names = {name for name in opened if not name.startswith(_NOT_OF_TEXT)}
+    if names & wanted and len(names) == len(opened):
         return None
-    for prefix in _PREFIXES[1:]:
+    for prefix in _PREFIXES:
         if {name.removeprefix(prefix) for name in names} & wanted:
-            return lambda name: name.removeprefix(prefix)
+            return lambda name: name.removeprefix(prefix) if name in names else None
         if {prefix + name for name in names} & wanted:
             return lambda name: prefix + name
     return None
@@ -210,8 +237,41 @@ def read_json(path: Path, what_to_do: str) -> dict[str, Any]:
     return found
 
 
+def model_folder(name: str | Path) -> Path:
+    """A folder, or that of a model on Hugging Face ("owner/name") which is in the cache here.
+
+    Nothing is downloaded.
+
+    Raises:
+        UsageError: it is no folder, and looks like such a name, and the cache does not have it.
+    """
+    path = Path(name)
+    if path.exists() or not _OF_HUGGING_FACE.fullmatch(str(name)):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        raise UsageError(
+            f"{name} is no folder, and Hugging Face's cache does not have it. What to do:"
+            f" `hf download {name}`, or give a folder"
+        ) from error
+
+
+def make_model(kind: str, config: dict[str, Any]) -> torch.nn.Module:
+    """A model of a class as `CLASSES` names it, from its library's configuration."""
+    found = _class(kind)
+    if not kind.startswith("transformers."):
+        return found.from_config(config)
+    settings = found.config_class.from_dict(config)
+    settings._attn_implementation = "sdpa"
+    return found(settings)
+
+
 def _class(name: str) -> Any:
-    library, _, kind = name.partition(".")
+    library, _, kind = name.rpartition(".")
     if kind == "Qwen2_5_VLTextModel":
         # transformers does not export it.
         return getattr(importlib.import_module("transformers.models.qwen2_5_vl"), kind)

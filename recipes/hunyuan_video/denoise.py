@@ -1,6 +1,6 @@
 """Stage 2: from noise to latents, a compiled step at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,24 +12,20 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from recipes.hunyuan_video.caching import StepCache, keeping, reusing
+from recipes.hunyuan_video.networks import flow_of
 from recipes.hunyuan_video.options import STRIDE, Options
 from recipes.hunyuan_video.spreading import Spread
-from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
 
-Arrays = dict[str, jax.Array]
+Kept = list[tuple[torch.Tensor, ...]]
 
 
 def denoise_step(
     transformer: Any,
     latents: torch.Tensor,
     times: torch.Tensor,
-    condition: torch.Tensor,
-    text: torch.Tensor,
-    text_mask: torch.Tensor,
-    glyph: torch.Tensor,
-    glyph_mask: torch.Tensor,
-    picture: torch.Tensor,
+    conditions: Mapping[str, torch.Tensor],
     guidance: float,
     calls: int = 1,
 ) -> torch.Tensor:
@@ -39,43 +35,65 @@ def denoise_step(
     rows of the negative prompt first.
 
     Args:
-        transformer: `HunyuanVideo15Transformer3DModel`.
-        latents: float32 (P, C, T, h, w).
-        times: float32 (3,): timestep, sigma and the next sigma.
-        condition: (P, C + 1, T, h, w), the first frame's latents and where they are.
-        text: (B, L, D), with B = 2P if there is guidance, else P.
-        text_mask: (B, L).
-        glyph: (B, G, E).
-        glyph_mask: (B, G).
-        picture: (B, N, F); N is 0 for text to video.
+        transformer: of a class in `networks.NETWORKS`.
+        latents: float32 (P, C, ...).
+        times: float32 (4,): timestep and sigma, and those of the next step.
+        conditions: by name, of 2P rows each with guidance, else P; the floating ones tell what the
+            network computes in.
         guidance: 1 for none.
         calls: of the network; two with guidance take less memory than one.
     """
-    timestep, sigma, following = times.unbind(0)
-    dtype = text.dtype
-    hidden = torch.cat([latents.to(dtype), condition], dim=1)
-    rows = text.shape[0]
-    hidden = hidden.repeat(rows // hidden.shape[0], 1, 1, 1, 1)
-    parts, size = [], max(1, rows // calls)
-    for start in range(0, rows, size):
-        at = slice(start, start + size)
-        parts.append(
-            transformer(
-                hidden_states=hidden[at],
-                timestep=timestep.expand(hidden[at].shape[0]).to(dtype),
-                encoder_hidden_states=text[at],
-                encoder_attention_mask=text_mask[at],
-                encoder_hidden_states_2=glyph[at],
-                encoder_attention_mask_2=glyph_mask[at],
-                image_embeds=picture[at],
-                return_dict=False,
-            )[0]
-        )
-    flow = torch.cat(parts)
+    timestep, sigma, next_timestep, next_sigma = times.unbind(0)
+    dtype = next(v.dtype for v in conditions.values() if v.dtype.is_floating_point)
+    hidden = torch.cat([latents.to(dtype)] * (2 if guidance > 1 else 1))
+    timesteps = torch.stack([timestep, next_timestep])
+    flow = flow_of(transformer, hidden, timesteps, conditions, calls)
     if guidance > 1:
         without, with_prompt = flow.chunk(2)
         flow = without + guidance * (with_prompt - without)
-    return latents + (following - sigma) * flow.float()
+    return latents + (next_sigma - sigma) * flow.float()
+
+
+def keeping_step(
+    transformer: Any,
+    latents: torch.Tensor,
+    times: torch.Tensor,
+    conditions: Mapping[str, torch.Tensor],
+    guidance: float,
+    calls: int,
+    kind: str,
+) -> tuple[torch.Tensor, Kept]:
+    """`denoise_step`, and what a later step may reuse of it, call by call.
+
+    Args:
+        transformer: see `denoise_step`, as for the others.
+        latents: likewise.
+        times: likewise.
+        conditions: likewise.
+        guidance: likewise.
+        calls: likewise.
+        kind: of `caching.StepCache`.
+    """
+    with keeping(transformer, kind) as kept:
+        return denoise_step(transformer, latents, times, conditions, guidance, calls), kept
+
+
+def reusing_step(
+    transformer: Any,
+    latents: torch.Tensor,
+    times: torch.Tensor,
+    conditions: Mapping[str, torch.Tensor],
+    kept: Kept,
+    guidance: float,
+    calls: int,
+    kind: str,
+) -> torch.Tensor:
+    """`denoise_step`, with what `keeping_step` gave in place of the blocks."""
+    with reusing(transformer, kind, kept):
+        return denoise_step(transformer, latents, times, conditions, guidance, calls)
+
+
+STEPS = (denoise_step, keeping_step, reusing_step)
 
 
 @dataclass(frozen=True)
@@ -83,18 +101,20 @@ class Denoiser:
     """The step of a ported transformer, compiled once for all steps of a run.
 
     Args:
-        ported: a transformer with the method `denoise_step`.
-        options: of the run.
-        conditions: of `encode.encode`.
+        ported: a transformer with the methods `STEPS`.
+        conditions: see `denoise_step`.
+        guidance: 1 for none.
         calls: see `denoise_step`.
         way: how the transformer was spread over a mesh; None if it was not.
+        cache: which steps reuse what of others; None to compute all.
     """
 
     ported: PortedModel
-    options: Options
-    conditions: Arrays
+    conditions: Mapping[str, jax.Array]
+    guidance: float = 1.0
     calls: int = 1
     way: Spread | None = None
+    cache: StepCache | None = None
 
     def run(
         self, latents: jax.Array, schedule: np.ndarray[Any, Any], first: int = 0
@@ -104,47 +124,58 @@ class Denoiser:
         The memory of the latents that were given, and of those of each step, goes to the next.
 
         Args:
-            latents: float32 (P, C, T, h, w).
+            latents: float32 (P, C, ...).
             schedule: of `make_schedule`.
-            first: the step to begin with.
+            first: the step to begin with, a full one.
         """
-        inputs, latents = self._placed(self._inputs(latents)), self._placed(latents)
-        step = jax.jit(self._step, donate_argnums=2)
-        state = self.ported.params, self.ported.buffers
+        conditions, latents = self._placed(dict(self.conditions)), self._placed(latents)
+        full, reuse = self._programs()
+        state, kept = (self.ported.params, self.ported.buffers), None
         for number in range(first, len(schedule)):
+            times = self._placed(jnp.asarray(schedule[number]))
             with nullcontext() if self.way is None else self.way.attention():
-                latents = step(*state, latents, self._placed(jnp.asarray(schedule[number])), inputs)
+                if self.is_full(number):
+                    kept = None  # its memory is needed for what comes
+                    latents, kept = full(*state, latents, times, conditions)
+                else:
+                    latents = reuse(*state, latents, times, conditions, kept)
             yield number + 1, latents
 
-    def _step(self, params: Any, buffers: Any, latents: Any, times: Any, inputs: Any) -> Any:
-        how = {"guidance": self.options.guidance, "calls": self.calls}
-        return self.ported.apply(
-            params, buffers, None, latents, times, **inputs, **how, method=denoise_step.__name__
-        )[0]
+    def is_full(self, step: int) -> bool:
+        """Whether a step, counted from 0, is computed by all blocks."""
+        return self.cache is None or self.cache.is_full(step)
+
+    def _programs(self) -> tuple[Any, Any]:
+        """A full step with what it keeps, and one that reuses that."""
+        guidance, calls, cache = self.guidance, self.calls, self.cache
+
+        def call(method: Any, params: Any, buffers: Any, *args: Any) -> Any:
+            return self.ported.apply(params, buffers, None, *args, method=method.__name__)[0]
+
+        def step(params: Any, buffers: Any, latents: Any, times: Any, given: Any) -> Any:
+            if cache is None:
+                return call(
+                    denoise_step, params, buffers, latents, times, given, guidance, calls
+                ), ()
+            options = guidance, calls, cache.kind
+            return call(keeping_step, params, buffers, latents, times, given, *options)
+
+        def cached_step(
+            params: Any, buffers: Any, latents: Any, times: Any, given: Any, kept: Any
+        ) -> Any:
+            options = guidance, calls, cache.kind if cache else None
+            return call(reusing_step, params, buffers, latents, times, given, kept, *options)
+
+        return jax.jit(step, donate_argnums=2), jax.jit(cached_step, donate_argnums=2)
 
     def _placed(self, values: Any) -> Any:
         """On all devices of the mesh; which part of them a device needs, the program knows."""
         mesh = self.ported.mesh
         return values if mesh is None else jax.device_put(values, NamedSharding(mesh, P()))
 
-    def _inputs(self, latents: jax.Array) -> Arrays:
-        given, count = self.conditions, latents.shape[0]
-        names = ("text", "text_mask", "glyph", "glyph_mask")
-        if self.options.has_guidance:
-            negative = {n: jnp.repeat(given[f"negative_{n}"], count, axis=0) for n in names}
-            inputs = {n: jnp.concatenate([negative[n], given[n]]) for n in names}
-        else:
-            inputs = {n: given[n] for n in names}
-        rows, dtype = inputs["text"].shape[0], inputs["text"].dtype
-        return {
-            **inputs,
-            "condition": _condition(given.get("first_frame"), latents.shape, dtype),
-            "picture": _picture(given.get("picture"), rows, self.ported, dtype),
-        }
-
 
 def make_schedule(scheduler: Any, options: Options) -> np.ndarray[Any, Any]:
-    """Timestep, sigma and the next sigma of each step: float32 (steps, 3).
+    """Timestep and sigma of each step, and those of the next: float32 (steps, 4).
 
     Args:
         scheduler: `FlowMatchEulerDiscreteScheduler` of the folder.
@@ -153,10 +184,21 @@ def make_schedule(scheduler: Any, options: Options) -> np.ndarray[Any, Any]:
     if options.shift is not None:
         scheduler.set_shift(options.shift)
     # As diffusers' pipelines of this model give them.
-    sigmas = np.linspace(1.0, 0.0, options.steps + 1)[:-1]
-    scheduler.set_timesteps(sigmas=sigmas)
-    found = scheduler.sigmas.numpy()
-    return np.stack([scheduler.timesteps.numpy(), found[:-1], found[1:]], axis=1).astype("float32")
+    return schedule_of(scheduler, sigmas=np.linspace(1.0, 0.0, options.steps + 1)[:-1])
+
+
+def schedule_of(scheduler: Any, **wanted: Any) -> np.ndarray[Any, Any]:
+    """Timestep and sigma of each step, and those of the next: float32 (steps, 4).
+
+    Args:
+        scheduler: a flow-matching one of diffusers.
+        **wanted: for its `set_timesteps`.
+    """
+    scheduler.set_timesteps(**wanted)
+    sigmas: Any = np.asarray(scheduler.sigmas)
+    timesteps: Any = np.asarray(scheduler.timesteps)
+    after = np.append(timesteps[1:], 0)
+    return np.stack([timesteps, sigmas[:-1], after, sigmas[1:]], axis=1).astype(np.float32)
 
 
 def make_noise(
@@ -172,26 +214,3 @@ def make_noise(
     generator = torch.Generator().manual_seed(options.seed)
     noise = torch.randn(shape, generator=generator, dtype=dtype)
     return jnp.asarray(noise.float().numpy())
-
-
-def _condition(first_frame: jax.Array | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Latents of the first frame and a channel of ones where they are; zeros else."""
-    count, channels, *sizes = shape
-    found = jnp.zeros((count, channels + 1, *sizes), dtype)
-    if first_frame is None:
-        return found
-    if first_frame.shape[1:] != (channels, 1, *sizes[1:]):
-        raise UsageError(
-            f"first_frame: expected latents {(1, channels, 1, *sizes[1:])} for a video of this"
-            f" size, got {first_frame.shape}. What to do: encode again with this size"
-        )
-    found = found.at[:, :channels, 0].set(first_frame[:, :, 0].astype(dtype))
-    return found.at[:, channels, 0].set(1)
-
-
-def _picture(states: jax.Array | None, rows: int, ported: PortedModel, dtype: Any) -> jax.Array:
-    """Of no picture no tokens: what the network makes of zeros, and fewer tokens to attend to."""
-    if states is None:
-        config: Any = ported.module.config
-        return jnp.zeros((rows, 0, config.image_embed_dim), dtype)
-    return jnp.repeat(states.astype(dtype), rows, axis=0)

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import tpuport
 from recipes.hunyuan_video.components import Components
 from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
 from tpuport.errors import UsageError
+from tpuport.model.ported import PortedModel
 
 Arrays = dict[str, jax.Array]
 
@@ -32,12 +36,13 @@ def picture_states(encoder: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     return encoder(pixel_values=pixel_values).last_hidden_state
 
 
-def encode(components: Components, options: Options) -> Arrays:
+def encode(components: Components, options: Options, mesh: Mesh | None = None) -> Arrays:
     """Everything that a denoising step takes besides the latents.
 
     Args:
         components: a model folder.
         options: of the run.
+        mesh: the text model's weights are spread over its axis fsdp; None for one device.
 
     Returns:
         "text" (P, 1000, D) with "text_mask", "glyph" (P, 256, D) with "glyph_mask"; with guidance
@@ -51,7 +56,7 @@ def encode(components: Components, options: Options) -> Arrays:
     prompts = list(options.prompts)
     # All in one batch: one program, one pass over the weights.
     texts = [*prompts, options.negative_prompt] if options.has_guidance else prompts
-    found = {**_chats(components, texts), **_glyphs(components, texts)}
+    found = {**_chats(components, texts, mesh), **_glyphs(components, texts)}
     named = {name: rows[: len(prompts)] for name, rows in found.items()}
     if options.has_guidance:
         named |= {f"negative_{name}": rows[len(prompts) :] for name, rows in found.items()}
@@ -60,9 +65,14 @@ def encode(components: Components, options: Options) -> Arrays:
     return named
 
 
-def _chats(components: Components, texts: Sequence[str]) -> Arrays:
+def _chats(components: Components, texts: Sequence[str], mesh: Mesh | None) -> Arrays:
     tokens = tokenize(components.tokenizer("tokenizer"), texts)
-    encoder = components.ported("text_encoder", (chat_states,))
+
+    def shard(ported: PortedModel) -> None:
+        if mesh is not None:
+            tpuport.shard(ported, mesh, "fsdp")
+
+    encoder = components.ported("text_encoder", (chat_states,), shard)
     states = _run(encoder, chat_states, tokens.ids, tokens.mask)
     mask = jnp.asarray(tokens.mask[:, tokens.opening :])
     return {"text": states[:, tokens.opening :], "text_mask": mask}
@@ -116,4 +126,10 @@ def _run(ported: Any, method: Any, *args: Any) -> jax.Array:
     def call(params: Any, buffers: Any, *args: Any) -> jax.Array:
         return ported.apply(params, buffers, None, *args, method=method.__name__)[0]
 
-    return jax.jit(call)(ported.params, ported.buffers, *map(jnp.asarray, args))
+    given = [jnp.asarray(arg) for arg in args]
+    if ported.mesh is None:
+        return jax.jit(call)(ported.params, ported.buffers, *given)
+    given = jax.device_put(given, NamedSharding(ported.mesh, P()))
+    found = jax.jit(call)(ported.params, ported.buffers, *given)
+    # What comes after it need not be on this mesh.
+    return jax.device_put(jax.device_get(found), jax.devices()[0])

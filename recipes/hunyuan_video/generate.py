@@ -10,17 +10,19 @@ import numpy as np
 
 import tpuport
 from recipes.hunyuan_video.components import DTYPES
+from recipes.hunyuan_video.conditions import rows_of
 from recipes.hunyuan_video.decode import decode_video, port_vae
-from recipes.hunyuan_video.denoise import Denoiser, denoise_step, make_noise, make_schedule
+from recipes.hunyuan_video.denoise import STEPS, Denoiser, make_noise, make_schedule
 from recipes.hunyuan_video.encode import encode
-from recipes.hunyuan_video.options import size_of
+from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.runs import Run
-from recipes.hunyuan_video.spreading import spread_of
-from recipes.hunyuan_video.video import to_frames, write_video
+from recipes.hunyuan_video.spreading import Spread, choose_spread, spread_of
+from recipes.hunyuan_video.video import to_frames, write_frames, write_video
 from tpuport.errors import UsageError
 from tpuport.running.compile_cache import CacheReport
 from tpuport.sharding import make_mesh
 
+OUTPUTS = ("mp4", "png", "latents")
 Say = Callable[[str], None]
 
 
@@ -31,8 +33,10 @@ class How:
     Attributes:
         save_every: after how many steps of denoising their latents are saved.
         calls: of the network a step, for guidance: two take less memory than one.
-        spread: how the denoiser lies over all devices, a name of `spreading.SPREADS`; the tiles of
-            the video are then decoded on all of them, too. None for the first device alone.
+        spread: how the denoiser lies over all devices, a name of `spreading.SPREADS` or "auto"; the
+            text model and the tiles of the video are then on all of them, too. None for the first
+            device alone.
+        output: "mp4", "png" for a picture a frame, or "latents" to decode nothing.
         say: is told what happens, a line at a time.
         on_step: is told the number of steps done, and of all, as each one is done.
     """
@@ -40,6 +44,7 @@ class How:
     save_every: int = 10
     calls: int = 1
     spread: str | None = None
+    output: str = "mp4"
     say: Say = print
     on_step: Callable[[int, int], None] | None = field(default=None)
 
@@ -48,7 +53,9 @@ class How:
             raise UsageError(f"save_every={self.save_every}: expected at least 1")
         if self.calls not in (1, 2):
             raise UsageError(f"calls={self.calls}: expected 1 or 2")
-        if self.spread is not None:
+        if self.output not in OUTPUTS:
+            raise UsageError(f"output={self.output!r}: expected one of {', '.join(OUTPUTS)}")
+        if self.spread not in (None, "auto"):
             spread_of(self.spread)
 
 
@@ -63,7 +70,8 @@ def run_encode(run: Run, how: How) -> None:
         how.say(f"encode: {run.conditions} is there")
         return
     start = time.monotonic()
-    run.write(run.conditions, encode(run.components, run.options))
+    mesh = None if how.spread is None else make_mesh({"fsdp": -1})
+    run.write(run.conditions, encode(run.components, run.options, mesh))
     how.say(f"encode: {len(run.options.prompts)} prompts, {time.monotonic() - start:.1f} s")
 
 
@@ -78,22 +86,31 @@ def run_denoise(run: Run, how: How) -> None:
         how.say(f"denoise: {run.latents} is there")
         return
     start, options = time.monotonic(), run.options
-    conditions = run.read(run.conditions, "encode")
+    encoded = run.read(run.conditions, "encode")
     schedule = make_schedule(run.components.scheduler(), options)
     first, latents = _begun(run)
     if first:
         how.say(f"denoise: goes on after step {first}")
-    way = None if how.spread is None else spread_of(how.spread)
+    way = _way(how, options)
     shard = None if way is None else way.shard
-    ported = run.components.ported("transformer", (denoise_step,), shard)
-    denoiser = Denoiser(ported, options, conditions, how.calls, way)
+    ported = run.components.ported("transformer", STEPS, shard)
+    conditions = rows_of(
+        encoded,
+        latents.shape,
+        guidance=options.guidance,
+        picture_width=run.components.picture_width,
+    )
+    denoiser = Denoiser(ported, conditions, options.guidance, how.calls, way, options.step_cache)
+    due = first + how.save_every
     for done, now in denoiser.run(latents, schedule, first):
         if how.on_step is not None:
             jax.block_until_ready(now)
             how.on_step(done, options.steps)
         latents = now
-        if done % how.save_every == 0 and done < options.steps:
+        # A step that reuses needs more than latents: a run goes on with a full one.
+        if due <= done < options.steps and denoiser.is_full(done):
             run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32)})
+            due = done + how.save_every
     _check_finite(latents)
     run.write(run.latents, {"latents": latents})
     run.partial.unlink(missing_ok=True)
@@ -108,20 +125,24 @@ def run_decode(run: Run, how: How) -> None:
         UsageError: `denoise` has not ended.
         CheckpointError: weights or files are damaged, or the disk is full.
     """
-    missing = [path for path in run.videos if not path.is_file()]
+    if how.output == "latents":
+        return
+    videos = run.videos(how.output)
+    missing = [path for path in videos if not path.exists()]
     if not missing:
-        how.say(f"decode: {', '.join(map(str, run.videos))} there")
+        how.say(f"decode: {', '.join(map(str, videos))} there")
         return
     start = time.monotonic()
     latents = run.read(run.latents, "denoise")["latents"]
     mesh = None if how.spread is None else make_mesh({"data": -1})
     vae = port_vae(run.components.module("vae", DTYPES["float32"]), run.options.precision, mesh)
     run.components.load(vae.ported, "vae")
-    for number, path in enumerate(run.videos):
+    for number, path in enumerate(videos):
         if path in missing:
             video = decode_video(vae, latents[number : number + 1])
             about = {**run.about(), "prompt": run.options.prompts[number]}
-            write_video(path, to_frames(np.asarray(video[0], np.float32)), about=about)
+            write = write_frames if how.output == "png" else write_video
+            write(path, to_frames(np.asarray(video[0], np.float32)), about=about)
     how.say(f"decode: {', '.join(map(str, missing))}, {time.monotonic() - start:.1f} s")
 
 
@@ -142,7 +163,7 @@ def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheRepor
         UsageError: as for the stages.
         CheckpointError: likewise.
     """
-    with tpuport.compile_cache(min_compile_seconds=0) as cache:
+    with tpuport.compile_cache(min_compile_seconds=0) as cache, run.components.tracing():
         for stage in stages:
             STAGES[stage](run, how)
     return cache.report
@@ -159,6 +180,14 @@ def _begun(run: Run) -> tuple[int, jax.Array]:
     channels = run.components.config("vae")["latent_channels"]
     noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
     return 0, noise
+
+
+def _way(how: How, options: Options) -> Spread | None:
+    """How the denoiser lies over the devices that there are."""
+    if how.spread is None:
+        return None
+    name = choose_spread(how.spread, jax.device_count(), options.guidance)
+    return None if name is None else spread_of(name)
 
 
 def _check_finite(latents: Any) -> None:

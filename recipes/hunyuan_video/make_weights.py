@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from recipes.hunyuan_video.prompts import system_message
+from recipes.hunyuan_video.upstream import GLYPH_PREFIX, GLYPHS
+from recipes.hunyuan_video.upstream_weights import upstream_transformer, upstream_vae
 from recipes.quiet import quietly
 from recipes.small_tokenizer import SPECIAL, train_tokenizer
 from tpuport.checkpoints.atomic import replacing_folder
+from tpuport.errors import UsageError
 
 # As Qwen 2.5's, without tools and without a system message of its own.
 _CHAT_TEMPLATE = (
@@ -18,10 +21,48 @@ _CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LATENT, _TEXT, _GLYPH, _IMAGE = 8, 32, 24, 40
+_HEADS, _HEAD, _BLOCKS, _ROPE = 8, 16, 3, (4, 6, 6)  # as many heads as a small slice has chips
+_LEVELS = (8, 8, 16, 16, 16)
+LAYOUTS = ("diffusers", "upstream")
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_UPSTREAM_GLYPH = 1472
+_UPSTREAM_TRANSFORMER = {
+    "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
+    "patch_size": [1, 1, 1],
+    "in_channels": _LATENT,
+    "concat_condition": True,
+    "out_channels": _LATENT,
+    "hidden_size": _HEADS * _HEAD,
+    "heads_num": _HEADS,
+    "mm_double_blocks_depth": _BLOCKS,
+    "mm_single_blocks_depth": 0,
+    "rope_dim_list": list(_ROPE),
+    "text_states_dim": _TEXT,
+    "glyph_byT5_v2": True,
+    "vision_projection": "linear",
+    "vision_states_dim": _IMAGE,
+    "use_cond_type_embedding": True,
+    "is_reshape_temporal_channels": False,
+}
+_UPSTREAM_VAE = {
+    "_class_name": "AutoencoderKLConv3D",
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": _LATENT,
+    "block_out_channels": list(_LEVELS),
+    "layers_per_block": 1,
+    "ffactor_spatial": 16,
+    "ffactor_temporal": 4,
+    "sample_size": 256,
+    "sample_tsize": 64,
+    "scaling_factor": 1.03682,
+}
 
 
-def make_weights(folder: str | Path, seed: int = 0) -> Path:
-    """Write a tiny HunyuanVideo-1.5, the same for the same seed, as diffusers publishes the large.
+def make_weights(
+    folder: str | Path, seed: int = 0, layout: str = "diffusers", *, glyph_width: int | None = None
+) -> Path:
+    """Write a tiny HunyuanVideo-1.5, the same for the same seed, in a layout of the large one.
 
     All components of the image-to-video pipeline are there, so both tasks run from it: tokenizers
     and image processor, too. Its videos are noise.
@@ -29,21 +70,29 @@ def make_weights(folder: str | Path, seed: int = 0) -> Path:
     Args:
         folder: where to; what is there is replaced.
         seed: of the weights.
+        layout: "diffusers", one folder a component, or "upstream", see `recipes.hunyuan_video.
+            upstream`; it runs by upstream's classes.
+        glyph_width: features of a glyph's byte; None for few, and in upstream's layout for 1472,
+            which its class has written in it.
 
     Returns:
         The folder.
 
     Raises:
+        UsageError: there is no such layout.
         CheckpointError: it cannot be written; what was there still is.
     """
+    if layout not in LAYOUTS:
+        raise UsageError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
     diffusers: Any = importlib.import_module("diffusers")  # its lazy names have no types
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
+    width = glyph_width or (_UPSTREAM_GLYPH if layout == "upstream" else _GLYPH)
     with quietly(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
-            **_models(len(tokenizer)),
+            **_models(len(tokenizer), width),
             **_image_processor(),
             tokenizer=tokenizer,
             tokenizer_2=_glyph_tokenizer(),
@@ -51,11 +100,42 @@ def make_weights(folder: str | Path, seed: int = 0) -> Path:
             guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
         )
         with replacing_folder(folder, keep=lambda name: False) as temporary:
-            pipeline.save_pretrained(temporary)
+            if layout == "upstream":
+                _write_upstream(temporary, pipeline)
+            else:
+                pipeline.save_pretrained(temporary)
     return folder
 
 
-def _models(vocab_size: int) -> dict[str, torch.nn.Module]:
+def _write_upstream(folder: Path, pipeline: Any) -> None:
+    """The components of a pipeline of diffusers under upstream's names."""
+    from safetensors.torch import save_file
+
+    weights = upstream_transformer(pipeline.transformer.state_dict())
+    for version in ("720p_t2v", "720p_i2v"):
+        _write(folder / "transformer" / version, _UPSTREAM_TRANSFORMER)
+        save_file(weights, folder / "transformer" / version / _WEIGHTS)
+    _write(folder / "vae", _UPSTREAM_VAE)
+    save_file(upstream_vae(pipeline.vae.state_dict()), folder / "vae" / _WEIGHTS)
+    pipeline.text_encoder.save_pretrained(folder / "text_encoder" / "llm")
+    pipeline.tokenizer.save_pretrained(folder / "text_encoder" / "llm")
+    pipeline.text_encoder_2.config.save_pretrained(folder / "text_encoder" / "byt5-small")
+    pipeline.tokenizer_2.save_pretrained(folder / "text_encoder" / "byt5-small")
+    glyphs = folder / GLYPHS
+    glyphs.parent.mkdir(parents=True)
+    encoder = pipeline.text_encoder_2.encoder.state_dict()
+    torch.save({"state_dict": {GLYPH_PREFIX + n: w for n, w in encoder.items()}}, glyphs)
+    siglip = folder / "vision_encoder" / "siglip"
+    pipeline.image_encoder.save_pretrained(siglip / "image_encoder")
+    pipeline.feature_extractor.save_pretrained(siglip / "feature_extractor")
+
+
+def _write(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
     from transformers import SiglipVisionConfig, SiglipVisionModel, T5Config, T5EncoderModel
     from transformers.models.qwen2_5_vl import Qwen2_5_VLTextModel
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
@@ -75,7 +155,7 @@ def _models(vocab_size: int) -> dict[str, torch.nn.Module]:
     )
     glyph = T5Config(
         vocab_size=384,
-        d_model=_GLYPH,
+        d_model=glyph_width,
         d_kv=8,
         d_ff=32,
         num_layers=2,
@@ -98,16 +178,16 @@ def _models(vocab_size: int) -> dict[str, torch.nn.Module]:
         "transformer": diffusers.HunyuanVideo15Transformer3DModel(
             in_channels=2 * _LATENT + 1,
             out_channels=_LATENT,
-            num_attention_heads=8,  # as many as a small slice has chips
-            attention_head_dim=16,
-            num_layers=3,
+            num_attention_heads=_HEADS,
+            attention_head_dim=_HEAD,
+            num_layers=_BLOCKS,
             text_embed_dim=_TEXT,
-            text_embed_2_dim=_GLYPH,
+            text_embed_2_dim=glyph_width,
             image_embed_dim=_IMAGE,
-            rope_axes_dim=(4, 6, 6),
+            rope_axes_dim=_ROPE,
         ).eval(),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
-            latent_channels=_LATENT, block_out_channels=(8, 8, 16, 16, 16), layers_per_block=1
+            latent_channels=_LATENT, block_out_channels=_LEVELS, layers_per_block=1
         ).eval(),
     }
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.hunyuan_video.caching import StepCache
 from tpuport.errors import UsageError
 
 TASKS = ("t2v", "i2v")
@@ -32,6 +33,12 @@ class Options:
         shift: of the noise schedule; None for that of the model's scheduler.
         seed: of the noise.
         precision: "bf16" or "float32", of all models.
+        version: of the transformer, such as "720p_t2v", in a folder of upstream's; "" for its only
+            one, and for folders of diffusers.
+        cache: "deepcache" or "teacache" to reuse what blocks gave in earlier steps; None for none.
+        cache_start: see `caching.StepCache`, as for the others.
+        cache_end: likewise.
+        cache_interval: likewise.
     """
 
     prompts: tuple[str, ...]
@@ -48,6 +55,11 @@ class Options:
     shift: float | None = None
     seed: int = 0
     precision: str = "bf16"
+    version: str = ""
+    cache: str | None = None
+    cache_start: int = 11
+    cache_end: int = 45
+    cache_interval: int = 4
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -71,6 +83,7 @@ class Options:
             raise UsageError(f"steps={self.steps}: expected at least 1")
         if self.guidance < 1:
             raise UsageError(f"guidance={self.guidance}: expected 1 (none) or more")
+        _ = self.step_cache
 
     def _check_sizes(self) -> None:
         if self.frames < 1 or (self.frames - 1) % FRAMES_A_LATENT:
@@ -90,6 +103,13 @@ class Options:
     def has_guidance(self) -> bool:
         """Whether each step computes the negative prompt, too."""
         return self.guidance > 1
+
+    @property
+    def step_cache(self) -> StepCache | None:
+        """Which steps reuse what of others."""
+        if self.cache is None:
+            return None
+        return StepCache(self.cache, self.cache_start, self.cache_end, self.cache_interval)
 
     @property
     def latent_frames(self) -> int:

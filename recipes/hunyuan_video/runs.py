@@ -5,6 +5,7 @@ conditions.safetensors    of `encode`
 denoising.safetensors     latents after some steps, while `denoise` runs
 latents.safetensors       of `denoise`
 video.mp4                 of `decode`; of several prompts video-1.mp4, video-2.mp4 and so on
+video/                    in its place a picture a frame, if these were asked for
 """
 
 import dataclasses
@@ -14,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import tpuport
 from recipes.hunyuan_video.components import CLASSES, Components, read_json
 from recipes.hunyuan_video.options import Options
+from recipes.hunyuan_video.upstream import open_components
+from recipes.hunyuan_video.video import psnr
 from recipes.records import check_record, digest_of
 from tpuport.errors import UsageError
 
 RECORD = "run.json"
+LATENTS = "latents.safetensors"
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,9 @@ class Run:
         Raises:
             UsageError: it was begun with other options or another model.
         """
-        folder, components = Path(folder), Components(Path(model), options.precision)
+        folder = Path(folder)
+        components = open_components(model, options.precision, options.version)
+        components.check(options)
         run = cls(folder, components, options)
         record = {**dataclasses.asdict(options), "prompts": list(options.prompts)}
         if options.image is not None:
@@ -88,14 +95,13 @@ class Run:
     @property
     def latents(self) -> Path:
         """What `denoise` writes at the end."""
-        return self.folder / "latents.safetensors"
+        return self.folder / LATENTS
 
-    @property
-    def videos(self) -> list[Path]:
-        """What `decode` writes, by prompt."""
-        count = len(self.options.prompts)
+    def videos(self, kind: str = "mp4") -> list[Path]:
+        """What `decode` writes, by prompt: files, or folders of pictures for "png"."""
+        count, ending = len(self.options.prompts), "" if kind == "png" else f".{kind}"
         names = ["video"] if count == 1 else [f"video-{n}" for n in range(1, count + 1)]
-        return [self.folder / f"{name}.mp4" for name in names]
+        return [self.folder / f"{name}{ending}" for name in names]
 
     def read(self, path: Path, stage: str) -> dict[str, jax.Array]:
         """The arrays of a file of an earlier stage.
@@ -125,10 +131,34 @@ class Run:
         return {**options, "versions": {"tpuport": tpuport.__version__, **versions}}
 
 
+def latents_apart(left: Path, right: Path) -> tuple[float, float] | None:
+    """How far the latents of one run are from those of another.
+
+    Args:
+        left: a file of `denoise`, what is compared with.
+        right: another one.
+
+    Returns:
+        PSNR in decibels, of the range of the first one's values, and cosine; None if they have
+        different shapes.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    first, second = (
+        np.asarray(tpuport.load_checkpoint(path)["latents"], np.float64) for path in (left, right)
+    )
+    if first.shape != second.shape:
+        return None
+    lengths = np.linalg.norm(first) * np.linalg.norm(second)
+    decibels = psnr(first, second, float(np.ptp(first)))
+    return decibels, float((first * second).sum() / lengths)
+
+
 def _model(components: Components) -> dict[str, str]:
     """Which model it is, by its configurations and the ends of its weights."""
-    folder = components.folder
     names = [name for name in CLASSES if components.has(name)]
-    configs = [folder / name / "config.json" for name in names]
-    weights = [path for name in names for path in (folder / name).glob("*.safetensors")]
-    return {"model": digest_of([folder / "model_index.json", *configs, *weights])}
+    configs = [components.place(name) / "config.json" for name in names]
+    weights = [path for name in names for path in components.weights(name)]
+    index = components.folder / "model_index.json"
+    return {"model": digest_of([*([index] if index.is_file() else []), *configs, *weights])}

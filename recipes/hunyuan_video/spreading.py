@@ -48,8 +48,8 @@ class Spread:
 def _modulation(axis: str) -> list[Rule]:
     """A third of the weights, each for one vector: stored spread."""
     return [
-        Rule(f"**.{norm}.linear.{leaf}", P(axis), "modulation")
-        for norm in ("norm1", "norm1_context")
+        Rule(f"**.{name}.linear.{leaf}", P(axis), "modulation")
+        for name in ("norm1", "norm1_context", "img_mod", "txt_mod")
         for leaf in ("weight", "bias")
     ]
 
@@ -63,9 +63,17 @@ def _tokens_spread(model: Any) -> ShardingRules:
     )
 
 
-def _columns_and_rows() -> ShardingRules:
-    """The table of this model; what it stores spread lies along the mesh's one axis of weights."""
-    table = TABLES["hunyuan_video15"]
+# By class, as diffusers and as upstream name the weights.
+_TABLES = {
+    "HunyuanVideo15Transformer3DModel": TABLES["hunyuan_video15"],
+    "HunyuanVideo_1_5_DiffusionTransformer": TABLES["hyvideo15"],
+}
+
+
+def _columns_and_rows(model: Any) -> ShardingRules:
+    """The table of a model; what it stores spread lies along the mesh's one axis of weights."""
+    module = model.module if isinstance(model, PortedModel) else model
+    table = _TABLES[type(module).__name__]
     rules = [
         replace(rule, spec=P("tensor")) if rule.spec == P("fsdp") else rule for rule in table.rules
     ]
@@ -75,7 +83,7 @@ def _columns_and_rows() -> ShardingRules:
 
 
 def _both(model: Any) -> ShardingRules:
-    table = _columns_and_rows()
+    table = _columns_and_rows(model)
     return ShardingRules(
         table.rules,
         name="columns, rows and tokens",
@@ -92,7 +100,7 @@ SPREADS: dict[str, Spread] = {
     "guidance": Spread(
         lambda chips: {"data": 2, "sequence": _half(chips)}, _tokens_spread, "heads"
     ),
-    "tensor": Spread(lambda chips: {"tensor": chips}, lambda model: _columns_and_rows()),
+    "tensor": Spread(lambda chips: {"tensor": chips}, _columns_and_rows),
     "mixed": Spread(lambda chips: {"sequence": _half(chips), "tensor": 2}, _both, "heads"),
 }
 
@@ -101,6 +109,24 @@ def _half(chips: int) -> int:
     if chips % 2:
         raise UsageError(f"An even number of chips is needed, and there are {chips}")
     return chips // 2
+
+
+def choose_spread(name: str, chips: int, guidance: float) -> str | None:
+    """Which way "auto" is: the one with the shortest estimate for a step (docs/hunyuan_video.md).
+
+    Args:
+        name: a name of `SPREADS`, which is returned, or "auto".
+        chips: how many there are.
+        guidance: above 1 there are two halves.
+
+    Returns:
+        The name; None for one chip.
+    """
+    if name != "auto":
+        return name
+    if chips == 1:
+        return None
+    return "guidance" if guidance > 1 and chips % 2 == 0 else "sequence"
 
 
 def spread_of(name: str) -> Spread:

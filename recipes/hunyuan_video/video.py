@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.checkpoints.atomic import replacing_file
+from tpuport.checkpoints.atomic import replacing_file, replacing_folder
 from tpuport.errors import MissingExtraError, UsageError
 
 FRAMES_A_SECOND = 24
@@ -81,6 +81,27 @@ def read_video(path: str | Path) -> tuple[Frames, dict[str, Any]]:
     return np.stack(frames), about if isinstance(about, dict) else {"comment": said}
 
 
+def write_frames(folder: Path, frames: Frames, about: Mapping[str, Any] | None = None) -> None:
+    """Write a PNG file a frame, `00000.png` and so on, and `about.json`; all or none.
+
+    Args:
+        folder: what is there is replaced.
+        frames: uint8 (F, H, W, 3).
+        about: of the video: prompt, seed, versions.
+
+    Raises:
+        CheckpointError: the disk is full.
+    """
+    from PIL import Image
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_folder(folder, keep=lambda name: False) as temporary:
+        for number, frame in enumerate(frames):
+            Image.fromarray(frame).save(temporary / f"{number:05}.png")
+        text = json.dumps(dict(about or {}), ensure_ascii=False, indent=1)
+        (temporary / "about.json").write_text(text + "\n", encoding="utf-8")
+
+
 def side_by_side(left: Frames, right: Frames) -> Frames:
     """Two videos of one size beside each other, as long as the shorter.
 
@@ -96,10 +117,10 @@ def side_by_side(left: Frames, right: Frames) -> Frames:
     return np.concatenate([left[:length], right[:length]], axis=2)
 
 
-def psnr(left: Frames, right: Frames) -> float:
-    """Peak signal to noise in dB, of uint8 frames; infinite if they are the same."""
+def psnr(left: Frames, right: Frames, peak: float = 255) -> float:
+    """Peak signal to noise in dB, of uint8 frames by default; infinite if they are the same."""
     error = np.mean((left.astype(np.float64) - right.astype(np.float64)) ** 2)
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
+    return float("inf") if error == 0 else float(10 * np.log10(peak**2 / error))
 
 
 def to_frames(video: Any) -> Frames:

@@ -24,12 +24,14 @@ def test_a_step_is_spread_over_the_chips():
 def test_the_published_sizes_are_the_default():
     model = make_transformer()
     assert sum(weight.numel() for weight in model.parameters()) == 8_326_608_160
-    latents, times, condition, text, *_, picture = step_shapes(121, 720, 1280)
+    latents, times, conditions = step_shapes(121, 720, 1280)
     assert latents.shape == (1, 32, 31, 45, 80)
-    assert times.shape == (3,)
-    assert condition.shape == (1, 33, 31, 45, 80)
-    assert (text.shape, picture.shape) == ((2, 1000, 3584), (2, 0, 1152))
-    assert step_shapes(121, 720, 1280, guidance=False, i2v=True)[-1].shape == (1, 729, 1152)
+    assert times.shape == (4,)
+    assert conditions["condition"].shape == (2, 33, 31, 45, 80)
+    assert conditions["text"].shape == (2, 1000, 3584)
+    assert conditions["picture"].shape == (2, 0, 1152)
+    conditions = step_shapes(121, 720, 1280, guidance=False, i2v=True)[2]
+    assert conditions["picture"].shape == (1, 729, 1152)
 
 
 def test_another_way_is_refused():

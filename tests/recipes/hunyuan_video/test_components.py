@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from recipes.hunyuan_video.components import Components, parameters_on_meta, renaming
+from recipes.hunyuan_video.upstream import open_components
+from tpuport.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -54,3 +56,19 @@ def test_weights_have_the_dtype_of_the_precision(model_folder: Path):
         frequencies = [b for name, b in module.named_buffers() if name.endswith("inv_freq")]
         assert frequencies
         assert all(b.dtype == torch.float32 and not b.is_meta for b in frequencies)
+
+
+def test_a_model_in_hugging_faces_cache_goes_by_its_name(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    kept = tmp_path / "models--someone--tiny-video"
+    (kept / "snapshots").mkdir(parents=True)
+    (kept / "snapshots" / ("a" * 40)).symlink_to(model_folder)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("a" * 40)
+    found = open_components("someone/tiny-video", "float32")
+    assert found.config("transformer") == Components(model_folder).config("transformer")
+    with pytest.raises(UsageError, match="someone/other is no folder, and Hugging Face's cache"):
+        open_components("someone/other", "float32")

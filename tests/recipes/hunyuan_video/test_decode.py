@@ -16,8 +16,8 @@ import torch
 import tpuport
 from recipes.hunyuan_video.decode import VideoVae, decode_video, encode_image, port_vae
 from recipes.hunyuan_video.tiling import tiling_of
+from recipes.hunyuan_video.upstream_weights import upstream_vae
 from recipes.hunyuan_video.vae_patches import causal_by_frames
-from recipes.hunyuan_video.vae_weights import upstream_name
 from tests.recipes.hunyuan_video.vae_models import FACTOR, TILE, difference, normal, small_vae
 from tpuport.errors import UsageError
 from tpuport.sharding import make_mesh
@@ -213,7 +213,7 @@ def test_upstreams_class_agrees(model: Vae, upstream: ModuleType):
         sample_size=FACTOR * TILE, sample_tsize=64, scaling_factor=config.scaling_factor,
     )  # fmt: skip
     assert tiling_of(theirs) == tiling_of(model)
-    theirs.load_state_dict({upstream_name(n): w for n, w in model.state_dict().items()})
+    theirs.load_state_dict(upstream_vae(model.state_dict()))
     latents = normal(1, 4, 2, TILE + 1, TILE - 1)
     want = by_eager(model, latents)
     vae = port_vae(theirs, "float32")

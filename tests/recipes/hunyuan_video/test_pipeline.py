@@ -1,6 +1,7 @@
 """Every stage against diffusers' pipelines in eager PyTorch: same weights, same noise."""
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from PIL import Image
 
 from recipes.hunyuan_video.components import DTYPES, Components
 from recipes.hunyuan_video.decode import decode_video, port_vae
-from recipes.hunyuan_video.denoise import Denoiser, denoise_step, make_noise, make_schedule
+from recipes.hunyuan_video.denoise import make_noise, make_schedule
 from recipes.hunyuan_video.encode import encode
 from recipes.hunyuan_video.options import Options, size_of
+from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tests.recipes.hunyuan_video.eager import pipeline, relative
 from tests.recipes.hunyuan_video.short import LENGTH
 from tpuport.running.compile_cache import CacheReport, watching
@@ -38,8 +40,7 @@ def latents_of(components: Components, options: Options, calls: int = 1) -> tupl
     """The noise and what all steps make of it."""
     channels = components.config("vae")["latent_channels"]
     noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
-    ported = components.ported("transformer", (denoise_step,))
-    denoiser = Denoiser(ported, options, encode(components, options), calls)
+    denoiser = denoiser_of(components, options, noise.shape, calls=calls)
     steps = denoiser.run(jnp.copy(noise), make_schedule(components.scheduler(), options))
     *_, (done, latents) = steps
     assert done == options.steps
@@ -121,6 +122,32 @@ def test_image_to_video_latents(
     assert relative(found, expected_latents(model_folder, options, noise)) < bound
 
 
+@pytest.mark.usefixtures("short")
+def test_step_distilled_models_know_where_a_step_leads(
+    model_folder: Path, picture: Path, tmp_path: Path
+):
+    for part in model_folder.iterdir():
+        if part.name != "transformer":
+            (tmp_path / part.name).symlink_to(part)
+    diffusers: Any = importlib.import_module("diffusers")
+    config = Components(model_folder, "float32").config("transformer")
+    torch.manual_seed(1)
+    made = diffusers.HunyuanVideo15Transformer3DModel.from_config({**config, "use_meanflow": True})
+    made.save_pretrained(tmp_path / "transformer")
+    options = dataclasses.replace(
+        SMALL,
+        prompts=TWO[1:],
+        task="i2v",
+        image=str(picture),
+        steps=3,
+        guidance=1.0,
+        height=48,
+        width=80,
+    )
+    noise, found = latents_of(Components(tmp_path, "float32"), options)
+    assert relative(found, expected_latents(tmp_path, options, noise)) < 1e-4
+
+
 # In bfloat16 each of some thirty layers rounds, and not in the order of eager PyTorch.
 @pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("bf16", 5e-2)])
 def test_latents_are_decoded_as_the_pipeline_does(model_folder: Path, precision: str, bound: float):
@@ -142,8 +169,7 @@ def test_a_step_goes_on_in_the_memory_of_the_latents(model_folder: Path):
     components = Components(model_folder, "float32")
     options = dataclasses.replace(SMALL, prompts=TWO[1:], steps=2, guidance=1.0)
     noise = make_noise(options, 8, size_of(options), torch.float32)
-    ported = components.ported("transformer", (denoise_step,))
-    denoiser = Denoiser(ported, options, encode(components, options))
+    denoiser = denoiser_of(components, options, noise.shape)
     schedule = make_schedule(components.scheduler(), options)
     report = CacheReport("")
     with watching(report):
@@ -151,7 +177,7 @@ def test_a_step_goes_on_in_the_memory_of_the_latents(model_folder: Path):
     assert noise.is_deleted()
     assert first.is_deleted()
     # One program for all steps.
-    assert [program.name for program in report.programs].count("_step") == 1
+    assert [program.name for program in report.programs].count("step") == 1
     # The same from where another run ended.
     noise = make_noise(options, 8, size_of(options), torch.float32)
     ((_, halfway),) = denoiser.run(noise, schedule[:1])

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 import tpuport
 from recipes.hunyuan_video import runs
 from recipes.hunyuan_video.__main__ import app
-from recipes.hunyuan_video.video import read_video
+from recipes.hunyuan_video.video import psnr, read_video
 from tests.recipes.killing import kill_when
+from tpuport.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -61,7 +63,15 @@ def test_all_at_once_and_one_by_one(model_folder: Path, tmp_path: Path):
     both = run("compare", at_once, one_by_one, "-o", tmp_path / "both.mp4")
     assert both.exit_code == 0, both.output
     assert "PSNR inf dB" in both.output
+    assert "latents: PSNR inf dB, cosine 1.00000" in both.output
     assert read_video(tmp_path / "both.mp4")[0].shape == (5, 32, 96, 3)
+    # As pictures instead.
+    assert run("decode", model_folder, "-o", one_by_one, "--output", "png").exit_code == 0
+    pictures = sorted((one_by_one / "video").glob("*.png"))
+    assert [path.name for path in pictures] == [f"{n:05}.png" for n in range(5)]
+    shown = np.stack([np.asarray(Image.open(path)) for path in pictures])
+    assert psnr(shown, frames) > 15  # noise, which H.264 blurs
+    assert json.loads((one_by_one / "video" / "about.json").read_text())["prompt"] == "rain"
     # What is there is not computed again.
     again = generate(model_folder, at_once)
     assert again.output.count("is there") == 2
@@ -177,7 +187,7 @@ def test_a_full_disk_loses_no_stage(
     save, message = tpuport.save_checkpoint, "latents.safetensors was not saved: the disk is full"
 
     def full(path: Path, *args: Any, **options: Any) -> None:
-        raise tpuport.errors.CheckpointError(message)
+        raise CheckpointError(message)
 
     monkeypatch.setattr(runs.tpuport, "save_checkpoint", full)
     found = run("denoise", model_folder, "-o", out)
@@ -209,3 +219,19 @@ def test_what_is_no_model_is_said(tmp_path: Path):
     assert found.exit_code == 2
     assert "model_index.json cannot be read" in found.output
     assert "make-weights" in found.output
+
+
+def test_latents_are_enough_by_choice(model_folder: Path, tmp_path: Path):
+    """And they tell how far a run that reuses blocks' results is from one that does not."""
+    full, cached = tmp_path / "full", tmp_path / "cached"
+    assert generate(model_folder, full, "--output", "latents").exit_code == 0
+    assert not list(full.glob("video*"))
+    options = ("--cache", "deepcache", "--cache-start", "1", "--cache-interval", "2")
+    found = generate(model_folder, cached, "--output", "latents", *options)
+    assert found.exit_code == 0, found.output
+    decibels, cosine = runs.latents_apart(full / runs.LATENTS, cached / runs.LATENTS) or (0, 0)
+    assert 5 < decibels < 80
+    assert 0.9 < cosine < 1
+    refused = generate(model_folder, cached, "--output", "latents")
+    assert refused.exit_code == 2
+    assert "cache" in refused.output

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from recipes.hunyuan_video.components import Components
-from recipes.hunyuan_video.denoise import Denoiser, denoise_step, make_noise, make_schedule
+from recipes.hunyuan_video.denoise import STEPS, make_noise, make_schedule
 from recipes.hunyuan_video.encode import encode
 from recipes.hunyuan_video.options import Options
-from recipes.hunyuan_video.spreading import SPREADS, spread_of
+from recipes.hunyuan_video.spreading import SPREADS, choose_spread, spread_of
+from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tpuport.errors import UsageError
 from tpuport.sharding import make_mesh
 
@@ -27,10 +28,8 @@ def components(model_folder: Path) -> Components:
 
 def latents_of(components: Components, name: str | None, options: Options = OPTIONS) -> np.ndarray:
     way = None if name is None else spread_of(name)
-    shard = None if way is None else way.shard
-    ported = components.ported("transformer", (denoise_step,), shard)
-    denoiser = Denoiser(ported, options, encode(components, options), way=way)
     noise = make_noise(options, 8, (64, 64), torch.float32)
+    denoiser = denoiser_of(components, options, noise.shape, way=way)
     *_, (_, latents) = denoiser.run(noise, make_schedule(components.scheduler(), options))
     assert len(latents.sharding.device_set) == (1 if name is None else 8)
     return np.asarray(latents)
@@ -48,13 +47,27 @@ def test_eight_devices_give_what_one_gives(components: Components, on_one: np.nd
     assert np.abs(found - on_one).max() / np.abs(on_one).max() < 1e-5
 
 
+def test_prompts_are_encoded_by_eight_devices(components: Components):
+    expected = encode(components, OPTIONS)
+    found = encode(components, OPTIONS, make_mesh({"fsdp": -1}))
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
+
+
+def test_auto_is_the_way_with_the_shortest_estimate():
+    assert choose_spread("auto", 8, 6.0) == "guidance"
+    assert choose_spread("auto", 8, 1.0) == "sequence"
+    assert choose_spread("auto", 1, 6.0) is None
+    assert choose_spread("tensor", 1, 6.0) == "tensor"
+
+
 def test_weights_are_spread(components: Components):
     """By tensor, a column's weight is on each device in part; by sequence, modulation is."""
     for name, weight in (
         ("tensor", "transformer_blocks.0.ff.net.0.proj.weight"),
         ("sequence", "transformer_blocks.0.norm1.linear.weight"),
     ):
-        ported = components.ported("transformer", (denoise_step,), spread_of(name).shard)
+        ported = components.ported("transformer", STEPS, spread_of(name).shard)
         value = ported.buffers[weight]
         assert value.addressable_shards[0].data.size * 8 == value.size
 

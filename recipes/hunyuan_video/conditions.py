@@ -1,0 +1,63 @@
+"""What `encode` found as the rows that a step of denoising takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.errors import UsageError
+
+Arrays = dict[str, jax.Array]
+_TEXTS = ("text", "text_mask", "glyph", "glyph_mask")
+
+
+def rows_of(
+    given: Mapping[str, jax.Array], shape: tuple[int, ...], *, guidance: float, picture_width: int
+) -> Arrays:
+    """The conditions of HunyuanVideo-1.5's classes, by name.
+
+    Args:
+        given: of `encode.encode`.
+        shape: of the latents (P, C, T, h, w).
+        guidance: above 1 the rows of the negative prompt come first, then those of the prompts.
+        picture_width: features of a picture's tokens.
+
+    Returns:
+        Rows B = 2P with guidance, else P: "text" (B, L, D), "text_mask" (B, L), "glyph" (B, G, E),
+        "glyph_mask" (B, G); "condition" (B, C + 1, T, h, w), the first frame's latents and where
+        they are; "picture" (B, N, F), with N = 0 for text to video.
+
+    Raises:
+        UsageError: the first frame is not of the latents' size.
+    """
+    count = shape[0]
+    if guidance > 1:
+        negative = {n: jnp.repeat(given[f"negative_{n}"], count, axis=0) for n in _TEXTS}
+        found = {n: jnp.concatenate([negative[n], given[n]]) for n in _TEXTS}
+    else:
+        found = {n: given[n] for n in _TEXTS}
+    rows, dtype = found["text"].shape[0], found["text"].dtype
+    condition = _condition(given.get("first_frame"), shape, dtype)
+    # Of no picture no tokens: the same as what the network makes of zeros, and fewer to attend to.
+    picture = given.get("picture", jnp.zeros((1, 0, picture_width)))
+    return {
+        **found,
+        "condition": jnp.tile(condition, (rows // count, 1, 1, 1, 1)),
+        "picture": jnp.repeat(picture.astype(dtype), rows, axis=0),
+    }
+
+
+def _condition(first_frame: jax.Array | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Latents of the first frame and a channel of ones where they are; zeros else."""
+    count, channels, *sizes = shape
+    found = jnp.zeros((count, channels + 1, *sizes), dtype)
+    if first_frame is None:
+        return found
+    if first_frame.shape[1:] != (channels, 1, *sizes[1:]):
+        raise UsageError(
+            f"first_frame: expected latents {(1, channels, 1, *sizes[1:])} for a video of this"
+            f" size, got {first_frame.shape}. What to do: encode again with this size"
+        )
+    found = found.at[:, :channels, 0].set(first_frame[:, :, 0].astype(dtype))
+    return found.at[:, channels, 0].set(1)

@@ -1,0 +1,158 @@
+"""How the transformers that denoise are called: what differs between their classes, by class."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tpuport.errors import UsageError
+
+Tensors = dict[str, torch.Tensor]
+# Of a transformer, noisy latents (B, C, ...), timesteps (B,) of this step and of the next, and
+# conditions of as many rows.
+Call = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, Tensors], torch.Tensor]
+
+
+def _by_name(
+    transformer: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    following: torch.Tensor,
+    conditions: Tensors,
+) -> torch.Tensor:
+    """As most of diffusers' are called: every condition by its name."""
+    del following
+    return transformer(hidden_states=latents, timestep=timestep, **conditions, return_dict=False)[0]
+
+
+def _of_meanflow(transformer: Any, following: torch.Tensor) -> torch.Tensor | None:
+    """Step-distilled models know where the step leads; others have no weights for it."""
+    return following if transformer.config.use_meanflow else None
+
+
+def _hunyuan(
+    transformer: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    following: torch.Tensor,
+    conditions: Tensors,
+) -> torch.Tensor:
+    """diffusers' class, with the conditions of `encode.encode`."""
+    return transformer(
+        hidden_states=torch.cat([latents, conditions["condition"]], dim=1),
+        timestep=timestep.to(latents.dtype),
+        timestep_r=_of_meanflow(transformer, following.to(latents.dtype)),
+        encoder_hidden_states=conditions["text"],
+        encoder_attention_mask=conditions["text_mask"],
+        encoder_hidden_states_2=conditions["glyph"],
+        encoder_attention_mask_2=conditions["glyph_mask"],
+        image_embeds=conditions["picture"],
+        return_dict=False,
+    )[0]
+
+
+def _upstream(
+    transformer: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    following: torch.Tensor,
+    conditions: Tensors,
+) -> torch.Tensor:
+    """Upstream's own class, with the same conditions (hyvideo, hunyuan_video_pipeline.py)."""
+    picture: torch.Tensor | None = conditions["picture"]
+    if picture is None or not picture.shape[1]:
+        picture = None
+    # As upstream's pipeline calls it: text is float32 inside the refiner.
+    with torch.autocast("cuda", latents.dtype, enabled=latents.dtype != torch.float32):
+        return transformer(
+            torch.cat([latents, conditions["condition"]], dim=1),
+            timestep,
+            conditions["text"],
+            None,
+            conditions["text_mask"],
+            timestep_r=_of_meanflow(transformer, following),
+            vision_states=picture,
+            mask_type="t2v" if picture is None else "i2v",
+            extra_kwargs={
+                "byt5_text_states": conditions["glyph"],
+                "byt5_text_mask": conditions["glyph_mask"],
+            },
+            return_dict=False,
+        )[0]
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is to know of a class of transformers.
+
+    Attributes:
+        blocks: the attribute with its list of blocks; None if there is more than one.
+        streams: the arguments of a block that it returns anew, in the order of its results.
+        call: how it is called.
+        time_scale: what timesteps of 0 to 1000 are multiplied with.
+        shared: conditions without an axis of rows.
+        even_sigmas: whether its pipeline asks for sigmas from 1 to 1/steps before they are shifted,
+            rather than for the scheduler's own.
+    """
+
+    blocks: str | None
+    streams: tuple[str, ...] = ("hidden_states",)
+    call: Call = _by_name
+    time_scale: float = 1.0
+    shared: frozenset[str] = frozenset()
+    even_sigmas: bool = False
+
+
+NETWORKS: dict[str, Network] = {
+    "HunyuanVideo15Transformer3DModel": Network(
+        "transformer_blocks", ("hidden_states", "encoder_hidden_states"), _hunyuan
+    ),
+    "HunyuanVideo_1_5_DiffusionTransformer": Network("double_blocks", ("img", "txt"), _upstream),
+    "WanTransformer3DModel": Network("blocks"),
+    # Tokens and coordinates come from the caller, as `FluxPipeline` makes them.
+    "FluxTransformer2DModel": Network(
+        None, time_scale=1e-3, shared=frozenset({"txt_ids", "img_ids"}), even_sigmas=True
+    ),
+}
+
+
+def network_of(transformer: Any) -> Network:
+    """What is known of a transformer's class.
+
+    Raises:
+        UsageError: nothing is.
+    """
+    for kind in type(transformer).__mro__:
+        if kind.__name__ in NETWORKS:
+            return NETWORKS[kind.__name__]
+    raise UsageError(
+        f"{type(transformer).__name__}: expected one of {', '.join(NETWORKS)}. What to do: add a"
+        " line to recipes/hunyuan_video/networks.py that says how it is called"
+    )
+
+
+def flow_of(
+    transformer: Any,
+    latents: torch.Tensor,
+    timesteps: torch.Tensor,
+    conditions: Mapping[str, torch.Tensor],
+    calls: int = 1,
+) -> torch.Tensor:
+    """What the network predicts for rows of latents, like `latents` in shape.
+
+    Args:
+        transformer: of a class in `NETWORKS`.
+        latents: (B, C, ...).
+        timesteps: (2,), from 1000 to 0: of this step and of the next.
+        conditions: by name, of B rows each, but for those that the class shares.
+        calls: of the network, for a part of the rows each.
+    """
+    network, rows = network_of(transformer), latents.shape[0]
+    parts, size = [], max(1, rows // calls)
+    for start in range(0, rows, size):
+        at = slice(start, start + size)
+        given = {n: v if n in network.shared else v[at] for n, v in conditions.items()}
+        times = (timesteps * network.time_scale).unsqueeze(1).expand(2, latents[at].shape[0])
+        parts.append(network.call(transformer, latents[at], times[0], times[1], given))
+    return torch.cat(parts)

@@ -1,0 +1,200 @@
+"""Other transformers that denoise, through the same loop: Wan, Flux.
+
+Their prompts are encoded, and their latents decoded, by diffusers' own pipelines; what lies between
+them, which takes the time, is this.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import tpuport
+from recipes.hunyuan_video.caching import StepCache
+from recipes.hunyuan_video.components import (
+    DTYPES,
+    default_dtype,
+    model_folder,
+    parameters_on_meta,
+    read_json,
+    renaming,
+)
+from recipes.hunyuan_video.denoise import STEPS, Denoiser, schedule_of
+from recipes.hunyuan_video.networks import NETWORKS
+from recipes.quiet import quietly
+from tpuport.errors import UsageError
+from tpuport.model.ported import PortedModel
+
+_NEGATIVE = "negative_"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How latents are denoised.
+
+    Attributes:
+        steps: of denoising.
+        guidance: 1 for none; conditions of the negative prompt are needed else.
+        shift: of the schedule; None for the scheduler's own.
+        calls: of the network a step; two with guidance take less memory than one.
+        precision: "bf16" or "float32".
+        cache: which steps reuse what of others.
+    """
+
+    steps: int = 50
+    guidance: float = 1.0
+    shift: float | None = None
+    calls: int = 1
+    precision: str = "bf16"
+    cache: StepCache | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPES:
+            raise UsageError(f"precision={self.precision!r}: expected one of {', '.join(DTYPES)}")
+        if self.steps < 1 or self.guidance < 1:
+            raise UsageError(
+                f"steps={self.steps}, guidance={self.guidance}: expected at least 1 of each"
+            )
+
+
+def denoise_latents(
+    folder: str | Path,
+    latents: Any,
+    conditions: Mapping[str, Any],
+    flow: Flow,
+    *,
+    kind: str | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> jax.Array:
+    """Denoise latents with a diffusers transformer of a class in `networks.NETWORKS`.
+
+    Args:
+        folder: of a model as diffusers publishes it, with `transformer` and `scheduler`.
+        latents: noise (P, C, ...), as the class takes it.
+        conditions: arguments of the class's `forward` by name, of P rows each but for coordinates;
+            with guidance also those of the negative prompt, named "negative_...".
+        flow: how.
+        kind: the class's name; by default the one that the folder names.
+        on_step: is told the number of steps done, and of all, as each one is done.
+
+    Returns:
+        float32, like `latents` in shape.
+
+    Raises:
+        UsageError: the class or a condition is not known, or the folder is no model.
+        CheckpointError: weights are damaged.
+    """
+    folder = model_folder(folder)
+    config = read_json(folder / "transformer" / "config.json", "give the folder of a model")
+    network = str(config.get("_class_name") if kind is None else kind)
+    rows = _rows(network, conditions, flow)
+    ported = _ported(folder / "transformer", network, config, flow.precision)
+    denoiser = Denoiser(ported, rows, flow.guidance, flow.calls, cache=flow.cache)
+    # A copy: the memory of what is given to the first step is gone after it.
+    noise = now = jnp.array(latents, jnp.float32)
+    for done, now in denoiser.run(noise, _schedule(folder, network, flow, noise.shape)):
+        if on_step is not None:
+            jax.block_until_ready(now)
+            on_step(done, flow.steps)
+    return now
+
+
+def denoise_file(
+    folder: str | Path, inputs: str | Path, out: str | Path, flow: Flow, **how: Any
+) -> None:
+    """`denoise_latents` from a safetensors file to another.
+
+    Args:
+        folder: see `denoise_latents`.
+        inputs: has "latents" and conditions by name.
+        out: is to have "latents".
+        flow: how.
+        **how: further arguments of `denoise_latents`.
+
+    Raises:
+        UsageError: as there, or the file has no latents.
+        CheckpointError: a file is damaged, or the disk is full.
+    """
+    given = tpuport.load_checkpoint(inputs)
+    if "latents" not in given:
+        raise UsageError(
+            f"{inputs} has {', '.join(given) or 'nothing'}: expected latents, and conditions by the"
+            " names of the transformer's arguments"
+        )
+    conditions = {name: value for name, value in given.items() if name != "latents"}
+    found = denoise_latents(folder, given["latents"], conditions, flow, **how)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    tpuport.save_checkpoint(out, {"latents": found})
+
+
+def _rows(network: str, conditions: Mapping[str, Any], flow: Flow) -> dict[str, jax.Array]:
+    """Conditions as a step takes them, the rows of the negative prompt first."""
+    if network not in NETWORKS:
+        raise UsageError(f"kind={network!r}: expected one of {', '.join(NETWORKS)}")
+    shared = NETWORKS[network].shared
+    dtype = jnp.dtype("bfloat16" if flow.precision == "bf16" else "float32")
+    found = {}
+    for name in [name for name in conditions if not name.startswith(_NEGATIVE)]:
+        value = jnp.asarray(conditions[name])
+        if flow.guidance > 1 and name not in shared:
+            other = conditions.get(_NEGATIVE + name)
+            if other is None:
+                raise UsageError(
+                    f"conditions: {_NEGATIVE}{name} is missing, which guidance={flow.guidance}"
+                    " needs. What to do: encode the negative prompt, too, or give guidance=1"
+                )
+            value = jnp.concatenate([jnp.asarray(other), value])
+        is_number = jnp.issubdtype(value.dtype, jnp.floating) and name not in shared
+        found[name] = value.astype(dtype) if is_number else value
+    return found
+
+
+def _ported(folder: Path, network: str, config: dict[str, Any], precision: str) -> PortedModel:
+    kind: Any = getattr(importlib.import_module("diffusers"), network, None)
+    if kind is None:
+        raise UsageError(f"kind={network!r} is no class of diffusers")
+    given = set(inspect.signature(kind.__init__).parameters)
+    unknown = sorted(n for n in config if not n.startswith("_") and n not in given)
+    if unknown:
+        raise UsageError(
+            f"{folder / 'config.json'} has {', '.join(unknown)}, which {network} does not take"
+        )
+    with quietly(), default_dtype(DTYPES[precision]), parameters_on_meta():
+        module: torch.nn.Module = kind.from_config(config).eval().requires_grad_(False)
+    ported = tpuport.convert(module, methods=STEPS, verify=False)
+    opened = tpuport.open_checkpoint(folder)
+    ported.load(opened, rename=renaming(opened, {*ported.params, *ported.buffers}))
+    return ported
+
+
+def _schedule(
+    folder: Path, network: str, flow: Flow, shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    diffusers: Any = importlib.import_module("diffusers")
+    path = folder / "scheduler" / "scheduler_config.json"
+    config = read_json(path, "download the whole folder")
+    if config.get("prediction_type", "flow_prediction") != "flow_prediction":
+        raise UsageError(
+            f"{path}: prediction_type={config['prediction_type']!r}, expected a flow. What to do:"
+            " there is nothing to do, such a model takes other steps"
+        )
+    if "flow_shift" in config:  # UniPC's name for it (Wan)
+        config = {"shift": config["flow_shift"]}
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
+    if flow.shift is not None:
+        scheduler.set_shift(flow.shift)
+    if not NETWORKS[network].even_sigmas:
+        return schedule_of(scheduler, num_inference_steps=flow.steps)
+    given: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / flow.steps, flow.steps)}
+    if scheduler.config.use_dynamic_shifting:
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        module = importlib.import_module("diffusers.pipelines.flux.pipeline_flux")
+        given["mu"] = module.calculate_shift(shape[1], *(scheduler.config[n] for n in names))
+    return schedule_of(scheduler, **given)

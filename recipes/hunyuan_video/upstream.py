@@ -1,0 +1,190 @@
+"""Upstream's own folder of the model (tencent/HunyuanVideo-1.5), run by upstream's own classes.
+
+transformer/720p_t2v and so on, vae           hyvideo's classes, untouched
+text_encoder/llm                              Qwen2.5-VL, of which the text model is taken
+text_encoder/byt5-small                       configuration and tokenizer of the glyphs' encoder
+text_encoder/Glyph-SDXL-v2/checkpoints        its weights
+vision_encoder/siglip                         SigLIP, with image_encoder and feature_extractor
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tpuport
+from recipes.hunyuan_video.components import CLASSES, Components, model_folder
+from recipes.hunyuan_video.options import Options
+from tpuport.errors import UsageError
+from tpuport.model.ported import PortedModel
+
+KINDS = {
+    **CLASSES,
+    "transformer": "hyvideo.models.transformers.hunyuanvideo_1_5_transformer"
+    ".HunyuanVideo_1_5_DiffusionTransformer",
+    "vae": "hyvideo.models.autoencoders.hunyuanvideo_15_vae.AutoencoderKLConv3D",
+}
+_PLACES = {
+    "vae": "vae",
+    "text_encoder": "text_encoder/llm",
+    "tokenizer": "text_encoder/llm",
+    "text_encoder_2": "text_encoder/byt5-small",
+    "tokenizer_2": "text_encoder/byt5-small",
+    "image_encoder": "vision_encoder/siglip/image_encoder",
+    "feature_extractor": "vision_encoder/siglip/feature_extractor",
+}
+GLYPHS = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
+GLYPH_PREFIX = "module.text_tower.encoder."
+# Of the noise schedule, by the start of a version's name (upstream, hyvideo/commons, flow_shift).
+_SHIFTS = {"480p_i2v_step_distilled": 7.0, "480p": 5.0, "720p_t2v": 9.0, "720p_i2v": 7.0}
+
+
+@dataclass(frozen=True)
+class UpstreamComponents(Components):
+    """A model folder as upstream publishes it.
+
+    Args:
+        folder: has transformer/<version>.
+        precision: of all models.
+        version: of the transformer, such as "720p_t2v_distilled"; "" if the folder has only one.
+
+    Raises:
+        UsageError: there is no such version, or more than one to choose from, or upstream's code is
+            not installed.
+    """
+
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if importlib.util.find_spec("hyvideo") is None:
+            raise UsageError(
+                f"{self.folder} is upstream's own folder, which runs by upstream's own classes, and"
+                " they are not there. What to do: pip install --no-deps hyvideo-fork, or put a"
+                " checkout of HunyuanVideo-1.5 on PYTHONPATH, or give a folder of diffusers"
+            )
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """The chosen transformer: nothing else says which model a folder is of."""
+        found = versions(self.folder)
+        name = self.version or (found[0] if len(found) == 1 else "")
+        if name not in found:
+            given = f"version={self.version!r}" if self.version else "no version"
+            raise UsageError(
+                f"{self.folder / 'transformer'} has {', '.join(found) or 'none'}, and {given} was"
+                " given. What to do: choose one by --version"
+            )
+        return {"transformer": name}
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """The class of each component, with its library."""
+        return KINDS
+
+    def place(self, name: str) -> Path:
+        """The folder of a component, tokenizer or image processor."""
+        if name == "transformer":
+            return self.folder / "transformer" / self.index["transformer"]
+        return self.folder / _PLACES[name]
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Without CUDA upstream's code runs only inside a porting context."""
+        return tpuport.porting("hyvideo", absent=["loguru"], port_modules=False)
+
+    def check(self, options: Options) -> None:
+        """Raise unless the model is one for these options.
+
+        Raises:
+            UsageError: it is distilled and guidance is asked for, or it is of the other task.
+        """
+        name = self.index["transformer"]
+        if "distilled" in name and options.has_guidance:
+            raise UsageError(
+                f"guidance={options.guidance} with {name}, which is distilled. What to do: give 1"
+            )
+        if f"_{options.task}" not in name:
+            raise UsageError(f"task={options.task!r} with {name}, which is for the other one")
+
+    @property
+    def picture_width(self) -> int:
+        """Features of a picture's tokens, as the transformer takes them."""
+        return self.config("transformer")["vision_states_dim"]
+
+    def config(self, name: str) -> dict[str, Any]:
+        """The configuration of a component, as its JSON file has it."""
+        found = super().config(name)
+        if name == "text_encoder":
+            return found.get("text_config", found)
+        if name == "text_encoder_2":
+            # More than byT5's: colours and fonts have tokens of their own.
+            rows = self._glyphs()[GLYPH_PREFIX + "embed_tokens.weight"].shape[0]
+            return {**found, "vocab_size": rows, "is_encoder_decoder": False}
+        return found
+
+    def weights(self, name: str) -> list[Path]:
+        """The files with a component's weights."""
+        return [self.folder / GLYPHS] if name == "text_encoder_2" else super().weights(name)
+
+    def load(self, ported: PortedModel, name: str) -> None:
+        """Read a component's weights into a port of its `module`.
+
+        Raises:
+            CheckpointError: they are damaged, or not those of its configuration.
+        """
+        if name != "text_encoder_2":
+            super().load(ported, name)
+            return
+
+        def rename(name: str) -> str | None:
+            if not name.startswith(GLYPH_PREFIX):
+                return None
+            name = name.removeprefix(GLYPH_PREFIX)
+            return "shared.weight" if name == "embed_tokens.weight" else f"encoder.{name}"
+
+        ported.load(self._glyphs(), rename=rename)
+
+    def scheduler(self) -> Any:
+        """The flow-matching scheduler with the version's shift."""
+        diffusers: Any = importlib.import_module("diffusers")
+        name = self.index["transformer"]
+        shifts = [shift for start, shift in _SHIFTS.items() if name.startswith(start)]
+        if not shifts:
+            raise UsageError(
+                f"{name}: expected a version that begins with {', '.join(_SHIFTS)}. What to do:"
+                " give --shift"
+            )
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=shifts[0])
+
+    def _glyphs(self) -> Any:
+        return tpuport.open_checkpoint(self.folder / GLYPHS)
+
+
+def versions(folder: Path) -> list[str]:
+    """Names of the transformers that a folder of upstream's has."""
+    return sorted(path.parent.name for path in folder.glob("transformer/*/config.json"))
+
+
+def open_components(folder: str | Path, precision: str, version: str = "") -> Components:
+    """A model folder of diffusers' layout or of upstream's.
+
+    Args:
+        folder: the model, see `components.model_folder`.
+        precision: of all models.
+        version: of the transformer; for upstream's layout only.
+
+    Raises:
+        UsageError: there is no model there, or another one.
+    """
+    folder = model_folder(folder)
+    if not (folder / "model_index.json").is_file() and versions(folder):
+        return UpstreamComponents(folder, precision, version)
+    if version:
+        raise UsageError(
+            f"version={version!r}: {folder} is no folder of upstream's, which has transformer/"
+            f"{version}/config.json. What to do: give the folder of the version that is wanted"
+        )
+    return Components(folder, precision)

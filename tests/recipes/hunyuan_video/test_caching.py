@@ -1,0 +1,149 @@
+"""Steps that reuse blocks' results: the same as eager PyTorch with its blocks patched likewise."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from recipes.hunyuan_video.caching import StepCache
+from recipes.hunyuan_video.components import Components
+from recipes.hunyuan_video.denoise import make_noise, make_schedule
+from recipes.hunyuan_video.encode import encode
+from recipes.hunyuan_video.options import Options, size_of
+from tests.recipes.hunyuan_video.denoisers import denoiser_of
+from tests.recipes.hunyuan_video.eager import pipeline, relative
+from tests.recipes.hunyuan_video.short import LENGTH
+from tpuport.errors import UsageError
+from tpuport.running.compile_cache import CacheReport, watching
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly", "short")
+
+OPTIONS = Options(
+    ('a sign that says "open"',),
+    negative_prompt="blurred",
+    height=48,
+    width=64,
+    frames=5,
+    steps=8,
+    precision="float32",
+    cache_start=2,
+    cache_end=7,
+    cache_interval=3,
+)
+FULL = {0, 1, 2, 5, 7}
+
+
+@pytest.fixture(scope="module")
+def encoded(model_folder: Path) -> Any:
+    return encode(Components(model_folder, "float32"), OPTIONS)
+
+
+def run(folder: Path, encoded: Any, calls: int = 1, **changes: Any) -> tuple[Any, np.ndarray]:
+    options = dataclasses.replace(OPTIONS, **changes)
+    components = Components(folder, options.precision)
+    noise = make_noise(options, 8, size_of(options), torch.float32)
+    denoiser = denoiser_of(components, options, noise.shape, calls=calls, encoded=encoded)
+    steps = denoiser.run(jnp.copy(noise), make_schedule(components.scheduler(), options))
+    *_, (_, latents) = steps
+    return torch.from_numpy(np.array(noise)), np.array(latents)
+
+
+@pytest.fixture(scope="module")
+def full(model_folder: Path, encoded: Any) -> np.ndarray:
+    return run(model_folder, encoded)[1]
+
+
+class Patched:
+    """Blocks that look at a count of steps: the caches as they are described, in PyTorch.
+
+    Args:
+        transformer: diffusers', whose guider calls it twice a step.
+        kind: of cache.
+    """
+
+    def __init__(self, transformer: Any, kind: str) -> None:
+        self.kind, self.calls, self.kept = kind, 0, {}
+        self.forward, self.last = transformer.forward, len(transformer.transformer_blocks) - 1
+        transformer.forward = self.call
+        for index, block in enumerate(transformer.transformer_blocks):
+            block.forward = partial(self.block, index, block.forward)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.forward(*args, **kwargs)
+        self.calls += 1
+        return found
+
+    def block(self, index: int, forward: Any, hidden: Any, text: Any, *rest: Any) -> Any:
+        step, half = divmod(self.calls, 2)
+        if step in FULL:
+            self.kept[half, index] = hidden, text
+            found = forward(hidden, text, *rest)
+            entered = self.kept[half, 0]
+            self.kept[half, "added"] = [a - b for a, b in zip(found, entered, strict=True)]
+            return found
+        if index < self.last:
+            return hidden, text
+        if self.kind == "deepcache":
+            return forward(*self.kept[half, index], *rest)
+        return [a + b for a, b in zip((hidden, text), self.kept[half, "added"], strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("deepcache", 1), ("deepcache", 2), ("teacache", 1)])
+def test_latents_are_those_of_patched_blocks(
+    model_folder: Path, encoded: Any, full: np.ndarray, kind: str, calls: int
+):
+    report = CacheReport("")
+    with watching(report):
+        noise, found = run(model_folder, encoded, calls, cache=kind)
+    # Two programs serve all steps.
+    assert [p.name for p in report.programs if "step" in p.name] == ["step", "cached_step"]
+    eager = pipeline(model_folder, OPTIONS)
+    eager.tokenizer_max_length = LENGTH
+    Patched(eager.transformer, kind)
+    wanted = eager(
+        prompt=list(OPTIONS.prompts),
+        negative_prompt=[OPTIONS.negative_prompt],
+        num_frames=OPTIONS.frames,
+        num_inference_steps=OPTIONS.steps,
+        latents=noise,
+        output_type="latent",
+        height=OPTIONS.height,
+        width=OPTIONS.width,
+    ).frames
+    assert relative(found, wanted) < 1e-4
+    # It is another result than that of all blocks, and not far from it.
+    assert 1e-3 < relative(found, torch.from_numpy(full)) < 0.5
+
+
+def test_without_steps_that_reuse_nothing_changes(
+    model_folder: Path, encoded: Any, full: np.ndarray
+):
+    _, found = run(model_folder, encoded, cache="teacache", cache_start=0, cache_interval=1)
+    assert relative(found, torch.from_numpy(full)) < 1e-6
+
+
+def test_steps_are_upstreams():
+    cache = StepCache()
+    full = [step for step in range(50) if cache.is_full(step)]
+    # hyvideo, pipelines/hunyuan_video_pipeline.py, no_cache_steps
+    assert full == [*range(11), *range(11, 45, 4), *range(45, 50)]
+    assert len(full) == 25
+    assert StepCache(start=0, end=4, interval=3).is_full(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cache": "tailor"}, "cache='tailor': expected one of deepcache, teacache"),
+        ({"cache_start": 9, "cache_end": 3}, "cache_start=9 and cache_end=3: expected 0 <= start"),
+        ({"cache_interval": 0}, "cache_interval=0: expected at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(changes: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said):
+        dataclasses.replace(OPTIONS, **{"cache": "deepcache", **changes})

@@ -1,0 +1,212 @@
+"""Wan and Flux through the denoise loop, against their pipelines in eager PyTorch."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import tpuport
+from recipes.hunyuan_video.__main__ import app
+from recipes.hunyuan_video.caching import StepCache
+from recipes.hunyuan_video.other_models import Flow, denoise_latents
+from recipes.quiet import quietly
+from tests.recipes.hunyuan_video.eager import relative
+from tpuport.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+STEPS = 4
+
+
+def _scheduler(**config: Any) -> Any:
+    diffusers: Any = importlib.import_module("diffusers")
+    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    diffusers: Any = importlib.import_module("diffusers")
+    folder = tmp_path_factory.mktemp("wan")
+    torch.manual_seed(0)
+    diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=3,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    ).save_pretrained(folder / "transformer")
+    _scheduler(shift=3.0).save_pretrained(folder / "scheduler")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    diffusers: Any = importlib.import_module("diffusers")
+    folder = tmp_path_factory.mktemp("flux")
+    torch.manual_seed(0)
+    diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=24,
+        guidance_embeds=True,
+        axes_dims_rope=[4, 4, 8],
+    ).save_pretrained(folder / "transformer")
+    _scheduler(use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
+    return folder
+
+
+def _read(folder: Path, kind: str) -> Any:
+    diffusers: Any = importlib.import_module("diffusers")
+    with quietly():
+        return getattr(diffusers, kind).from_pretrained(folder / "transformer").eval()
+
+
+LATENTS = _random(2, 4, 3, 8, 8, seed=1)
+PROMPTS = {
+    "encoder_hidden_states": _random(2, 7, 16, seed=2),
+    "negative_encoder_hidden_states": _random(2, 7, 16, seed=3),
+}
+
+
+def wan_pipeline(folder: Path, guidance: float) -> torch.Tensor:
+    diffusers: Any = importlib.import_module("diffusers")
+    scheduler = _scheduler(shift=3.0)
+    with quietly():
+        vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1]).eval()
+        pipe = diffusers.WanPipeline(
+            tokenizer=None,
+            text_encoder=None,
+            vae=vae,
+            scheduler=scheduler,
+            transformer=_read(folder, "WanTransformer3DModel"),
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        prompt_embeds=PROMPTS["encoder_hidden_states"],
+        negative_prompt_embeds=PROMPTS["negative_encoder_hidden_states"],
+        latents=LATENTS.clone(),
+        height=64,
+        width=64,
+        num_frames=9,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        output_type="latent",
+    ).frames
+
+
+@pytest.mark.parametrize(("guidance", "calls"), [(5.0, 2), (1.0, 1)])
+def test_wan_gives_what_its_pipeline_gives(wan: Path, guidance: float, calls: int):
+    flow = Flow(STEPS, guidance, calls=calls, precision="float32")
+    found = denoise_latents(wan, LATENTS.numpy(), _as_arrays(PROMPTS), flow)
+    assert relative(found, wan_pipeline(wan, guidance)) < 1e-4
+
+
+def test_flux_gives_what_its_pipeline_gives(flux: Path):
+    """Packed latents, coordinates without rows, a schedule shifted by the number of tokens."""
+    diffusers: Any = importlib.import_module("diffusers")
+    embeds, pooled = _random(2, 5, 32, seed=4), _random(2, 24, seed=5)
+    latents = _random(2, 24, 16, seed=6)
+    with quietly():
+        pipe = diffusers.FluxPipeline(
+            scheduler=_scheduler(use_dynamic_shifting=True),
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            text_encoder_2=None,
+            tokenizer_2=None,
+            transformer=_read(flux, "FluxTransformer2DModel"),
+        )
+    pipe.set_progress_bar_config(disable=True)
+    wanted = pipe(
+        prompt_embeds=embeds,
+        pooled_prompt_embeds=pooled,
+        latents=latents.clone(),
+        height=64,
+        width=96,
+        num_inference_steps=STEPS,
+        guidance_scale=3.5,
+        output_type="latent",
+    ).images
+    conditions = {
+        "encoder_hidden_states": embeds,
+        "pooled_projections": pooled,
+        "guidance": torch.full((2,), 3.5),
+        "txt_ids": torch.zeros(5, 3),
+        "img_ids": pipe._prepare_latent_image_ids(2, 4, 6, "cpu", torch.float32),
+    }
+    flow = Flow(STEPS, precision="float32")
+    found = denoise_latents(flux, latents.numpy(), _as_arrays(conditions), flow)
+    assert relative(found, wanted) < 1e-4
+    with pytest.raises(UsageError, match="more than one list of blocks"):
+        denoise_latents(
+            flux, latents.numpy(), _as_arrays(conditions), Flow(2, cache=StepCache("teacache"))
+        )
+
+
+def _as_arrays(conditions: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in conditions.items()}
+
+
+def test_the_command_reuses_blocks_of_wan(wan: Path, tmp_path: Path):
+    inputs, out = tmp_path / "inputs.safetensors", tmp_path / "found" / "latents.safetensors"
+    save_file({"latents": LATENTS, **PROMPTS}, inputs)
+    steps = ("--steps", "4", "--guidance", "5", "--precision", "float32")
+    cache = ("--cache", "teacache", "--cache-start", "1", "--cache-end", "3")
+    given = ["denoise-latents", str(wan), str(inputs), "-o", str(out), *steps]
+    done = CliRunner().invoke(app, [*given, *cache])
+    assert done.exit_code == 0, done.output
+    cached = np.asarray(tpuport.load_checkpoint(out)["latents"])
+    full = denoise_latents(
+        wan, LATENTS.numpy(), _as_arrays(PROMPTS), Flow(STEPS, 5.0, precision="float32")
+    )
+    assert 1e-5 < relative(cached, torch.from_numpy(np.array(full))) < 0.3
+
+    wrong = CliRunner().invoke(app, [*given, "--class", "UNet2DConditionModel"])
+    assert wrong.exit_code == 2
+    assert "expected one of HunyuanVideo15Transformer3DModel" in " ".join(wrong.output.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["latents", "encoder_hidden_states"], "negative_encoder_hidden_states is missing"),
+        (["encoder_hidden_states"], "has encoder_hidden_states: expected latents"),
+    ],
+)
+def test_what_is_missing_is_named(wan: Path, tmp_path: Path, names: list[str], said: str):
+    inputs = tmp_path / "inputs.safetensors"
+    save_file({n: v for n, v in {"latents": LATENTS, **PROMPTS}.items() if n in names}, inputs)
+    given = ["denoise-latents", str(wan), str(inputs), "-o", str(tmp_path / "o"), "--guidance", "5"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_other_predictions_are_refused(wan: Path, tmp_path: Path):
+    (tmp_path / "transformer").symlink_to(wan / "transformer")
+    (tmp_path / "scheduler").mkdir()
+    config = tmp_path / "scheduler" / "scheduler_config.json"
+    config.write_text('{"prediction_type": "v_prediction"}')
+    with pytest.raises(UsageError, match="prediction_type='v_prediction', expected a flow"):
+        denoise_latents(tmp_path, LATENTS.numpy(), _as_arrays(PROMPTS), Flow(2))
