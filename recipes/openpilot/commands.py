@@ -1,0 +1,227 @@
+"""The commands; what computes is imported when one runs, so that help needs no framework."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpuport.commands._common import errors_as_exit_codes
+
+
+class Labels(StrEnum):
+    """Where labels come from."""
+
+    MODEL = "modelV2"
+    POSE = "pose"
+
+
+class Sampling(StrEnum):
+    """How the device samples its cameras."""
+
+    BILINEAR = "bilinear"
+    NEAREST = "nearest"
+
+
+class Generation(StrEnum):
+    """Releases whose contracts differ."""
+
+    V097 = "0.9.7"
+    V099 = "0.9.9"
+    V0100 = "0.10.0"
+    V0103 = "0.10.3"
+    JULY_2026 = "2026-07"
+    SEPTEMBER_2026 = "2026-09"
+
+
+Model = Annotated[
+    list[Path], typer.Argument(help="The model's .onnx files: one, or vision and policy.")
+]
+Data = Annotated[Path, typer.Option("--data", "-d", help="The folder of a training set.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="A folder; begun, it goes on.")]
+
+
+def make_data(
+    out: Annotated[Path, typer.Argument(help="A folder: routes/train, routes/held_out, model.")],
+    generation: Annotated[Generation, typer.Option(help="Of the model.")] = Generation.JULY_2026,
+    routes: Annotated[int, typer.Option(help="To learn from; one more is held out.")] = 3,
+    segments: Annotated[int, typer.Option(help="Of each route.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Of each segment; 60 on a device.")] = 8.0,
+    opset: Annotated[int, typer.Option(help="Of the model's files, 18 to 21.")] = 20,
+    fp16: Annotated[bool, typer.Option("--fp16", help="Its weights as half floats.")] = False,
+    seed: Annotated[int, typer.Option(help="Of roads and weights.")] = 0,
+) -> None:
+    """Write small routes in the real formats, and a small model with the real contract."""
+    with errors_as_exit_codes("make-data"):
+        from recipes.openpilot.make_data import RouteOptions
+        from recipes.openpilot.make_data import make_data as make
+        from recipes.openpilot.make_model import make_model
+        from recipes.progress import steps_bar
+
+        options = RouteOptions(segments=segments, seconds=seconds)
+        count, made = (routes + 1) * segments, 0
+        with steps_bar("segments", count) as on_step:
+
+            def on_segment(path: Path) -> None:
+                nonlocal made
+                made += 1
+                on_step(made, count)
+                on_step.say(str(path))
+
+            make(out / "routes", train=routes, options=options, seed=seed, on_segment=on_segment)
+        for path in make_model(out / "model", generation.value, seed=seed, opset=opset, fp16=fp16):
+            typer.echo(str(path))
+
+
+def prepare(
+    routes: Annotated[Path, typer.Argument(help="A folder with segments, at any depth.")],
+    out: Out,
+    labels: Annotated[Labels, typer.Option(help="Of the model that drove, or what was driven.")] = (
+        Labels.MODEL
+    ),
+    sampling: Annotated[Sampling, typer.Option(help="As the model's device.")] = Sampling.BILINEAR,
+    keep_private: Annotated[
+        bool, typer.Option("--keep-private", help="Keep VIN, dongle id and GPS.")
+    ] = False,
+) -> None:
+    """Logs and videos to a training set; what cannot be used is reported by segment."""
+    with errors_as_exit_codes("prepare"):
+        from recipes.openpilot.prepare import PrepareOptions
+        from recipes.openpilot.progress import prepare_and_show
+
+        options = PrepareOptions(labels.value, sampling.value, keep_private=keep_private)
+        prepare_and_show(routes, out, options)
+
+
+def label(
+    model: Model,
+    data: Data,
+    out: Out,
+    host: Annotated[bool, typer.Option("--host", help="By onnxruntime, not here.")] = False,
+) -> None:
+    """What a teacher says of each frame."""
+    with errors_as_exit_codes("label"):
+        from recipes.openpilot.shards import find_shards
+        from recipes.openpilot.teacher import label as write
+
+        def done(shard: Path, frames: int) -> None:
+            typer.echo(f"{shard.name}: {frames} frames")
+
+        write(model, find_shards(data), out, host=host, done=done)
+
+
+def train(
+    model: Model,
+    data: Data,
+    out: Out,
+    teacher: Annotated[Path | None, typer.Option(help="A folder of `label`.")] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: pattern of layers with adapters.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
+    loss: Annotated[
+        list[str] | None, typer.Option(help="Repeatable: name=weight [default: path=1, plan=0.1].")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Of training.")] = 200,
+    batch_size: Annotated[int, typer.Option(help="Windows of a step.")] = 8,
+    warmup: Annotated[
+        int, typer.Option(help="Frames before those that count; 100 fill all.")
+    ] = 100,
+    length: Annotated[int, typer.Option(help="Frames that count.")] = 20,
+    truncate: Annotated[
+        int | None, typer.Option(help="Frames after which gradients end [default: none].")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Falls to 0.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of adapters and order.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between states on disk.")] = 100,
+) -> None:
+    """Fine-tune by DoRA over windows of drives."""
+    with errors_as_exit_codes("train"):
+        from recipes.openpilot.losses import LossWeights
+        from recipes.openpilot.runs import Run
+        from recipes.openpilot.student import DoraOptions
+        from recipes.openpilot.train import TrainOptions
+
+        dora = DoraOptions(rank=rank, alpha=float(rank))
+        if layer:
+            dora = DoraOptions(tuple(layer), rank, float(rank))
+        options = TrainOptions(
+            dora,
+            LossWeights(**_weights(loss)) if loss else TrainOptions().losses,
+            warmup=warmup,
+            length=length,
+            truncate=truncate,
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            seed=seed,
+            save_every=save_every,
+        )
+        run = Run(
+            tuple(map(str, model)), str(data), None if teacher is None else str(teacher), options
+        )
+        run.begin(out)
+        typer.echo(f"{steps} steps in {out}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of `train`.")],
+    out: Out,
+) -> None:
+    """The trained model as files that promise what the original ones do."""
+    with errors_as_exit_codes("export"):
+        from recipes.openpilot.runs import export_run
+
+        for report in export_run(run, out):
+            typer.echo(
+                f"{report.path}: {len(report.changed)} weights changed; onnxruntime and the trained"
+                f" module differ by {report.largest_difference:.1e} of {report.tolerance:.0e}"
+            )
+
+
+def evaluate(
+    model: Model,
+    data: Data,
+    against: Annotated[
+        list[Path] | None, typer.Option("--against", help="Repeatable: files of a base model.")
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Frames of a segment that do not count.")] = 0,
+    film: Annotated[
+        Path | None, typer.Option(help="An .mp4 or .png: before and after, side by side.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Path errors by horizon, a picture.")] = None,
+) -> None:
+    """Errors of paths, lanes and leads on a training set, and pictures."""
+    with errors_as_exit_codes("evaluate"):
+        from recipes.openpilot.evaluate import plot_path_errors, table
+        from recipes.openpilot.scoring import evaluate_models
+        from recipes.openpilot.shards import find_shards
+
+        models = {"base": against} if against else {}
+        models["model"] = model
+        found = evaluate_models(models, find_shards(data), warmup=warmup, film=film)
+        typer.echo(table(found))
+        if plot is not None:
+            plot_path_errors(plot, found)
+
+
+def _weights(given: list[str]) -> dict[str, float]:
+    from dataclasses import fields
+
+    from recipes.openpilot.losses import LossWeights
+    from tpuport.errors import UsageError
+
+    names = [field.name for field in fields(LossWeights)]
+    # What is named is all there is.
+    found = dict.fromkeys(names, 0.0)
+    for one in given:
+        name, _, weight = one.partition("=")
+        try:
+            found[name] = float(weight) if name in names else float("nan")
+        except ValueError:
+            found[name] = float("nan")
+        if found[name] != found[name]:
+            raise UsageError(
+                f"--loss {one}: expected name=number, with a name of {', '.join(names)}"
+            )
+    return found

@@ -1,0 +1,257 @@
+"""A drive along a winding road of which everything is known: what `make_data` draws and logs.
+
+The road lies level in a plane, in world coordinates x and y with y to the right of x, so that a
+positive curvature turns right.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from recipes.openpilot.constants import (
+    DT_MDL,
+    IDX_N,
+    LEAD_T_IDXS,
+    LEAD_T_OFFSETS,
+    LEAD_WIDTH,
+    MODEL_CAMERA_HEIGHT,
+    NUM_LANE_LINES,
+    NUM_LEADS,
+    NUM_ROAD_EDGES,
+    PLAN_WIDTH,
+    T_IDXS,
+    X_IDXS,
+)
+
+Array = NDArray[np.floating[Any]]
+LANE = 3.5  # m
+LANE_LINES = (-1.5 * LANE, -0.5 * LANE, 0.5 * LANE, 1.5 * LANE)  # m to the right of the middle
+ROAD_EDGES = (-1.5 * LANE - 0.75, 1.5 * LANE + 0.75)
+_STEP = 0.5  # m along the road
+_FINE = 0.01  # s
+_MARGIN = 12.0  # s of driving before the first and after the last frame
+_LANE_CHANGE = 4.0  # s
+_SALT = 20_261
+
+
+@dataclass(frozen=True)
+class DriveOptions:
+    """What a drive is like.
+
+    Attributes:
+        seconds: how long.
+        seed: of the road and everything on it.
+        speeds: m/s, between which the mean speed is drawn.
+        curvature: 1/m, the sharpest that a bend can be.
+        lead: how likely there is a car ahead.
+        lane_change: change one lane halfway, with the desire to.
+    """
+
+    seconds: float
+    seed: int = 0
+    speeds: tuple[float, float] = (14.0, 16.0)
+    curvature: float = 0.008
+    lead: float = 0.5
+    lane_change: bool = False
+
+
+class Drive:
+    """Where the car, the road and the car ahead are at any time.
+
+    Args:
+        options: what it is like.
+    """
+
+    def __init__(self, options: DriveOptions) -> None:
+        self.options = options
+        generator = np.random.default_rng((_SALT, options.seed))
+        self.speed = generator.uniform(*options.speeds)
+        self._sway_phase, self._pace_phase, self._gap_phase = generator.uniform(0, 2 * np.pi, 3)
+        self._waves = generator.uniform((0.5, 130, 0), (1, 330, 2 * np.pi), (3, 3))
+        self._waves[:, 0] *= options.curvature / self._waves[:, 0].sum()
+        self.has_lead = bool(generator.uniform() < options.lead)
+        self._gap = generator.uniform(18, 45)
+        self._side = 1 if generator.uniform() < 0.5 else -1
+
+    def _curvature(self, way: Array) -> Array:
+        """1/m of the middle of the lane."""
+        height, length, phase = self._waves.T[:, :, None]
+        return (height * np.sin(2 * np.pi * way / length + phase)).sum(0)
+
+    @cached_property
+    def _road(self) -> tuple[Array, Array, Array, Array]:
+        """Way, heading, x and y of the middle of the lane, every half metre."""
+        longest = (self.options.speeds[1] + 2) * (self.options.seconds + 2 * _MARGIN) + 400
+        way = np.arange(-150, longest, _STEP)
+        heading = _integral(self._curvature(way), _STEP)
+        return (
+            way,
+            heading,
+            _integral(np.cos(heading), _STEP),
+            _integral(np.sin(heading), _STEP),
+        )
+
+    @cached_property
+    def _car(self) -> dict[str, Array]:
+        """The car every hundredth of a second."""
+        times = np.arange(-_MARGIN, self.options.seconds + 2 * _MARGIN, _FINE)
+        speed = self.speed + 0.4 * np.sin(0.6 * times + self._pace_phase)
+        way = _integral(speed, _FINE) + 20
+        # Along the way itself: between points of the road's table, corners would show in what is
+        # derived of it.
+        heading, x, y = (np.interp(way[0], self._road[0], column) for column in self._road[1:])
+        heading = heading + _integral(self._curvature(way) * speed, _FINE)
+        aside = 0.15 * np.sin(0.5 * times + self._sway_phase) + self._changed(times)
+        x = x + _integral(np.cos(heading) * speed, _FINE) - aside * np.sin(heading)
+        y = y + _integral(np.sin(heading) * speed, _FINE) + aside * np.cos(heading)
+        dx, dy = np.gradient(x, _FINE), np.gradient(y, _FINE)
+        direction = np.unwrap(np.arctan2(dy, dx))
+        return {
+            "time": times,
+            "way": way,
+            "x": x,
+            "y": y,
+            "heading": direction,
+            "turning": np.gradient(direction, _FINE),
+            "vx": dx,
+            "vy": dy,
+            "ax": np.gradient(dx, _FINE),
+            "ay": np.gradient(dy, _FINE),
+        }
+
+    def _changed(self, times: Array) -> Array:
+        if not self.options.lane_change:
+            return np.zeros_like(times)
+        done = np.clip((times - self.lane_change_start) / _LANE_CHANGE, 0, 1)
+        return self._side * LANE * (1 - np.cos(np.pi * done)) / 2
+
+    @property
+    def lane_change_start(self) -> float:
+        """s, when a lane change begins."""
+        return (self.options.seconds - _LANE_CHANGE) / 2
+
+    def desire(self, time: float) -> int:
+        """Which of `constants.DESIRES`."""
+        passed = time - self.lane_change_start
+        if not self.options.lane_change or not 0 <= passed < _LANE_CHANGE:
+            return 0
+        return 4 if self._side > 0 else 3
+
+    def _place(self, way: Array, aside: ArrayLike) -> tuple[Array, Array]:
+        """World coordinates of places by the road."""
+        s, heading, x, y = self._road
+        turned = np.interp(way, s, heading)
+        aside = np.asarray(aside)
+        return (
+            np.interp(way, s, x) - aside * np.sin(turned),
+            np.interp(way, s, y) + aside * np.cos(turned),
+        )
+
+    def at(self, name: str, times: ArrayLike) -> Array:
+        """One of the car's values at times in s: "way", "heading", "turning", "vx" ..."""
+        return np.interp(np.asarray(times), self._car["time"], self._car[name])
+
+    def to_car(self, time: float, x: Array, y: Array) -> tuple[Array, Array]:
+        """Coordinates in the car's frame at a time: forward and to the right."""
+        return self._turned(time, x - self.at("x", time), y - self.at("y", time))
+
+    def _turned(self, time: float, x: Array, y: Array) -> tuple[Array, Array]:
+        cos, sin = (f(self.at("heading", time)) for f in (np.cos, np.sin))
+        return cos * x + sin * y, cos * y - sin * x
+
+    def speed_at(self, times: ArrayLike) -> Array:
+        """m/s."""
+        return np.hypot(self.at("vx", times), self.at("vy", times))
+
+    def lines(self, time: float, forward: ArrayLike, asides: ArrayLike) -> Array:
+        """How far to the right lines along the road are.
+
+        Args:
+            time: s.
+            forward: (n,) m ahead of the car.
+            asides: (m,) m, how far to the right of the lane's middle each line runs.
+
+        Returns:
+            (m, n) m to the right of the car.
+        """
+        way = self.at("way", time) + np.arange(-30, 300, _STEP)
+        found = []
+        for aside in np.asarray(asides):
+            x, y = self.to_car(time, *self._place(way, aside))
+            found.append(np.interp(np.asarray(forward), x, y))
+        return np.stack(found)
+
+    def way_along(self, time: float, forward: ArrayLike) -> Array:
+        """m along the road of places ahead, for what is painted on it."""
+        way = self.at("way", time) + np.arange(-30, 300, _STEP)
+        x, _ = self.to_car(time, *self._place(way, 0.0))
+        return np.interp(np.asarray(forward), x, way)
+
+    def lead(self, now: float, times: ArrayLike) -> Array:
+        """(n, 4): x, y, speed and acceleration of the car ahead at times, as seen from now."""
+        times = np.asarray(times, np.float64)
+        ahead = [self._lead_way(times + d) for d in (-_FINE, 0.0, _FINE)]
+        x, y = self.to_car(now, *self._place(ahead[1], 0.0))
+        speed = (ahead[2] - ahead[0]) / (2 * _FINE)
+        gained = (ahead[2] - 2 * ahead[1] + ahead[0]) / _FINE**2
+        return np.stack([x, y, speed, gained], axis=-1)
+
+    def _lead_way(self, times: Array) -> Array:
+        swing = 6 * np.sin(0.25 * times + self._gap_phase)
+        return self.at("way", 0.0) + self.speed * times + self._gap + swing
+
+    def labels(self, time: float) -> dict[str, NDArray[np.float32]]:
+        """What a model should say at a time, by the names of the training set.
+
+        Args:
+            time: s.
+
+        Returns:
+            plan (33, 15), lane_lines (4, 33, 2), lane_lines_prob (4,), road_edges (2, 33, 2),
+            lead (3, 6, 4), lead_prob (3,), desire_state (8,), pose (6,).
+        """
+        lead = np.zeros((NUM_LEADS, len(LEAD_T_IDXS), LEAD_WIDTH))
+        if self.has_lead:
+            for number, offset in enumerate(LEAD_T_OFFSETS):
+                lead[number] = self.lead(time, time + offset + np.array(LEAD_T_IDXS))
+        made = {
+            "plan": self.plan(time),
+            "lane_lines": self._edges(time, LANE_LINES, NUM_LANE_LINES),
+            "lane_lines_prob": np.ones(NUM_LANE_LINES),
+            "road_edges": self._edges(time, ROAD_EDGES, NUM_ROAD_EDGES),
+            "lead": lead,
+            "lead_prob": np.full(NUM_LEADS, float(self.has_lead)),
+            "desire_state": np.eye(8)[self.desire(time)],
+            "pose": np.array([self.speed_at(time), 0, 0, 0, 0, self.at("turning", time)]),
+        }
+        return {name: value.astype(np.float32) for name, value in made.items()}
+
+    def plan(self, time: float) -> Array:
+        """(33, 15): the future path and its derivatives in the frame of the car now."""
+        future = time + np.array(T_IDXS)
+        made = np.zeros((IDX_N, PLAN_WIDTH))
+        made[:, 0], made[:, 1] = self.to_car(time, self.at("x", future), self.at("y", future))
+        made[:, 3], made[:, 4] = self._turned(time, self.at("vx", future), self.at("vy", future))
+        made[:, 6], made[:, 7] = self._turned(time, self.at("ax", future), self.at("ay", future))
+        made[:, 11] = self.at("heading", future) - self.at("heading", time)
+        made[:, 14] = self.at("turning", future)
+        return made
+
+    def _edges(self, time: float, asides: tuple[float, ...], count: int) -> Array:
+        made = np.full((count, IDX_N, 2), MODEL_CAMERA_HEIGHT)
+        made[:, :, 0] = self.lines(time, np.array(X_IDXS), asides)
+        return made
+
+
+def frame_times(count: int) -> Array:
+    """(count,) s, when frames are taken."""
+    return np.arange(count) * DT_MDL
+
+
+def _integral(values: Array, step: float) -> Array:
+    """By trapezes, from zero."""
+    parts = (values[1:] + values[:-1]) * (step / 2)
+    return np.concatenate([[0.0], np.cumsum(parts)])

@@ -1,0 +1,265 @@
+"""Fine-tuning over time: adapters learn from windows of drives, and become a model file again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optax
+import torch
+
+import tpuport
+from recipes.openpilot.contract import Kind
+from recipes.openpilot.driving import FRAME_INPUTS, Driver, Tensors, load_driver
+from recipes.openpilot.losses import (
+    LABEL_OF,
+    LossWeights,
+    distillation_terms,
+    driving_terms,
+    total_of,
+)
+from recipes.openpilot.outputs import predictions
+from recipes.openpilot.student import DoraOptions, add_dora, choose_layers, merge
+from recipes.openpilot.windows import LABELS, SEEN, TEACHER, Windows, teacher_slices, write_seen
+from recipes.records import check_record, digest_of
+from tpuport.errors import UsageError
+from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
+
+RECORD = "run.json"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a driving model is fine-tuned.
+
+    Attributes:
+        dora: which layers have adapters.
+        losses: what counts how much; by default the path most, as a likelihood pulls hardest at
+            what is known best already.
+        warmup: frames before those that count, in which queues fill, without gradients; 100 fill
+            them all, as in the car.
+        length: frames that count.
+        every: frames from one window to the next; by default `length`.
+        truncate: frames after which gradients end, or None for all of `length`.
+        steps: of training.
+        batch_size: windows of a step.
+        learning_rate: at its highest, from which it falls to 0 as a cosine.
+        clip_norm: the largest norm of all gradients together.
+        remat: compute frames again in the backward pass instead of keeping them.
+        see_once: compute what frozen layers make of images once for all steps, and keep it.
+        seed: of adapters and of the order of windows.
+        save_every: steps between states on disk.
+        log_every: steps between lines of the log.
+    """
+
+    dora: DoraOptions = field(default_factory=DoraOptions)
+    losses: LossWeights = field(default_factory=lambda: LossWeights(plan=0.1, path=1.0))
+    warmup: int = 100
+    length: int = 20
+    every: int | None = None
+    truncate: int | None = None
+    steps: int = 200
+    batch_size: int = 8
+    learning_rate: float = 1e-3
+    clip_norm: float = 1.0
+    remat: bool = False
+    see_once: bool = True
+    seed: int = 0
+    save_every: int = 100
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("length", "steps", "batch_size", "every", "truncate", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name}={value}: expected 1 or more")
+        if self.warmup < 0 or self.learning_rate <= 0:
+            raise UsageError(
+                f"warmup={self.warmup}, learning_rate={self.learning_rate}: expected 0 or more, and"
+                " a number above 0"
+            )
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """The loss of windows, called with a `Driver` and a batch (n, t, ...).
+
+    Attributes:
+        losses: what counts how much.
+        warmup: frames that do not count.
+        truncate: see `TrainOptions`.
+        slices: of a teacher's outputs, or None.
+    """
+
+    losses: LossWeights
+    warmup: int
+    truncate: int | None = None
+    slices: Mapping[str, slice] | None = None
+
+    def __call__(self, driver: Driver, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """The loss, and each of its terms."""
+        outputs = self.outputs(driver, batch)
+        late = {n: v[:, self.warmup :].transpose(0, 1) for n, v in batch.items()}
+        found = predictions(outputs, driver.slices)
+        mask = torch.ones(outputs.shape[:2])
+        terms = driving_terms(found, late, mask, self.losses) if _labels(self.losses) else {}
+        if self.slices is not None:
+            teacher = predictions(late[TEACHER], self.slices)
+            terms |= distillation_terms(found, teacher, mask, self.losses)
+        return total_of(terms, self.losses), terms
+
+    def outputs(self, driver: Driver, batch: Tensors) -> torch.Tensor:
+        """(t, n, all heads), of the frames that count."""
+        first = batch["desire"]
+        rows, count = first.shape[:2]
+        frames = {n: batch[n].transpose(0, 1) for n in FRAME_INPUTS if n in batch}
+        seen = {n.removeprefix(SEEN): v.transpose(0, 1) for n, v in batch.items() if SEEN in n}
+        state = driver.begin(rows)
+        if self.warmup:
+            with torch.no_grad():
+                state, _ = driver(state, *_part(frames, seen, slice(0, self.warmup)))
+            state = {name: value.detach() for name, value in state.items()}
+        places = torch.arange(count - self.warmup)
+        stops = (places % (self.truncate or count)) == 0
+        rest = _part(frames, seen, slice(self.warmup, None))
+        return driver(state, *rest, stops)[1]
+
+
+def _part(frames: Tensors, seen: Tensors, part: slice) -> tuple[Tensors, Tensors | None]:
+    late = {name: value[part] for name, value in seen.items()}
+    return {name: value[part] for name, value in frames.items()}, late or None
+
+
+def _labels(losses: LossWeights) -> list[str]:
+    wanted = {LABEL_OF.get(name, name) for name, weight in asdict(losses).items() if weight}
+    return [name for name in LABELS if name in wanted]
+
+
+def make_student(model: Sequence[str | Path], dora: DoraOptions) -> Driver:
+    """A driver whose chosen layers have adapters, all else frozen.
+
+    Args:
+        model: its files.
+        dora: which layers; a file in which no pattern finds any stays frozen.
+
+    Raises:
+        UsageError: a pattern finds no layer in any file.
+        CheckpointError: a file is damaged.
+    """
+    driver = load_driver(model)
+    driver.requires_grad_(False)
+    refused: list[UsageError] = []
+    for graph in driver.graphs:
+        try:
+            choose_layers(graph, dora.layers, dora.rank)
+        except UsageError as error:
+            refused.append(error)
+            continue
+        add_dora(graph, dora)
+    if len(refused) == len(driver.graphs):
+        raise refused[-1]
+    return driver
+
+
+def make_step(driver: Driver, loss: Callable[..., Any], options: TrainOptions) -> TrainStep:
+    """The training step of a student."""
+    driver.remat = options.remat
+    ported = tpuport.convert(driver, verify=False)
+    rate = optax.cosine_decay_schedule(options.learning_rate, options.steps)
+    return make_train_step(ported, loss, optax.adam(rate), clip_norm=options.clip_norm)
+
+
+def make_loss(options: TrainOptions, teacher: Sequence[Path] | None) -> SequenceLoss:
+    """The loss of a run, with its teacher if the loss has a weight for one.
+
+    Raises:
+        UsageError: it has, and there is none.
+    """
+    slices = None
+    if options.losses.distill or options.losses.feature:
+        if teacher is None:
+            raise UsageError("the loss has a weight for a teacher, and none is given")
+        slices = teacher_slices(teacher)
+    return SequenceLoss(options.losses, options.warmup, options.truncate, slices)
+
+
+def train(
+    model: Sequence[str | Path],
+    shards: Sequence[Path],
+    out: str | Path,
+    options: TrainOptions | None = None,
+    *,
+    teacher: Sequence[Path] | None = None,
+) -> Driver:
+    """Fine-tune a model; started again with the same arguments, it goes on.
+
+    Writes OUT/states, OUT/log.jsonl and, with `see_once`, OUT/seen.
+
+    Args:
+        model: its files.
+        shards: segments of a training set.
+        out: the run's folder.
+        options: how.
+        teacher: for each segment a file of `teacher.label`, to distill from.
+
+    Returns:
+        The trained driver, its adapters merged: each of its `graphs` can be exported.
+
+    Raises:
+        UsageError: an argument does not fit, or the folder is of another run.
+        CheckpointError: a file is damaged, or the disk is full.
+    """
+    options, out = options or TrainOptions(), Path(out)
+    loss = make_loss(options, teacher)
+    paths = [Path(path) for path in model]
+    driver = make_student(paths, options.dora)
+    _check_run(out, paths, shards, options)
+    seen = None
+    if options.see_once and driver.kind is not Kind.STATEFUL:
+        seen = write_seen(driver, paths, shards, out / "seen")
+    windows = Windows(
+        shards,
+        options.warmup + options.length,
+        options.every or options.length,
+        _labels(options.losses),
+        seen=seen,
+        teacher=teacher,
+    )
+    step = make_step(driver, loss, options)
+    batches = Batches(
+        windows, batch_size=min(options.batch_size, len(windows)), shuffle=True, seed=options.seed
+    )
+    with Checkpoints(out / "states") as saved:
+        state = fit(
+            step,
+            batches,
+            steps=options.steps,
+            checkpoints=saved,
+            save_every=options.save_every,
+            log_every=options.log_every,
+            sinks=[JsonLines(out / "log.jsonl")],
+        )
+    trained: Any = step.put(state).to_torch()
+    for graph in trained.graphs:
+        merge(graph)
+    return trained
+
+
+def _check_run(
+    out: Path, paths: Sequence[Path], shards: Sequence[Path], options: TrainOptions
+) -> None:
+    """Refuse to go on with a run that was begun otherwise."""
+    check_record(
+        out / RECORD,
+        {"model": digest_of([*paths]), "shards": digest_of(list(shards)), **_told(options)},
+        begun=(out / "states").is_dir() and any((out / "states").iterdir()),
+        what_to_do="give what the run was begun with, or another folder",
+        replace_unused=True,
+    )
+
+
+def _told(options: TrainOptions) -> dict[str, Any]:
+    """What a run goes on with: all but how often it is told of."""
+    said = asdict(options)
+    said["dora"]["layers"] = list(options.dora.layers)
+    return {name: said[name] for name in said if name not in ("save_every", "log_every")}

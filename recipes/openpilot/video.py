@@ -1,0 +1,164 @@
+"""Frames of a segment's video, decoded once in order, each with its place in the file.
+
+A raw HEVC file has no times, and a decoder that drops a broken frame says nothing: every packet is
+numbered before it is decoded, and frames carry the number of their packet. Damage that still makes
+a valid stream shows in the picture and nowhere else: HEVC of devices has no checksums.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recipes.openpilot.schema import av
+
+Bytes = NDArray[np.uint8]
+Item = TypeVar("Item")
+# The second is the first with other limits of brightness: the bytes are what counts.
+_FORMATS = ("yuv420p", "yuvj420p")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One frame.
+
+    Attributes:
+        place: in the file, from 0, in the order in which frames are shown.
+        image: (height * width * 3 / 2,): Y, then U, then V, as the camera gave them.
+        packet_size: bytes in the file.
+    """
+
+    place: int
+    image: Bytes
+    packet_size: int
+
+
+@dataclass
+class VideoReader:
+    """A video file that is read from its start.
+
+    Attributes:
+        path: the file.
+        width: 0 until a frame is read.
+        height: 0 until a frame is read.
+        packets: how many frames the file has, as far as it was read.
+        damaged: places of frames that are left out: broken, or based on a broken one.
+        problem: what ended the file early, or "".
+    """
+
+    path: Path
+    width: int = 0
+    height: int = 0
+    packets: int = 0
+    damaged: set[int] = field(default_factory=set)
+    problem: str = ""
+
+    def scan(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Bytes of each packet and whether it is a key frame, (n,) each, without decoding.
+
+        Raises:
+            MissingExtraError: PyAV is not installed.
+        """
+        found = [(packet.size, packet.is_keyframe) for _, packet in self._packets() if packet.size]
+        self.packets = len(found)
+        sizes, keys = zip(*found, strict=True) if found else ((), ())
+        return np.array(sizes, np.int64), np.array(keys, bool)
+
+    def frames(self, broken: Iterable[int] = ()) -> Iterator[Decoded]:
+        """All frames that are whole, in order.
+
+        Args:
+            broken: packets that are known not to be whole, or to follow on something lost.
+
+        Raises:
+            MissingExtraError: PyAV is not installed.
+        """
+        try:
+            yield from self._decode(list(broken))
+        except ValueError as error:
+            self.problem = f"{self.path.name} cannot be used further: {error}"
+
+    def _packets(self) -> Iterator[tuple[Any, Any]]:
+        """Streams and packets, as far as the file can be read."""
+        try:
+            with av().open(str(self.path), format=_container(self.path)) as file:
+                if not file.streams.video:
+                    self.problem = f"{self.path.name} has no video"
+                    return
+                stream = file.streams.video[0]
+                # One thread: an error is then of the packet that was given last.
+                stream.codec_context.thread_count = 1
+                # Otherwise some damage is decoded to something without a word.
+                stream.codec_context.options = {"err_detect": "explode"}
+                for packet in file.demux(stream):
+                    yield stream, packet
+        except (OSError, av().error.FFmpegError) as error:
+            said = getattr(error, "strerror", None) or error
+            self.problem = f"{self.path.name} cannot be read further: {said}"
+
+    def _decode(self, broken: list[int]) -> Iterator[Decoded]:
+        sizes: list[int] = []
+        keys: list[int] = []
+        for _, packet in self._packets():
+            place = len(sizes)
+            if packet.size:
+                if packet.is_keyframe:
+                    keys.append(place)
+                sizes.append(packet.size)
+                self.packets = len(sizes)
+                packet.pts = packet.dts = place
+            try:
+                shown = packet.decode()
+            except av().error.FFmpegError:
+                broken.append(place)
+                self.damaged.add(place)
+                continue
+            for frame in shown:
+                if frame.is_corrupt:
+                    broken.append(frame.pts)
+                if self._is_whole(frame, keys, broken):
+                    yield Decoded(frame.pts, self._image(frame), sizes[frame.pts])
+                else:
+                    self.damaged.add(frame.pts)
+
+    def _is_whole(self, frame: Any, keys: list[int], broken: list[int]) -> bool:
+        """Whether nothing from its last key frame on is broken."""
+        start = max((key for key in keys if key <= frame.pts), default=None)
+        return start is not None and not any(start <= place <= frame.pts for place in broken)
+
+    def _image(self, frame: Any) -> Bytes:
+        if frame.format.name not in _FORMATS:
+            raise ValueError(f"its pixels are {frame.format.name}, expected {_FORMATS[0]}")
+        if not self.width:
+            self.width, self.height = frame.width, frame.height
+        if (frame.width, frame.height) != (self.width, self.height):
+            raise ValueError("the size of its frames changes")
+        image = np.empty(self.width * self.height * 3 // 2, np.uint8)
+        start = 0
+        for plane in frame.planes:
+            rows = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)
+            end = start + plane.height * plane.width
+            part = image[start:end].reshape(plane.height, plane.width)
+            part[:] = rows[: plane.height, : plane.width]
+            start = end
+        return image
+
+
+def read_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
+    """The same items, up to `count` of them made by another thread before they are asked for."""
+    end: Any = object()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque(pool.submit(next, items, end) for _ in range(count))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
+            yield item
+
+
+def _container(path: Path) -> str | None:
+    """Raw HEVC has nothing at its start that names it."""
+    return "hevc" if path.suffix == ".hevc" else None

@@ -1,0 +1,40 @@
+"""Model files and a route that many tests read, each written once."""
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def driving_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Path]]:
+    """The files of a generation: `driving_models("2026-07", opset=20, fp16=False)`."""
+    from recipes.openpilot.make_model import make_model
+
+    @functools.cache
+    def make(generation: str, *, opset: int = 20, fp16: bool = False) -> list[Path]:
+        folder = tmp_path_factory.mktemp(f"model-{generation}-{opset}-{fp16}")
+        return make_model(folder, generation, opset=opset, fp16=fp16)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def marked_route(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one segment whose frames are numbered; do not write there."""
+    pytest.importorskip("openpilot_logging")
+    from recipes.openpilot import make_data
+    from tests.recipes.openpilot.routes import OPTIONS
+
+    root = tmp_path_factory.mktemp("marked")
+    make_data.make_route(root, OPTIONS)
+    return root
+
+
+@pytest.fixture
+def segment(marked_route: Path, tmp_path: Path) -> Path:
+    """The segment's folder, to be changed."""
+    (found,) = marked_route.iterdir()
+    return Path(shutil.copytree(found, tmp_path / "routes" / found.name))
