@@ -3,11 +3,19 @@
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
 import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
+
+
+class Precision(StrEnum):
+    """What models compute in."""
+
+    BF16 = "bf16"
+    FLOAT32 = "float32"
 
 
 def make_app(package: str, commands: Mapping[str, tuple[str, str]], about: str) -> typer.Typer:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from recipes.command_line import Precision
+
 
 class Task(StrEnum):
     """From a text, or from a text and the first frame."""
@@ -61,13 +63,6 @@ class Layout(StrEnum):
 
     DIFFUSERS = "diffusers"
     UPSTREAM = "upstream"
-
-
-class Precision(StrEnum):
-    """What all models compute in."""
-
-    BF16 = "bf16"
-    FLOAT32 = "float32"
 
 
 Model = Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from recipes.command_line import Precision
 from recipes.hunyuan_video.command_options import (
     Aspect,
     CacheEnd,
@@ -23,7 +24,6 @@ from recipes.hunyuan_video.command_options import (
     Out,
     Output,
     OutputOption,
-    Precision,
     PrecisionOption,
     Program,
     Prompts,
@@ -167,19 +167,24 @@ def denoise_latents(
 def compare(
     left: Annotated[Path, typer.Argument(help="A run's folder or an mp4 file.")],
     right: Annotated[Path, typer.Argument(help="Another one.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="An mp4 file.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="An mp4 file; none is written of latents alone.")
+    ],
 ) -> None:
     """Two videos beside each other, and how far they are from each other."""
     with errors_as_exit_codes("compare"):
         from recipes.hunyuan_video import video
 
+        if (found := _latents_beside(left, right)) is not None:
+            typer.echo(f"latents: PSNR {found[0]:.1f} dB, cosine {found[1]:.5f}")
+            if not _video_of(left).is_file() or not _video_of(right).is_file():
+                # Runs with --output latents or png have no more than that.
+                return
         (one, about), (other, _) = (video.read_video(_video_of(path)) for path in (left, right))
         both = video.side_by_side(one, other)
         video.write_video(out, both, about={"left": str(left), "right": str(right), **about})
         length = len(both)
         typer.echo(f"{out}: PSNR {video.psnr(one[:length], other[:length]):.1f} dB")
-        if (found := _latents_beside(left, right)) is not None:
-            typer.echo(f"latents: PSNR {found[0]:.1f} dB, cosine {found[1]:.5f}")
 
 
 def compile_(

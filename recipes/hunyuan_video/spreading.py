@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
@@ -45,35 +45,49 @@ class Spread:
             yield
 
 
-def _modulation(axis: str) -> list[Rule]:
-    """A third of the weights, each for one vector: stored spread."""
-    return [
-        Rule(f"**.{name}.linear.{leaf}", P(axis), "modulation")
-        for name in ("norm1", "norm1_context", "img_mod", "txt_mod")
-        for leaf in ("weight", "bias")
-    ]
+class _Names(NamedTuple):
+    """How a class of denoiser names its weights.
+
+    Attributes:
+        table: the table of columns and rows.
+        modulation: the modules of a block that make vectors for all of its tokens.
+    """
+
+    table: ShardingRules
+    modulation: tuple[str, ...]
+
+
+_NAMES = {
+    "HunyuanVideo15Transformer3DModel": _Names(
+        TABLES["hunyuan_video15"], ("norm1", "norm1_context")
+    ),
+    "HunyuanVideo_1_5_DiffusionTransformer": _Names(TABLES["hyvideo15"], ("img_mod", "txt_mod")),
+}
+
+
+def _names_of(model: Any) -> _Names:
+    module = model.module if isinstance(model, PortedModel) else model
+    return _NAMES[type(module).__name__]
 
 
 def _tokens_spread(model: Any) -> ShardingRules:
+    # A third of the weights, each for one vector: stored spread.
+    modulation = [
+        Rule(f"**.{name}.linear.{leaf}", P("sequence"), "modulation")
+        for name in _names_of(model).modulation
+        for leaf in ("weight", "bias")
+    ]
     return ShardingRules(
-        [*_modulation("sequence"), Rule("**", P(), "replicated")],
+        [*modulation, Rule("**", P(), "replicated")],
         name="tokens spread",
         inputs={"**": P("data")},
         activations=sequence_activations(model),
     )
 
 
-# By class, as diffusers and as upstream name the weights.
-_TABLES = {
-    "HunyuanVideo15Transformer3DModel": TABLES["hunyuan_video15"],
-    "HunyuanVideo_1_5_DiffusionTransformer": TABLES["hyvideo15"],
-}
-
-
 def _columns_and_rows(model: Any) -> ShardingRules:
     """The table of a model; what it stores spread lies along the mesh's one axis of weights."""
-    module = model.module if isinstance(model, PortedModel) else model
-    table = _TABLES[type(module).__name__]
+    table = _names_of(model).table
     rules = [
         replace(rule, spec=P("tensor")) if rule.spec == P("fsdp") else rule for rule in table.rules
     ]

@@ -9,8 +9,9 @@ vision_encoder/siglip                         SigLIP, with image_encoder and fea
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import tpuport
 from recipes.hunyuan_video.components import CLASSES, Components, model_folder
 from recipes.hunyuan_video.options import Options
+from tpuport.attention.dispatch import AttentionWarning
 from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
 
@@ -91,9 +93,16 @@ class UpstreamComponents(Components):
             return self.folder / "transformer" / self.index["transformer"]
         return self.folder / _PLACES[name]
 
-    def tracing(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
         """Without CUDA upstream's code runs only inside a porting context."""
-        return tpuport.porting("hyvideo", absent=["loguru"], port_modules=False)
+        with (
+            warnings.catch_warnings(),
+            tpuport.porting("hyvideo", absent=["loguru"], port_modules=False),
+        ):
+            # Of the few tokens of text, which upstream lays end to end whatever attn_mode is.
+            warnings.filterwarnings("ignore", "Attention has batch of 1,", AttentionWarning)
+            yield
 
     def check(self, options: Options) -> None:
         """Raise unless the model is one for these options.
@@ -117,6 +126,10 @@ class UpstreamComponents(Components):
     def config(self, name: str) -> dict[str, Any]:
         """The configuration of a component, as its JSON file has it."""
         found = super().config(name)
+        if name == "transformer":
+            # Not flash-attn's way, which lays all rows end to end: what lies over chips as a batch
+            # would be one sequence there.
+            return {**found, "attn_mode": "torch"}
         if name == "text_encoder":
             return found.get("text_config", found)
         if name == "text_encoder_2":

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from recipes import packages
 from tpuport.checkpoints.atomic import replacing_file, replacing_folder
-from tpuport.errors import MissingExtraError, UsageError
+from tpuport.errors import UsageError
 
 FRAMES_A_SECOND = 24
 Frames = np.ndarray[Any, Any]
@@ -38,7 +39,7 @@ def write_video(
         CheckpointError: the disk is full.
         MissingExtraError: PyAV is not installed.
     """
-    av = _av()
+    av = packages.av()
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
         raise UsageError(f"frames: expected uint8 (F, H, W, 3), got {frames.dtype} {frames.shape}")
     if not len(frames) or frames.shape[1] % 2 or frames.shape[2] % 2:
@@ -65,7 +66,7 @@ def read_video(path: str | Path) -> tuple[Frames, dict[str, Any]]:
         UsageError: it is no video.
         MissingExtraError: PyAV is not installed.
     """
-    av = _av()
+    av = packages.av()
     try:
         with av.open(str(path)) as file:
             frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
@@ -127,14 +128,6 @@ def to_frames(video: Any) -> Frames:
     """uint8 (F, H, W, 3) of what the decoder gives: floats (3, F, H, W) in [-1, 1]."""
     values = np.asarray(video, np.float32).transpose(1, 2, 3, 0)
     return np.round(np.clip(values / 2 + 0.5, 0, 1) * 255).astype(np.uint8)
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("reading and writing video", "av", "recipes") from error
-    return av
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from recipes.openpilot.drawing import Bytes, Painter
 from recipes.openpilot.events import Encoded, Recording, make_events
 from recipes.openpilot.geometry import scaled_intrinsics
 from recipes.openpilot.scene import Drive, DriveOptions
-from recipes.openpilot.schema import av, zstandard
+from recipes.openpilot.schema import zstandard
+from recipes.packages import av
 from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import UsageError
 

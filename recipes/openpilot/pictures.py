@@ -13,7 +13,7 @@ from recipes.hunyuan_video.video import write_video
 from recipes.openpilot.constants import MODEL_CAMERA_HEIGHT, MODEL_RUN_FREQ, X_IDXS
 from recipes.openpilot.frames import check_packed, unpack
 from recipes.openpilot.geometry import model_from_calib, project
-from recipes.openpilot.schema import av
+from recipes.packages import av
 from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import UsageError
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.openpilot.schema import av
+from recipes.packages import av
 
 Bytes = NDArray[np.uint8]
 Item = TypeVar("Item")

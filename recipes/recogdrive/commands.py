@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from recipes.command_line import Precision
 from tpuport.commands._common import errors_as_exit_codes
 from tpuport.errors import UsageError
 
@@ -53,13 +54,6 @@ class Reward(StrEnum):
 
     SIMPLE = "simple"
     PDM = "pdm"
-
-
-class Precision(StrEnum):
-    """What is computed in."""
-
-    FLOAT32 = "float32"
-    BF16 = "bf16"
 
 
 Cache = Annotated[Path, typer.Argument(help="A cache of hidden states, of either layout.")]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tpuport
+from tests.attention_call.programs import KERNELS
 from tpuport.errors import UsageError
 
 RTOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -243,9 +244,14 @@ def unpadded_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("flash")
-def test_padding_is_taken_out_and_put_back_in_one_program():
+@pytest.mark.parametrize("kernel", ["full", "blockwise", "splash"])
+def test_padding_is_taken_out_and_put_back_in_one_program(kernel: str):
     (x,) = tensors((2, 5, 3, 4, 8))
-    ported = tpuport.convert(Call(unpadded_attention))
+    with tpuport.attention_options(**KERNELS.get(kernel, {"kernel": kernel})):
+        check_unpadded(x, tpuport.convert(Call(unpadded_attention)), kernel)
+
+
+def check_unpadded(x: torch.Tensor, ported: Any, kernel: str) -> None:
     for mask in (MASK, torch.ones(2, 5, dtype=torch.bool), MASK.flip(0, 1)):
         want = torch.zeros(2, 5, 4, 8, dtype=torch.float64)
         for b in range(2):
@@ -254,6 +260,7 @@ def test_padding_is_taken_out_and_put_back_in_one_program():
         with torch.no_grad():
             close(tpuport.to_torch(ported(x.detach(), mask)), want)
     assert ported.report.retraces == []
+    assert {call.kernel for call in ported.report.attention} == {kernel}
 
 
 def test_the_version_that_is_asked_for():

@@ -15,6 +15,7 @@ _PROGRAM = "-cache"
 _USED = "-atime"
 _PIECE = 1 << 20
 _ZLIB = 0x78
+_ZSTANDARD = bytes.fromhex("28b52ffd")
 _RIGHT_AFTER = 1_000_000_000
 
 
@@ -66,13 +67,13 @@ def entries(directory: Path) -> list[Entry]:
 def is_whole(path: Path) -> bool:
     """Whether an entry can be unpacked to its end and has the check sum that it says.
 
-    An entry in zstandard's format, which jax writes where that package is installed, counts as
-    whole: jax itself refuses one that was cut off.
+    An entry in zstandard's format counts as whole: it has no check sum. jax writes such entries
+    outside of `tpuport.compile_cache` where that package is installed, and reads them there only.
     """
     with path.open("rb") as file:
         piece = file.read(_PIECE)
         if not piece or piece[0] != _ZLIB:
-            return bool(piece)
+            return piece.startswith(_ZSTANDARD)
         unpack = zlib.decompressobj()
         try:
             while piece:

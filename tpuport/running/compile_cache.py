@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+from jax._src import compilation_cache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from tpuport.errors import UsageError
@@ -146,6 +147,7 @@ class CompileCache:
             "jax_raise_persistent_cache_errors": False,
         }
         before = {name: getattr(jax.config, name) for name in values}
+        self._closing.enter_context(_check_sums())
         self._closing.callback(_configure, before)
         _configure(values)
         self._closing.enter_context(watching(self.report))
@@ -198,6 +200,25 @@ def compile_cache(
     if min_compile_seconds < 0:
         raise UsageError(f"min_compile_seconds: expected 0 or more, got {min_compile_seconds}")
     return CompileCache(directory, max_size, min_compile_seconds)
+
+
+@contextlib.contextmanager
+def _check_sums() -> Iterator[None]:
+    """Have jax pack programs by zlib, whose check sum tells a damaged one from a whole one.
+
+    Where the package zstandard is installed jax 0.10.2 packs by it, and asks for no check sum: a
+    byte that a disk changed would be run. Goes when jax asks for one
+    (tests/running/test_compile_cache.py has the test that says so).
+    """
+    packers = [name for name in ("zstd", "zstandard") if hasattr(compilation_cache, name)]
+    before = {name: getattr(compilation_cache, name) for name in packers}
+    for name in packers:
+        setattr(compilation_cache, name, None)
+    try:
+        yield
+    finally:
+        for name, packer in before.items():
+            setattr(compilation_cache, name, packer)
 
 
 def _configure(values: dict[str, Any]) -> None:

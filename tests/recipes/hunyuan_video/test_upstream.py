@@ -88,6 +88,7 @@ def test_ten_steps_are_those_of_eager_pytorch_and_of_diffusers(
         conditions = {n: torch.from_numpy(np.array(v)) for n, v in denoiser.conditions.items()}
         eager: Any = components.module("transformer").to_empty(device="cpu")
         weights = tpuport.load_checkpoint(components.place("transformer"))
+        eager.set_attn_mode("flash")
         eager.load_state_dict({n: torch.from_numpy(np.array(v)) for n, v in weights.items()})
         for times in make_schedule(components.scheduler(), OPTIONS):
             given = latents, torch.from_numpy(times), conditions

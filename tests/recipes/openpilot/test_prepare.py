@@ -371,7 +371,7 @@ def test_files_that_are_no_segments_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="has no segment of a training set"):
         shards.find_shards(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"none")
-    with pytest.raises(CheckpointError, match=r"a.safetensors cannot be read: .*prepare it again"):
+    with pytest.raises(CheckpointError, match=r"a.safetensors cannot be read: .*make it again"):
         shards.read_shard(tmp_path / "a.safetensors")
     (tmp_path / shards.INDEX).write_text(json.dumps({"other": 1}))
     with pytest.raises(CheckpointError, match=r"is no index of segments: KeyError"):

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tpuport.errors import UsageError
 from tpuport.model.attention_tensors import attend_tensors, places
+from tpuport.model.bounded.extents import attach, extents_of, filled
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,9 @@ def attend_packed(
     Returns:
         [T, H, Dv], zeros for rows after the last sequence, and what `with_lse` asks for.
     """
+    # With as many rows as there may be: those past the real ones are past the last sequence.
+    counts = extents_of(query)
+    query, key, value = (filled(x, 0) for x in (query, key, value))
     rows, columns = (Packed.of(s, x.shape[0]) for s, x in zip(starts, (query, key), strict=True))
     lengths = columns.lengths
     if used is not None:
@@ -239,4 +243,9 @@ def attend_packed(
         rule = dataclasses.replace(rule, slopes=by_row[None])
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out, lse = attend(q, k, v, rule, distance=distance, seen=seen, with_lse=with_lse)
-    return out[0].transpose(0, 1), None if lse is None else lse[0]
+    packed = out[0].transpose(0, 1)
+    lse = None if lse is None else lse[0]
+    if 0 in counts:
+        packed = attach(packed, {0: counts[0]})
+        lse = None if lse is None else attach(lse, {1: counts[0]})
+    return packed, lse
