@@ -15,6 +15,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 )
+# LLVM's optimisations are not under test, and take half of the suite's time. tests/exactness
+# compiles as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # A test that needs a download is a test that fails somewhere else.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -38,15 +38,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast() -> Iterator[None]:
-    """The compiler's own optimisations are not under test, and take half the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(autouse=True)
 def _release_compiled_programs() -> Iterator[None]:
     yield

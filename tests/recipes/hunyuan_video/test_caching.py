@@ -21,7 +21,7 @@ from tests.recipes.hunyuan_video.short import LENGTH
 from tpuport.errors import UsageError
 from tpuport.running.compile_cache import CacheReport, watching
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "short")
+pytestmark = pytest.mark.usefixtures("short")
 
 OPTIONS = Options(
     ('a sign that says "open"',),

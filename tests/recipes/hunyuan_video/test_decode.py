@@ -27,7 +27,6 @@ RTOL = 1e-4
 RTOL_BF16 = 5e-2
 # 8 x 7 latents: tiles of 4 x 4, 4 x 1, 2 x 4 and 2 x 1.
 FOUR_SHAPES = (1, 4, 2, 8, 7)
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
 Vae = Any
 
 
@@ -42,7 +41,7 @@ def ported(model: Vae) -> VideoVae:
 
 
 @pytest.fixture(scope="module")
-def tiled(compiled_quickly: None, ported: VideoVae) -> jax.Array:
+def tiled(ported: VideoVae) -> jax.Array:
     """The program of all four shapes takes longest."""
     return decode_video(ported, normal(*FOUR_SHAPES).numpy())
 

@@ -18,8 +18,6 @@ from recipes.quiet import quietly
 from tests.recipes.hunyuan_video.eager import relative
 from tpuport.errors import UsageError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 STEPS = 4
 
 

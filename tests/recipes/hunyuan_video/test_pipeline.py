@@ -21,8 +21,6 @@ from tests.recipes.hunyuan_video.eager import pipeline, relative
 from tests.recipes.hunyuan_video.short import LENGTH
 from tpuport.running.compile_cache import CacheReport, watching
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # One of them quotes text, for byT5; they have unequal lengths, so there are padded rows.
 TWO = ('A sign that says "open" and “late”, in the rain.', "snow")
 SMALL = Options(

@@ -17,8 +17,6 @@ from recipes.hunyuan_video.video import psnr, read_video
 from tests.recipes.killing import kill_when
 from tpuport.errors import CheckpointError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SIZE = ("--height", "32", "--width", "48", "--frames", "5", "--precision", "float32")
 FAST = ("--guidance", "1", "--steps", "3", "--save-every", "1", *SIZE)
 

@@ -16,7 +16,7 @@ from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tpuport.errors import UsageError
 from tpuport.sharding import make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly", "short")
+pytestmark = pytest.mark.usefixtures("short")
 
 OPTIONS = Options(("a sign", "rain"), height=64, width=64, frames=5, steps=2, precision="float32")
 

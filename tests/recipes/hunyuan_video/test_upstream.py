@@ -24,7 +24,7 @@ from tests.recipes.hunyuan_video.eager import relative
 from tpuport.errors import UsageError
 
 pytestmark = [
-    pytest.mark.usefixtures("compiled_quickly", "short"),
+    pytest.mark.usefixtures("short"),
     pytest.mark.skipif(
         importlib.util.find_spec("hyvideo") is None,
         reason="waits for hyvideo: pip install --no-deps hyvideo-fork",

@@ -61,7 +61,6 @@ def test_an_error_leaves_the_class_as_it_was():
     assert HunyuanVideo15AttnBlock.forward is FORWARD
 
 
-@pytest.mark.usefixtures("compiled_quickly")
 def test_a_video_is_decoded_and_the_class_is_as_it_was():
     model = small_vae()
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}

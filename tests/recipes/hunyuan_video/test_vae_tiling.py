@@ -12,8 +12,6 @@ from tests.recipes.hunyuan_video.vae_models import FACTOR, difference, normal, s
 from tpuport.errors import UsageError
 from tpuport.sharding import make_mesh
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 class Enlarge(torch.nn.Module):
     """Each latent becomes a square that is brighter the further it is from the tile's corner, so

@@ -11,8 +11,6 @@ from recipes.hunyuan_video.video import read_video
 from recipes.openpilot.__main__ import COMMANDS, app
 from recipes.openpilot.contract import read_contract
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def run(*given: Any) -> Result:
     """A command in this process."""

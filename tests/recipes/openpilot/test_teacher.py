@@ -22,8 +22,6 @@ from recipes.openpilot.teacher import (
 from tests.recipes.openpilot.frames import make_shard
 from tpuport.errors import CheckpointError, UsageError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:
     with open_arrays(path) as file:

@@ -27,8 +27,6 @@ from tpuport.training import make_train_step
 
 RATE, WARMUP, LENGTH = 1.0, 3, 5
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:

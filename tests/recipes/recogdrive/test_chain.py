@@ -11,8 +11,6 @@ from recipes.recogdrive import planner as planners
 from recipes.recogdrive.planner import PlannerConfig
 from tests.recipes.recogdrive.runs import command, logged
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SMALLER = PlannerConfig(heads=2, head_dim=16, layers=2, output_dim=32, state_width=64, hidden=64)
 
 

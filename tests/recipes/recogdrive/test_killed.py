@@ -17,8 +17,6 @@ from tests.recipes.killing import kill_when
 from tests.recipes.recogdrive.runs import command, has_state, logged
 from tests.recipes.recogdrive.small import CONFIG, small_planner
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # The least of a planner: what a run keeps does not depend on its size.
 SMALLEST = replace(CONFIG, layers=1)
 # The command with that size, reading slowly, so that it is not through before it is killed.

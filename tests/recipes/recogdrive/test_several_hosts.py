@@ -24,8 +24,6 @@ from tests.training.processes import finish, start_two
 from tpuport.errors import UsageError
 from tpuport.sharding import fsdp
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 # Wide enough that the weights of attention and of the feed-forward layers are spread.
 WIDE = PlannerConfig(heads=2, head_dim=64, layers=1, output_dim=128, state_width=12, hidden=128)
 # The chat model of tests is so small that else its embeddings alone would be.
