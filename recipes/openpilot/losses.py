@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from recipes.openpilot.constants import POSITION
+from recipes.openpilot.constants import POSITION, VELOCITY
 from recipes.openpilot.outputs import Mdn, Prediction
 from tpuport.errors import UsageError
 
@@ -26,8 +26,9 @@ class LossWeights:
 
     Attributes:
         plan: `winner_takes_all` of the plan, in nats a number.
-        path: `path_l1` of the plan's positions, in metres. The likelihood alone moves a mean the
-            slower the wider its distribution is, so that far positions learn last.
+        path: `path_l1` of the plan's positions and velocities, in metres and m/s. The likelihood
+            alone moves a mean the slower the wider its distribution is, so that far positions
+            learn last.
         lane_lines: `masked_l1` of lane lines, in metres, and of their probabilities in nats.
         road_edges: likewise of road edges, which have no probabilities.
         lead: `masked_huber` of leads, in metres and m/s, and of their probabilities in nats.
@@ -121,15 +122,16 @@ def masked_l1(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 
 def path_l1(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean distance of planned positions along each axis, in metres; of several hypotheses that of
-    the nearest, as in `winner_takes_all`.
+    """Mean distance along each axis of planned positions, in metres, and of velocities, in m/s,
+    which count alike; of several hypotheses that of the nearest, as in `winner_takes_all`.
 
     Args:
         mdn: the plan, (..., 33, 15), or (..., 5, 33, 15).
         target: (..., 33, 15).
         mask: (...), which frames count.
     """
-    mean, wanted = mdn.mean[..., POSITION], target[..., POSITION]
+    moves = slice(POSITION.start, VELOCITY.stop)
+    mean, wanted = mdn.mean[..., moves], target[..., moves]
     if mdn.logits is None:
         return masked_mean((mean - wanted).abs(), mask)
     each = (mean - wanted.unsqueeze(-3)).abs().mean((-1, -2))  # (..., hypotheses)

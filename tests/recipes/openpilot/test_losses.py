@@ -123,14 +123,14 @@ def test_lines_are_an_l1_distance_in_metres():
     check_same(masked_l1(Mdn(mean, mean, None), target, mask), expected, mean)
 
 
-def test_paths_are_an_l1_distance_in_metres():
+def test_paths_are_an_l1_distance_of_positions_and_velocities():
     mean, target = leaf(3, 33, 15), leaf(3, 33, 15, seed=1).detach()
-    expected = (mean[..., :3] - target[..., :3]).abs().mean()
+    expected = (mean[..., :6] - target[..., :6]).abs().mean()
     check_same(path_l1(Mdn(mean, mean, None), target, ALL), expected, mean)
     several, logits = leaf(3, 5, 33, 15, seed=2), leaf(3, 5, 1)
     each = torch.stack(
         [
-            torch.stack([F.l1_loss(several[n, h, :, :3], target[n, :, :3]) for h in range(5)]).min()
+            torch.stack([F.l1_loss(several[n, h, :, :6], target[n, :, :6]) for h in range(5)]).min()
             for n in range(3)
         ]
     )
