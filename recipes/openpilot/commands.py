@@ -34,6 +34,14 @@ class Generation(StrEnum):
     SEPTEMBER_2026 = "2026-09"
 
 
+class Size(StrEnum):
+    """How large a made-up model is."""
+
+    SMALL = "small"
+    REAL = "real"
+    LARGE = "large"
+
+
 Model = Annotated[
     list[Path], typer.Argument(help="The model's .onnx files: one, or vision and policy.")
 ]
@@ -47,11 +55,12 @@ def make_data(
     routes: Annotated[int, typer.Option(help="To learn from; one more is held out.")] = 3,
     segments: Annotated[int, typer.Option(help="Of each route.")] = 2,
     seconds: Annotated[float, typer.Option(help="Of each segment; 60 on a device.")] = 8.0,
+    size: Annotated[Size, typer.Option(help="Of the model; large is July 2026's.")] = Size.SMALL,
     opset: Annotated[int, typer.Option(help="Of the model's files, 18 to 21.")] = 20,
     fp16: Annotated[bool, typer.Option("--fp16", help="Its weights as half floats.")] = False,
     seed: Annotated[int, typer.Option(help="Of roads and weights.")] = 0,
 ) -> None:
-    """Write small routes in the real formats, and a small model with the real contract."""
+    """Write small routes in the real formats, and a model with the real contract."""
     with errors_as_exit_codes("make-data"):
         from recipes.openpilot.make_data import RouteOptions
         from recipes.openpilot.make_data import make_data as make
@@ -69,7 +78,8 @@ def make_data(
                 on_step.say(str(path))
 
             make(out / "routes", train=routes, options=options, seed=seed, on_segment=on_segment)
-        for path in make_model(out / "model", generation.value, seed=seed, opset=opset, fp16=fp16):
+        how = {"seed": seed, "opset": opset, "fp16": fp16, "size": size.value}
+        for path in make_model(out / "model", generation.value, **how):
             typer.echo(str(path))
 
 

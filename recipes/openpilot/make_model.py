@@ -1,4 +1,4 @@
-"""Small driving models with the real inputs, outputs and metadata of each generation.
+"""Driving models with the real inputs, outputs and metadata of each generation.
 
 Their weights are random by a seed.
 """
@@ -27,7 +27,7 @@ OPSETS = (18, 19, 20, 21)
 
 
 def make_onnx(
-    kind: FileKind, *, seed: int = 0, opset: int = 20, fp16: bool = False
+    kind: FileKind, *, seed: int = 0, opset: int = 20, fp16: bool = False, size: str = "small"
 ) -> "onnx.ModelProto":
     """A model as an ONNX graph with its metadata.
 
@@ -36,9 +36,10 @@ def make_onnx(
         seed: of its weights.
         opset: 18 to 21.
         fp16: weights and inputs that are no images in float16, as models ship.
+        size: see `small_model.SIZES`.
 
     Raises:
-        UsageError: torch writes no such opset.
+        UsageError: torch writes no such opset, or there is no such size.
     """
     if opset not in OPSETS:
         raise UsageError(f"opset={opset}: expected one of {', '.join(map(str, OPSETS))}")
@@ -49,7 +50,7 @@ def make_onnx(
         outputs += [f"next_{name}" for name in inputs if name.startswith("state_")]
     with _quietly():
         program = torch.onnx.export(
-            build(kind, seed).to(dtype),
+            build(kind, seed, size).to(dtype),
             tuple(inputs.values()),
             dynamo=True,
             opset_version=opset,
@@ -104,7 +105,13 @@ def _name_nodes(model: "onnx.ModelProto") -> None:
 
 
 def make_model(
-    folder: str | Path, generation: str, *, seed: int = 0, opset: int = 20, fp16: bool = False
+    folder: str | Path,
+    generation: str,
+    *,
+    seed: int = 0,
+    opset: int = 20,
+    fp16: bool = False,
+    size: str = "small",
 ) -> list[Path]:
     """Write the model files of a generation.
 
@@ -114,12 +121,13 @@ def make_model(
         seed: of the weights; the second file has the next one.
         opset: 18 to 21.
         fp16: see `make_onnx`.
+        size: likewise.
 
     Returns:
         The files, vision before policy.
 
     Raises:
-        UsageError: there is no such generation or opset.
+        UsageError: there is no such generation, opset or size.
         CheckpointError: a file cannot be written.
     """
     if generation not in GENERATIONS:
@@ -127,7 +135,7 @@ def make_model(
     folder, written = Path(folder), []
     folder.mkdir(parents=True, exist_ok=True)
     for number, kind in enumerate(GENERATIONS[generation]):
-        model = make_onnx(kind, seed=seed + number, opset=opset, fp16=fp16)
+        model = make_onnx(kind, seed=seed + number, opset=opset, fp16=fp16, size=size)
         read_contract(model)
         path = folder / f"{kind.name}.onnx"
         with replacing_file(path) as temporary:

@@ -1,9 +1,11 @@
-"""A small driving model in torch, of what the real ones are built of: convolutions over each camera
+"""A driving model in torch, of what the real ones are built of: convolutions over each camera
 (depthwise ones too), a feature of 512 numbers a frame, attention over the buffer of features, and
-heads with several hypotheses where the generation has them.
+heads with several hypotheses where the generation has them. Small, or as large as theirs.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,40 +14,107 @@ from torch import nn
 
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TEMPORAL_SKIP
 from recipes.openpilot.generations import FEATURE_LEN, FileKind
+from tpuport.errors import UsageError
 
 
-class ConvBlock(nn.Module):
-    """Half the height and width: a depthwise convolution, then a mix of channels, and a residual
-    one of the same, scaled by channel.
+@dataclass(frozen=True)
+class Size:
+    """How large a model is.
+
+    Attributes:
+        widths: channels of the stages of a camera's convolutions, each stage of half the height and
+            width of the one before, the first of a quarter of the picture's.
+        depths: residual blocks of each stage.
+        expansion: how much wider these are inside.
+        where: channels of the last stage's map that are kept as they are.
+        summary: width between both cameras and the feature.
+        policy: width of the tokens.
+        attention_heads: of the policy.
+        feed_forward: how much wider than the tokens the layer after attention is; 0 for none.
+        hidden: width inside a head.
     """
 
-    def __init__(self, inner: int, outer: int) -> None:
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    expansion: int
+    where: int
+    summary: int
+    policy: int
+    attention_heads: int
+    feed_forward: int
+    hidden: int
+
+    @property
+    def seen(self) -> int:
+        """How many numbers are made of one camera."""
+        shrunk = 4 * 2 ** (len(self.widths) - 1)
+        area = (FRAME_SHAPE[1] // shrunk) * (FRAME_SHAPE[2] // shrunk)
+        return self.widths[-1] + self.where * area
+
+
+# The stages of FastViT-S12 (Vasu et al., arXiv:2303.14189, table 2).
+_S12 = Size((64, 128, 256, 512), (2, 2, 6, 2), 4, 16, 1024, 512, 8, 4, 256)
+SIZES: Mapping[str, Size] = MappingProxyType(
+    {
+        "small": Size((16, 32, 64), (0, 1, 1), 2, 2, 192, 96, 4, 0, 48),
+        # As many weights as the files of 0.9.7 to early 2026 have.
+        "real": _S12,
+        # As many as driving_supercombo of July 2026; the depths are SA24's.
+        "large": replace(_S12, depths=(4, 4, 12, 4)),
+    }
+)
+
+
+class Residual(nn.Module):
+    """A depthwise convolution and a mix of channels beside the input, scaled by channel."""
+
+    def __init__(self, width: int, expansion: int, scale: float) -> None:
         super().__init__()
-        self.down = nn.Conv2d(inner, inner, 3, 2, 1, groups=inner)
-        self.mix = nn.Conv2d(inner, outer, 1)
-        self.depthwise = nn.Conv2d(outer, outer, 3, 1, 1, groups=outer)
-        self.widen = nn.Conv2d(outer, 2 * outer, 1)
-        self.narrow = nn.Conv2d(2 * outer, outer, 1)
-        self.scale = nn.Parameter(torch.full((outer, 1, 1), 0.5))
+        self.depthwise = nn.Conv2d(width, width, 3, 1, 1, groups=width)
+        self.widen = nn.Conv2d(width, expansion * width, 1)
+        self.narrow = nn.Conv2d(expansion * width, width, 1)
+        self.scale = nn.Parameter(torch.full((width, 1, 1), scale))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, inner, h, w) to (n, outer, h / 2, w / 2)."""
-        x = F.gelu(self.mix(self.down(x)))
+        """(n, width, h, w) to the same."""
         return x + self.scale * self.narrow(F.gelu(self.widen(self.depthwise(x))))
 
 
-class Encoder(nn.Module):
-    """The two frames of one camera to 320 numbers: what is seen, and where in the picture."""
+def _residuals(width: int, depth: int, expansion: int) -> nn.Sequential:
+    """Blocks that together count as much as one does, however many they are."""
+    return nn.Sequential(*(Residual(width, expansion, 0.5 / depth) for _ in range(depth)))
 
-    def __init__(self) -> None:
+
+class ConvBlock(nn.Module):
+    """Half the height and width: a depthwise convolution, then a mix of channels, and residual
+    ones of the same.
+    """
+
+    def __init__(self, inner: int, outer: int, depth: int, expansion: int) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(2 * FRAME_SHAPE[0], 16, 4, 4)
-        self.blocks = nn.ModuleList([ConvBlock(16, 32), ConvBlock(32, 64)])
-        self.where = nn.Conv2d(64, 2, 1)
+        self.down = nn.Conv2d(inner, inner, 3, 2, 1, groups=inner)
+        self.mix = nn.Conv2d(inner, outer, 1)
+        self.residuals = _residuals(outer, depth, expansion)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, 12, 128, 256), 0 to 255, to (n, 320)."""
-        x = F.gelu(self.stem((x - 128.0) / 64.0))
+        """(n, inner, h, w) to (n, outer, h / 2, w / 2)."""
+        return self.residuals(F.gelu(self.mix(self.down(x))))
+
+
+class Encoder(nn.Module):
+    """The two frames of one camera to numbers: what is seen, and where in the picture."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2 * FRAME_SHAPE[0], size.widths[0], 4, 4)
+        self.first = _residuals(size.widths[0], size.depths[0], size.expansion)
+        stages = zip(size.widths, size.widths[1:], size.depths[1:], strict=False)
+        self.blocks = nn.ModuleList([ConvBlock(*stage, size.expansion) for stage in stages])
+        self.where = nn.Conv2d(size.widths[-1], size.where, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, 12, 128, 256), 0 to 255, to (n, seen)."""
+        x = self.first(F.gelu(self.stem((x - 128.0) / 64.0)))
         for block in self.blocks:
             x = block(x)
         return torch.cat([x.mean((2, 3)), self.where(x).flatten(1)], dim=1)
@@ -67,14 +136,14 @@ class ResBlock(nn.Module):
 class Summarizer(nn.Module):
     """What both cameras show to one feature."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.join = nn.Linear(2 * 320, 192)
-        self.resblock = ResBlock(192)
-        self.feature = nn.Linear(192, FEATURE_LEN)
+        self.join = nn.Linear(2 * size.seen, size.summary)
+        self.resblock = ResBlock(size.summary)
+        self.feature = nn.Linear(size.summary, FEATURE_LEN)
 
     def forward(self, road: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """(n, 320) each to (n, 512), of length 8."""
+        """(n, seen) each to (n, 512), of length 8."""
         x = F.relu(self.join(torch.cat([road, wide], dim=1)))
         x = self.feature(self.resblock(x))
         return 8.0 * x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-3)
@@ -83,13 +152,12 @@ class Summarizer(nn.Module):
 class Hydra(nn.Module):
     """Heads on one trunk, each an MLP of its own."""
 
-    def __init__(self, width: int, heads: Mapping[str, int]) -> None:
+    def __init__(self, width: int, heads: Mapping[str, int], hidden: int) -> None:
         super().__init__()
         self.trunk = ResBlock(width)
         for name, size in heads.items():
-            self.add_module(
-                name, nn.Sequential(nn.Linear(width, 48), nn.ReLU(), nn.Linear(48, size))
-            )
+            layers = nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, size)
+            self.add_module(name, nn.Sequential(*layers))
         self.names = tuple(heads)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -117,23 +185,41 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
+class FeedForward(nn.Module):
+    """Two layers on each token, the first of them wider."""
+
+    def __init__(self, width: int, times: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, times * width)
+        self.narrow = nn.Linear(times * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, t, width) to the same."""
+        return x + self.narrow(F.gelu(self.widen(self.norm(x))))
+
+
 class TemporalPolicy(nn.Module):
     """The buffer of features, and what else a generation gives, to the heads of a policy."""
 
-    def __init__(self, tokens: int, inputs: Mapping[str, tuple[int, ...]], heads: Any) -> None:
+    def __init__(
+        self, tokens: int, inputs: Mapping[str, tuple[int, ...]], heads: Any, size: Size
+    ) -> None:
         super().__init__()
-        self.project = nn.Linear(FEATURE_LEN, 96)
-        self.position = nn.Parameter(0.1 * torch.randn(1, tokens, 96))
-        self.attention = Attention(96, 4)
+        width = size.policy
+        self.project = nn.Linear(FEATURE_LEN, width)
+        self.position = nn.Parameter(0.1 * torch.randn(1, tokens, width))
+        self.attention = Attention(width, size.attention_heads)
+        self.mlp = FeedForward(width, size.feed_forward) if size.feed_forward else nn.Identity()
         self.inputs = tuple(inputs)
-        self.context = nn.Linear(sum(_size_of(shape) for shape in inputs.values()), 96)
-        self.temporal_hydra = Hydra(192, heads)
+        self.context = nn.Linear(sum(_size_of(shape) for shape in inputs.values()), width)
+        self.temporal_hydra = Hydra(2 * width, heads, size.hidden)
 
     def forward(
         self, features: torch.Tensor, others: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """(n, tokens, 512) and the other inputs to each head."""
-        x = self.attention(self.project(features) + self.position)
+        x = self.mlp(self.attention(self.project(features) + self.position))
         context = self.context(torch.cat([others[name].flatten(1) for name in self.inputs], dim=1))
         return self.temporal_hydra(torch.cat([x[:, -1] + x.mean(1), context], dim=1))
 
@@ -143,22 +229,24 @@ class DrivingModel(nn.Module):
 
     Args:
         kind: which.
+        size: how large.
     """
 
-    def __init__(self, kind: FileKind) -> None:
+    def __init__(self, kind: FileKind, size: Size) -> None:
         super().__init__()
         self.kind = kind
         planned = {"plan", "desire_state", "desired_curvature"}
         given = {"hidden_state", "pad"}
         if kind.images:
-            self.road, self.wide, self.summarizer = Encoder(), Encoder(), Summarizer()
+            self.road, self.wide = Encoder(size), Encoder(size)
+            self.summarizer = Summarizer(size)
             seen = {n: w for n, w in kind.heads.items() if n not in planned | given}
-            self.hydra = Hydra(FEATURE_LEN, seen)
+            self.hydra = Hydra(FEATURE_LEN, seen, size.hidden)
         if kind.buffers:
             others = {n: s for n, s in kind.buffers.items() if n != "features_buffer"}
             tokens = kind.buffers["features_buffer"][1] + (1 if kind.images else 0)
             policy = {n: w for n, w in kind.heads.items() if n in planned}
-            self.policy = TemporalPolicy(tokens, others, policy)
+            self.policy = TemporalPolicy(tokens, others, policy, size)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Inputs as the contract has them, with n for its 1, to (n, all heads)."""
@@ -224,11 +312,22 @@ def _size_of(shape: tuple[int, ...]) -> int:
     return size
 
 
-def build(kind: FileKind, seed: int = 0) -> nn.Module:
-    """The torch module of a file, with random weights by a seed."""
+def build(kind: FileKind, seed: int = 0, size: str = "small") -> nn.Module:
+    """The torch module of a file, with random weights by a seed.
+
+    Args:
+        kind: the file.
+        seed: of the weights.
+        size: one of `SIZES`.
+
+    Raises:
+        UsageError: there is no such size.
+    """
+    if size not in SIZES:
+        raise UsageError(f"size={size!r}: expected one of {', '.join(SIZES)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = DrivingModel(kind).eval()
+        model = DrivingModel(kind, SIZES[size]).eval()
         for module in model.modules():
             # torch's own start is so small that three layers leave nothing of the picture.
             if isinstance(module, nn.Linear | nn.Conv2d):

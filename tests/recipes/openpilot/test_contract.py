@@ -114,11 +114,28 @@ def test_weights_are_those_of_the_seed():
     assert not torch.equal(state["road.stem.weight"], other["road.stem.weight"])
 
 
+# Bytes of published files in half precision: git LFS pointers of openpilot's releases.
+@pytest.mark.parametrize(
+    ("generation", "size", "megabytes"),
+    [("0.10.3", "real", (46.3, 13.9)), ("2026-07", "large", (96.6,))],
+)
+def test_real_sizes_are_those_of_published_files(
+    generation: str, size: str, megabytes: tuple[float, ...]
+):
+    with torch.device("meta"):
+        models = [build(kind, size=size) for kind in GENERATIONS[generation]]
+    for model, expected in zip(models, megabytes, strict=True):
+        weights = sum(p.numel() for p in model.parameters())
+        assert 2e-6 * weights == pytest.approx(expected, rel=0.1)
+
+
 def test_wrong_wishes_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match=r"generation='0\.8': expected one of 0\.9\.7"):
         make_model(tmp_path, "0.8")
     with pytest.raises(UsageError, match="opset=14: expected one of 18, 19, 20, 21"):
         make_model(tmp_path, "2026-07", opset=14)
+    with pytest.raises(UsageError, match="size='huge': expected one of small, real, large"):
+        make_model(tmp_path, "2026-07", size="huge")
 
 
 # -- files that are not what they say --------------------------------------------------------------
