@@ -180,9 +180,11 @@ class Driver(nn.Module):
         if self.kind is Kind.STATEFUL:
             return images
         graph: Graph = self.graphs[0]
-        flat = {name: value.flatten(0, len(lead) - 1) for name, value in images.items()}
+        last = len(lead) - 1
+        # Drives outermost: spread over devices, each keeps its own frames.
+        flat = {n: value.transpose(0, last).flatten(0, last) for n, value in images.items()}
         found = graph.compute(flat, graph.frozen_frontier(self.image_inputs))
-        return {name: value.unflatten(0, lead) for name, value in found.items()}
+        return {n: value.unflatten(0, lead[::-1]).transpose(0, last) for n, value in found.items()}
 
     def step(self, state: Tensors, seen: Tensors, frame: Tensors) -> tuple[Tensors, torch.Tensor]:
         """One frame of what `see` has seen.

@@ -81,7 +81,7 @@ def export_run(folder: str | Path, out: str | Path) -> list[ExportReport]:
     Each is compared with the trained module on frames of the training set.
 
     Args:
-        folder: of the run; steps that are left are taken first.
+        folder: of the run; steps that are left are taken first, on one device.
         out: another folder than that of the original files.
 
     Raises:
@@ -95,7 +95,8 @@ def export_run(folder: str | Path, out: str | Path) -> list[ExportReport]:
         raise UsageError(
             f"out={out}: the original files are there. What to do: give another folder"
         )
-    driver = run.begin(folder)
+    alone = dataclasses.replace(run.options, devices=1)
+    driver = dataclasses.replace(run, options=alone).begin(folder)
     rows = real_rows(paths, find_shards(run.data)[0])
     order = _in_order(paths)
     return [

@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 import torch
+from jax.sharding import PartitionSpec as P
 
 import tpuport
 from recipes.openpilot.contract import Kind
@@ -23,9 +25,12 @@ from recipes.openpilot.student import DoraOptions, add_dora, choose_layers, merg
 from recipes.openpilot.windows import LABELS, SEEN, TEACHER, Windows, teacher_slices, write_seen
 from recipes.records import check_record, digest_of
 from tpuport.errors import UsageError
+from tpuport.sharding import Rule, ShardingRules, make_mesh
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
 
 RECORD = "run.json"
+# What may change while a run goes on.
+_FREE = ("save_every", "log_every", "devices")
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class TrainOptions:
         every: frames from one window to the next; by default `length`.
         truncate: frames after which gradients end, or None for all of `length`.
         steps: of training.
-        batch_size: windows of a step.
+        batch_size: windows of a step, of all devices together.
+        devices: over which windows are spread, each with all weights; -1 for all there are.
         learning_rate: at its highest, from which it falls to 0 as a cosine.
         clip_norm: the largest norm of all gradients together.
         remat: compute frames again in the backward pass instead of keeping them.
@@ -60,6 +66,7 @@ class TrainOptions:
     truncate: int | None = None
     steps: int = 200
     batch_size: int = 8
+    devices: int = 1
     learning_rate: float = 1e-3
     clip_norm: float = 1.0
     remat: bool = False
@@ -73,6 +80,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value}: expected 1 or more")
+        if self.devices < 1 and self.devices != -1:
+            raise UsageError(f"devices={self.devices}: expected 1 or more, or -1 for all there are")
         if self.warmup < 0 or self.learning_rate <= 0:
             raise UsageError(
                 f"warmup={self.warmup}, learning_rate={self.learning_rate}: expected 0 or more, and"
@@ -102,7 +111,7 @@ class SequenceLoss:
         late = {n: v[:, self.warmup :].transpose(0, 1) for n, v in batch.items()}
         found = predictions(outputs, driver.slices)
         mask = torch.ones(outputs.shape[:2])
-        terms = driving_terms(found, late, mask, self.losses) if _labels(self.losses) else {}
+        terms = driving_terms(found, late, mask, self.losses) if labels_of(self.losses) else {}
         if self.slices is not None:
             teacher = predictions(late[TEACHER], self.slices)
             terms |= distillation_terms(found, teacher, mask, self.losses)
@@ -130,7 +139,8 @@ def _part(frames: Tensors, seen: Tensors, part: slice) -> tuple[Tensors, Tensors
     return {name: value[part] for name, value in frames.items()}, late or None
 
 
-def _labels(losses: LossWeights) -> list[str]:
+def labels_of(losses: LossWeights) -> list[str]:
+    """The labels that losses with a weight need."""
     wanted = {LABEL_OF.get(name, name) for name, weight in asdict(losses).items() if weight}
     return [name for name in LABELS if name in wanted]
 
@@ -162,11 +172,52 @@ def make_student(model: Sequence[str | Path], dora: DoraOptions) -> Driver:
 
 
 def make_step(driver: Driver, loss: Callable[..., Any], options: TrainOptions) -> TrainStep:
-    """The training step of a student."""
+    """The training step of a student, on `options.devices`.
+
+    Raises:
+        UsageError: there are not so many devices.
+    """
     driver.remat = options.remat
     ported = tpuport.convert(driver, verify=False)
+    if (count := num_devices(options)) > 1:
+        mesh = make_mesh({"data": count}, jax.devices()[:count])
+        tpuport.shard(ported, mesh, by_window())
     rate = optax.cosine_decay_schedule(options.learning_rate, options.steps)
     return make_train_step(ported, loss, optax.adam(rate), clip_norm=options.clip_norm)
+
+
+def num_devices(options: TrainOptions) -> int:
+    """How many devices windows are spread over.
+
+    Raises:
+        UsageError: there are not so many.
+    """
+    found = jax.device_count()
+    if options.devices > found:
+        raise UsageError(
+            f"devices={options.devices}: there are {found}. What to do: give fewer, or -1 for all"
+        )
+    return found if options.devices == -1 else options.devices
+
+
+def by_window() -> ShardingRules:
+    """Rules for a step: windows along data, weights whole on each device."""
+    return ShardingRules(
+        [Rule("**", P(), "replicated")], name="by window", inputs={"**": P("data")}
+    )
+
+
+def check_spread(windows: int, devices: int) -> None:
+    """Refuse windows that devices would not share alike.
+
+    Raises:
+        UsageError: they do not divide.
+    """
+    if windows % devices:
+        raise UsageError(
+            f"{windows} windows of a step over {devices} devices: expected a multiple of"
+            f" {devices}. What to do: another batch_size, or other devices"
+        )
 
 
 def make_loss(options: TrainOptions, teacher: Sequence[Path] | None) -> SequenceLoss:
@@ -221,14 +272,14 @@ def train(
         shards,
         options.warmup + options.length,
         options.every or options.length,
-        _labels(options.losses),
+        labels_of(options.losses),
         seen=seen,
         teacher=teacher,
     )
+    batch_size = min(options.batch_size, len(windows))
+    check_spread(batch_size, num_devices(options))
     step = make_step(driver, loss, options)
-    batches = Batches(
-        windows, batch_size=min(options.batch_size, len(windows)), shuffle=True, seed=options.seed
-    )
+    batches = Batches(windows, batch_size=batch_size, shuffle=True, seed=options.seed)
     with Checkpoints(out / "states") as saved:
         state = fit(
             step,
@@ -259,7 +310,7 @@ def _check_run(
 
 
 def _told(options: TrainOptions) -> dict[str, Any]:
-    """What a run goes on with: all but how often it is told of."""
+    """What a run goes on with: all but how often it is told of, and where it is computed."""
     said = asdict(options)
     said["dora"]["layers"] = list(options.dora.layers)
-    return {name: said[name] for name in said if name not in ("save_every", "log_every")}
+    return {name: said[name] for name in said if name not in _FREE}

@@ -1,0 +1,83 @@
+"""Training over several devices: the windows of a step are spread, the weights are not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from recipes.openpilot.losses import LossWeights
+from recipes.openpilot.student import DoraOptions
+from recipes.openpilot.train import SequenceLoss, TrainOptions, make_step, make_student, train
+from recipes.openpilot.windows import Windows
+from tests.recipes.openpilot.frames import make_shard
+from tpuport.errors import UsageError
+
+DEVICES = 8
+OPTIONS = TrainOptions(
+    dora=DoraOptions(("temporal_hydra", "attention"), rank=4),
+    losses=LossWeights(plan=0.0, path=1.0),
+    warmup=1,
+    length=2,
+    steps=2,
+    batch_size=DEVICES,
+    save_every=1,
+    log_every=1,
+)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shard(tmp_path_factory.mktemp("set") / "a.safetensors", 28)
+
+
+def test_a_step_on_eight_is_that_on_one(driving_models: Callable[..., list[Path]], shard: Path):
+    windows = Windows([shard], OPTIONS.warmup + OPTIONS.length, 3, ["plan"])
+    each = [windows[number] for number in range(DEVICES)]
+    batch = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+    found: list[Any] = []
+    for devices in (1, DEVICES):
+        options = replace(OPTIONS, devices=devices)
+        student = make_student(driving_models("0.10.3"), OPTIONS.dora)
+        step = make_step(student, SequenceLoss(OPTIONS.losses, OPTIONS.warmup), options)
+        state = step.init()
+        places = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
+        assert places == {devices}
+        before = {name: np.asarray(value) for name, value in state.params.items()}
+        found.append((before, *step(state, batch)))
+    (before, one, its), (_, eight, theirs) = found
+    for name in ("loss", "grad_norm"):
+        assert float(theirs[name]) == pytest.approx(float(its[name]), rel=1e-5)
+    moved = 0
+    for name, value in one.params.items():
+        np.testing.assert_allclose(eight.params[name], value, atol=1e-5, err_msg=name)
+        moved += not np.allclose(before[name], value, atol=1e-5)
+    assert moved
+
+
+def test_a_run_on_eight_is_taken_over_by_one(
+    driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
+):
+    files = driving_models("0.10.3")
+    spread = train(files, [shard], tmp_path, replace(OPTIONS, devices=-1))
+    alone = train(files, [shard], tmp_path, OPTIONS)
+    for name, parameter in spread.named_parameters():
+        assert torch.equal(alone.get_parameter(name), parameter), name
+
+
+def test_what_cannot_be_spread_is_refused(
+    driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
+):
+    files = driving_models("0.10.3")
+    for devices, words in (
+        (DEVICES + 1, f"devices={DEVICES + 1}: there are {DEVICES}"),
+        (3, "8 windows of a step over 3 devices: expected a multiple of 3"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            train(files, [shard], tmp_path / str(devices), replace(OPTIONS, devices=devices))
+    with pytest.raises(UsageError, match="devices=0: expected 1 or more, or -1"):
+        replace(OPTIONS, devices=0)
