@@ -9,6 +9,7 @@ COMMANDS = {
     "train": ("commands", "train"),
     "evaluate": ("commands", "evaluate"),
     "export": ("commands", "export"),
+    "compile": ("commands", "compile_"),
 }
 
 app = make_app(

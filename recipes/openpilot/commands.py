@@ -2,11 +2,14 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tpuport.commands._common import errors_as_exit_codes
+
+if TYPE_CHECKING:
+    from recipes.openpilot.train import TrainOptions
 
 
 class Labels(StrEnum):
@@ -42,11 +45,42 @@ class Size(StrEnum):
     LARGE = "large"
 
 
+class Program(StrEnum):
+    """What is compiled."""
+
+    WARP = "warp"
+    DRIVE = "drive"
+    TRAIN = "train"
+
+
 Model = Annotated[
     list[Path], typer.Argument(help="The model's .onnx files: one, or vision and policy.")
 ]
 Data = Annotated[Path, typer.Option("--data", "-d", help="The folder of a training set.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="A folder; begun, it goes on.")]
+
+Layers = Annotated[
+    list[str] | None, typer.Option("--layer", help="Repeatable: pattern of layers with adapters.")
+]
+Rank = Annotated[int, typer.Option(help="Of adapters.")]
+Losses = Annotated[
+    list[str] | None,
+    typer.Option("--loss", help="Repeatable: name=weight [default: path=1, plan=0.1]."),
+]
+BatchSize = Annotated[int, typer.Option(help="Windows of a step, of all devices together.")]
+Warmup = Annotated[int, typer.Option(help="Frames before those that count; 100 fill all.")]
+Length = Annotated[int, typer.Option(help="Frames that count.")]
+Truncate = Annotated[
+    int | None, typer.Option(help="Frames after which gradients end [default: none].")
+]
+SeeOnce = Annotated[
+    bool,
+    typer.Option(
+        "--see-once/--see-always",
+        help="What frozen layers make of the cameras: kept from before the first step, or computed"
+        " in each.",
+    ),
+]
 
 
 def make_data(
@@ -125,45 +159,38 @@ def train(
     data: Data,
     out: Out,
     teacher: Annotated[Path | None, typer.Option(help="A folder of `label`.")] = None,
-    layer: Annotated[
-        list[str] | None, typer.Option(help="Repeatable: pattern of layers with adapters.")
-    ] = None,
-    rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
-    loss: Annotated[
-        list[str] | None, typer.Option(help="Repeatable: name=weight [default: path=1, plan=0.1].")
-    ] = None,
+    layer: Layers = None,
+    rank: Rank = 16,
+    loss: Losses = None,
     steps: Annotated[int, typer.Option(help="Of training.")] = 200,
-    batch_size: Annotated[int, typer.Option(help="Windows of a step.")] = 8,
-    warmup: Annotated[
-        int, typer.Option(help="Frames before those that count; 100 fill all.")
-    ] = 100,
-    length: Annotated[int, typer.Option(help="Frames that count.")] = 20,
-    truncate: Annotated[
-        int | None, typer.Option(help="Frames after which gradients end [default: none].")
-    ] = None,
+    batch_size: BatchSize = 8,
+    warmup: Warmup = 100,
+    length: Length = 20,
+    truncate: Truncate = None,
+    see_once: SeeOnce = True,
+    devices: Annotated[
+        int, typer.Option(help="That windows are spread over; -1 for all there are.")
+    ] = 1,
     learning_rate: Annotated[float, typer.Option(help="Falls to 0.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of adapters and order.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between states on disk.")] = 100,
 ) -> None:
     """Fine-tune by DoRA over windows of drives."""
     with errors_as_exit_codes("train"):
-        from recipes.openpilot.losses import LossWeights
         from recipes.openpilot.runs import Run
-        from recipes.openpilot.student import DoraOptions
-        from recipes.openpilot.train import TrainOptions
 
-        dora = DoraOptions(rank=rank, alpha=float(rank))
-        if layer:
-            dora = DoraOptions(tuple(layer), rank, float(rank))
-        options = TrainOptions(
-            dora,
-            LossWeights(**_weights(loss)) if loss else TrainOptions().losses,
+        options = _train_options(
+            layer,
+            rank,
+            loss,
             warmup=warmup,
             length=length,
             truncate=truncate,
             steps=steps,
             batch_size=batch_size,
+            devices=devices,
             learning_rate=learning_rate,
+            see_once=see_once,
             seed=seed,
             save_every=save_every,
         )
@@ -213,6 +240,70 @@ def evaluate(
         typer.echo(table(found))
         if plot is not None:
             plot_path_errors(plot, found)
+
+
+def compile_(
+    model: Annotated[
+        list[Path] | None,
+        typer.Argument(help="The model's .onnx files; by default random weights of real sizes."),
+    ] = None,
+    program: Annotated[
+        list[Program] | None, typer.Option(help="Repeatable: which; all by default.")
+    ] = None,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-1",
+    generation: Annotated[
+        Generation, typer.Option(help="Of a model without files.")
+    ] = Generation.JULY_2026,
+    size: Annotated[
+        Size, typer.Option(help="Of a model without files; real is 0.10's, large July 2026's.")
+    ] = Size.LARGE,
+    frames: Annotated[int, typer.Option(help="Of each drive (drive), or of each chip (warp).")] = (
+        64
+    ),
+    layer: Layers = None,
+    rank: Rank = 16,
+    loss: Losses = None,
+    batch_size: BatchSize = 8,
+    warmup: Warmup = 100,
+    length: Length = 20,
+    truncate: Truncate = None,
+    see_once: SeeOnce = True,
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time.")
+    ] = True,
+) -> None:
+    """Compile the programs for a TPU that need not be there, from shapes alone."""
+    with errors_as_exit_codes("compile"):
+        from recipes.openpilot.compile import compile_program, files_of
+
+        options = _train_options(
+            layer,
+            rank,
+            loss,
+            warmup=warmup,
+            length=length,
+            truncate=truncate,
+            batch_size=batch_size,
+            see_once=see_once,
+        )
+        with files_of(model, generation.value, size.value) as files:
+            for one in program or list(Program):
+                found = compile_program(one.value, files, topology, options, frames, quick=quick)
+                typer.echo(str(found))
+
+
+def _train_options(
+    layer: list[str] | None, rank: int, loss: list[str] | None, **rest: Any
+) -> "TrainOptions":
+    from recipes.openpilot.losses import LossWeights
+    from recipes.openpilot.student import DoraOptions
+    from recipes.openpilot.train import TrainOptions
+
+    dora = DoraOptions(rank=rank, alpha=float(rank))
+    if layer:
+        dora = DoraOptions(tuple(layer), rank, float(rank))
+    losses = LossWeights(**_weights(loss)) if loss else TrainOptions().losses
+    return TrainOptions(dora, losses, **rest)
 
 
 def _weights(given: list[str]) -> dict[str, float]:

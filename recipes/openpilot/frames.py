@@ -56,11 +56,11 @@ def prepare_frames(
             f" {frames.dtype} {frames.shape}"
         )
     luma = np.asarray(matrices, np.float32)
-    return _prepare(frames, luma, chroma.astype(np.float32), size=size, sampling=sampling)
+    return prepare_traced(frames, luma, chroma.astype(np.float32), size=size, sampling=sampling)
 
 
 @partial(jax.jit, static_argnames=("size", "sampling"))
-def _prepare(
+def prepare_traced(
     frames: jax.Array,
     luma: jax.Array,
     chroma: jax.Array,
@@ -68,6 +68,8 @@ def _prepare(
     size: tuple[int, int],
     sampling: Sampling,
 ) -> jax.Array:
+    """The program of `prepare_frames`, whose arguments are not checked; see `warp` for them."""
+
     def one(frame: jax.Array, for_luma: jax.Array, for_chroma: jax.Array) -> jax.Array:
         return pack(*warp(frame, for_luma, for_chroma, size=size, sampling=sampling))
 

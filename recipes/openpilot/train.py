@@ -207,16 +207,16 @@ def by_window() -> ShardingRules:
     )
 
 
-def check_spread(windows: int, devices: int) -> None:
-    """Refuse windows that devices would not share alike.
+def check_spread(count: int, devices: int, what: str = "windows of a step") -> None:
+    """Refuse windows, or what else there is of, that devices would not share alike.
 
     Raises:
         UsageError: they do not divide.
     """
-    if windows % devices:
+    if count % devices:
         raise UsageError(
-            f"{windows} windows of a step over {devices} devices: expected a multiple of"
-            f" {devices}. What to do: another batch_size, or other devices"
+            f"{count} {what} over {devices} devices: expected a multiple of {devices}. What to do:"
+            " give another number of them, or of devices"
         )
 
 

@@ -117,9 +117,9 @@ def test_planes_come_back():
 def test_one_program_serves_all_calibrations():
     given = random_frames(1)
     frames.prepare_frames(given, matrix_of(0.2, (0, 0, 0))[None], SIZE)
-    before = frames._prepare._cache_size()
+    before = frames.prepare_traced._cache_size()
     frames.prepare_frames(given, matrix_of(0.2, (0.1, 0.1, 0.1))[None], SIZE)
-    assert frames._prepare._cache_size() == before
+    assert frames.prepare_traced._cache_size() == before
 
 
 def test_a_direction_that_is_not_in_front_is_no_crash():
