@@ -12,7 +12,14 @@ import torch
 
 from recipes.openpilot.losses import LossWeights
 from recipes.openpilot.student import DoraOptions
-from recipes.openpilot.train import SequenceLoss, TrainOptions, make_step, make_student, train
+from recipes.openpilot.train import (
+    SequenceLoss,
+    TrainOptions,
+    make_step,
+    make_student,
+    num_devices,
+    train,
+)
 from recipes.openpilot.windows import Windows
 from tests.recipes.openpilot.frames import make_shard
 from tpuport.errors import UsageError
@@ -59,14 +66,18 @@ def test_a_step_on_eight_is_that_on_one(driving_models: Callable[..., list[Path]
     assert moved
 
 
-def test_a_run_on_eight_is_taken_over_by_one(
+def test_a_run_on_two_is_taken_over_by_one(
     driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
 ):
     files = driving_models("0.10.3")
-    spread = train(files, [shard], tmp_path, replace(OPTIONS, devices=-1))
+    spread = train(files, [shard], tmp_path, replace(OPTIONS, devices=2, save_every=2))
     alone = train(files, [shard], tmp_path, OPTIONS)
     for name, parameter in spread.named_parameters():
         assert torch.equal(alone.get_parameter(name), parameter), name
+
+
+def test_all_devices_are_counted():
+    assert num_devices(replace(OPTIONS, devices=-1)) == DEVICES == jax.device_count()
 
 
 def test_what_cannot_be_spread_is_refused(
