@@ -1,5 +1,7 @@
 """A run that is interrupted goes on as if it had not been."""
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 import tpuport
+from tests.full_disk import full_after
 from tests.training.small import Small, batches, loss
 from tpuport.errors import CheckpointError, MissingExtraError, UsageError
 from tpuport.sharding import fsdp
@@ -186,6 +189,55 @@ def test_a_killed_run_resumes_from_the_last_whole_state(tmp_path, seconds: float
         saved.save(replace(found.state, step=zero + number + 1))
         saved.wait()
         assert saved.steps[-1] == number + 1
+
+
+def test_a_full_disk_is_said_and_the_states_before_are_kept(tmp_path):
+    step = new_step(width=256)
+    first, _ = run(step, step.init(), batches(1))
+    kept = held(first)
+    full = r"disk is full.*states of the steps \[1\] are there.*make room there, and start again"
+    with Checkpoints(tmp_path) as saved:
+        saved.save(first)
+    later, _ = run(step, first, batches(1))
+
+    def save() -> None:
+        with full_after(50_000), Checkpoints(tmp_path) as saved:
+            saved.save(later)
+
+    with pytest.raises(CheckpointError, match=full):
+        save()
+    assert [name for name in os.listdir(tmp_path) if name.isdigit()] == ["1"]
+    with Checkpoints(tmp_path) as saved:
+        found = saved.restore(step.init())
+        assert found is not None
+        jax.tree.map(np.testing.assert_array_equal, held(found.state), kept)
+        again, _ = run(step, found.state, batches(1))
+        saved.save(again)
+        saved.wait()
+        assert saved.steps == [1, 2]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_an_error_is_not_drowned_by_those_of_other_arrays(tmp_path, caplog):
+    """What asyncio logs of errors that nobody took, such as those of orbax's tasks."""
+
+    async def async_serialize_from_host() -> None:
+        raise ValueError("full")
+
+    async def other() -> None:
+        raise ValueError("of something else")
+
+    async def lose(work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        await asyncio.wait([task])
+
+    Checkpoints(tmp_path).close()
+    for work in (async_serialize_from_host(), other()):
+        asyncio.run(lose(work))
+        gc.collect()
+    (told,) = [record for record in caplog.records if record.name == "asyncio" and record.exc_info]
+    assert "never retrieved" in told.message
+    assert "other()" in told.message
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):

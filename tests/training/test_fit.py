@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import tpuport
+from tests.full_disk import full_after
 from tests.training.small import Small, loss
 from tests.training.test_step import refuse_to_read
 from tests.training.two_processes import Samples
@@ -284,6 +285,27 @@ def test_a_new_shape_is_told_with_its_reason(capsys):
 
 
 # Where numbers go.
+
+
+def test_a_full_disk_takes_no_half_of_a_line(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = JsonLines(path)
+    log.write(1, {"loss": 0.5})
+    whole = path.read_bytes()
+    for room in (0, 5):
+        with (
+            full_after(len(whole) + room),
+            pytest.raises(CheckpointError, match=r"jsonl was not saved: the disk is full"),
+        ):
+            log.write(2, {"loss": 0.25})
+        assert path.read_bytes() == whole
+    log.write(2, {"loss": 0.25})
+    # Without its last line, the file is written anew.
+    with full_after(5), pytest.raises(CheckpointError, match="the old one is as it was"):
+        JsonLines(path).start(1)
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.jsonl"]
+    log.close()
 
 
 def test_lines_are_whole_and_those_that_come_again_are_taken_out(tmp_path):

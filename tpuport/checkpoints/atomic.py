@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from tpuport.errors import CheckpointError
 
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -30,7 +31,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
         CheckpointError: the disk is full, or the file cannot be written.
     """
     temporary = _temporary(path)
-    with _explained(path):
+    with explained(path):
         try:
             yield temporary
             os.replace(temporary, path)
@@ -51,7 +52,7 @@ def replacing_folder(path: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
         CheckpointError: the disk is full, or a file cannot be written.
     """
     temporary = _temporary(path)
-    with _explained(path):
+    with explained(path):
         try:
             temporary.mkdir()
             if path.exists():
@@ -78,15 +79,29 @@ def _temporary(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Says of what cannot be written in the block why, what is there now, and what to do.
+
+    Raises:
+        CheckpointError: the disk is full, or the file cannot be written.
+    """
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-        what = "the disk is full" if full else "it cannot be written"
         kept = "the old one is as it was" if path.exists() else "nothing was left there"
-        msg = f"{path} was not saved: {what} ({error.strerror}); {kept}"
+        what, remedy = "it cannot be written", "see that its folder is there and may be written to"
+        if is_full(error):
+            what, remedy = "the disk is full", "make room there, and start again"
+        msg = f"{path} was not saved: {what} ({error.strerror}); {kept}. What to do: {remedy}"
         raise CheckpointError(msg) from error
+
+
+def is_full(error: Exception) -> bool:
+    """Whether an error is that of a full disk, or of a file that may not grow."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    # Libraries in C++ have the number in their text, as tensorstore, by which orbax writes.
+    return any(f"os_error_code='{number}'" in str(error) for number in _FULL)
 
 
 def _link_kept(old: Path, new: Path, keep: Callable[[str], bool]) -> None:

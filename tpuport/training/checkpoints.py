@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
 
+from tpuport.checkpoints.atomic import is_full
 from tpuport.errors import CheckpointError, MissingExtraError, UsageError
 from tpuport.program.train_state import TrainState
 
@@ -60,6 +62,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
+        logging.getLogger("asyncio").addFilter(_is_no_echo)
         self.directory = Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=asynchronous, create=True
@@ -100,10 +103,7 @@ class Checkpoints:
             self._manager.check_for_errors()
             self._manager.save(number, args=ocp.args.Composite(**parts))
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"step {number} was not saved to {self.directory}: {error}; the states before it"
-                f" are there: {self.steps}"
-            ) from error
+            raise self._not_saved(error) from error
 
     def restore(self, like: TrainState, step: int | None = None) -> Restored | None:
         """The last state that was saved, or that of a step; None if there is none.
@@ -175,9 +175,19 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"a state was not saved to {self.directory}: {error}; there are {self.steps}"
-            ) from error
+            raise self._not_saved(error) from error
+
+    def _not_saved(self, error: Exception) -> CheckpointError:
+        """The error of a state that was not written: of which one, orbax does not say."""
+        why = " ".join(str(error).split())[:300]
+        remedy = "see that the directory is there and may be written to"
+        if is_full(error):
+            why, remedy = f"the disk is full ({why})", "make room there"
+        return CheckpointError(
+            f"a state was not saved to {self.directory}: {why}. The states of the steps"
+            f" {self.steps} are there. What to do: {remedy}, and start again, which goes on after"
+            " the last of them"
+        )
 
     def close(self) -> None:
         """Wait, and end the threads that write."""
@@ -191,6 +201,15 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Whether a record is other than the echo of a failed write.
+
+    orbax writes each array by a task and raises the error of one; of each other one asyncio logs a
+    traceback when it is thrown away: hundreds for a model, after which nobody sees the error.
+    """
+    return "async_serialize_from_host" not in record.getMessage()
 
 
 def _check_position(position: Any) -> None:

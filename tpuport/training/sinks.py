@@ -5,11 +5,11 @@ import importlib.util
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tpuport.checkpoints.atomic import explained, replacing_file
 from tpuport.errors import MissingExtraError, UsageError
 
 
@@ -32,12 +32,15 @@ class Sink(Protocol):
 class JsonLines:
     """A file with one JSON object a line: `{"step": 10, "loss": 1.25, ...}`.
 
-    A line is written whole, by one call. When a run goes on, lines of steps that will come again
-    and a line that was cut off are taken out. A number that JSON does not have (NaN, infinity) is
-    null, and its name is in "nonfinite".
+    A line is written whole, by one call, or not at all. When a run goes on, lines of steps that
+    will come again and a line that was cut off are taken out. A number that JSON does not have
+    (NaN, infinity) is null, and its name is in "nonfinite".
 
     Args:
         path: made with its directory if it is not there.
+
+    Raises:
+        CheckpointError: by `start` and `write`: the disk is full, or the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,21 +50,20 @@ class JsonLines:
     def start(self, step: int) -> None:
         """Open the file, with the lines up to that step."""
         self.close()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._keep(step)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        with explained(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self._keep(step)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def _keep(self, step: int) -> None:
         text = self.path.read_bytes()
         kept = b"".join(line for line in text.splitlines(keepends=True) if _is_until(line, step))
         if kept == text:
             return
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(kept)
-        os.chmod(name, self.path.stat().st_mode)
-        os.replace(name, self.path)
+        with replacing_file(self.path) as temporary:
+            temporary.write_bytes(kept)
+            os.chmod(temporary, self.path.stat().st_mode)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line."""
@@ -73,7 +75,21 @@ class JsonLines:
         shown |= {name: None if name in bad else value for name, value in values.items()}
         if bad:
             shown["nonfinite"] = bad
-        os.write(self._file, json.dumps(shown).encode() + b"\n")
+        with explained(self.path):
+            self._append(json.dumps(shown).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        """All of a line, or nothing: of the last one, a full disk takes the beginning."""
+        assert self._file is not None
+        before = os.fstat(self._file).st_size
+        done = 0
+        try:
+            while done < len(line):
+                done += os.write(self._file, line[done:])
+        except OSError:
+            if done:
+                os.ftruncate(self._file, before)
+            raise
 
     def close(self) -> None:
         """Close the file; writing opens it again."""

@@ -88,10 +88,8 @@ class _Importer:
 
     def run(self) -> ImportedGraph:
         """The module."""
-        from onnx import numpy_helper
-
         for tensor in self.model.graph.initializer:
-            array = numpy_helper.to_array(tensor)
+            array = _numbers(tensor, tensor.name)
             self.values[tensor.name] = Constant(array, Origin(tensor.name, array.shape))
         for spec in self.module.inputs:
             kind = torch.float32 if "float" in spec.dtype else getattr(torch, spec.dtype)
@@ -148,11 +146,9 @@ class _Importer:
     # -- what is known -----------------------------------------------------------------------------
 
     def _constant(self, node: Node, proto: Any) -> None:
-        from onnx import numpy_helper
-
         (name,) = proto.output
         if "value" in node.attributes:
-            array = numpy_helper.to_array(node.attributes["value"])
+            array = _numbers(node.attributes["value"], name)
         else:
             plain = {"value_float": np.float32, "value_floats": np.float32}
             plain |= {"value_int": np.int64, "value_ints": np.int64}
@@ -275,6 +271,23 @@ class _Importer:
                 f"the output {name!r} is declared as {declared} and computed as {value.shape}: the"
                 " file contradicts itself. What to do: take it from where it is published"
             )
+
+
+def _numbers(tensor: Any, name: str) -> np.ndarray:
+    """A tensor of the file.
+
+    Raises:
+        CheckpointError: it does not have the numbers that its shape says.
+    """
+    from onnx import numpy_helper
+
+    try:
+        return numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the tensor {name!r} is declared as {tuple(tensor.dims)} and was not read: {error}."
+            " What to do: the file is damaged, take it from where it is published"
+        ) from error
 
 
 def _plain(value: Any) -> Any:

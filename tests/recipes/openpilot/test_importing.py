@@ -269,6 +269,19 @@ def test_what_cannot_be_imported_is_named(model: onnx.ModelProto, said: str):
         assert "node 'head/it'" in str(error.value)
 
 
+@pytest.mark.parametrize("as_node", [False, True])
+def test_a_tensor_that_was_cut_off_is_named(as_node: bool):
+    tensor = onnx.numpy_helper.from_array(np.ones((1, 4), np.float32), "c")
+    tensor.raw_data = tensor.raw_data[:-4]
+    model = model_of("Add", ["x", "c"])
+    if as_node:
+        model.graph.node.insert(0, helper.make_node("Constant", [], ["c"], value=tensor))
+    else:
+        model.graph.initializer.append(tensor)
+    with pytest.raises(CheckpointError, match=r"'c' is declared as \(1, 4\) and was not read"):
+        import_onnx(model)
+
+
 @pytest.mark.parametrize("opset", [8, 23])
 def test_another_opset_is_refused(opset: int):
     model = model_of("Relu", ["x"])

@@ -2,11 +2,7 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import pytest
 from recipes.openpilot import events, frames, make_data, shards
 from recipes.openpilot import prepare as preparing
 from recipes.openpilot.prepare import PrepareOptions, prepare, summary
+from tests.full_disk import full_after
 from tests.recipes.killing import kill_when
 from tests.recipes.openpilot import routes
 from tpuport.errors import CheckpointError, UsageError
@@ -304,19 +301,6 @@ def test_what_is_finished_is_kept_and_what_changed_is_made_again(
     # Other options are another set.
     prepare(root, tmp_path / "set", replace(ALONE, sampling="nearest"))
     assert len(made) == 6
-
-
-@contextmanager
-def full_after(size: int) -> Iterator[None]:
-    """Files cannot grow beyond a size, as on a disk that is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_full_disk_is_said_and_loses_nothing_that_is_finished(several: Path, tmp_path: Path):
