@@ -4,6 +4,7 @@ Nothing of the graph is written anew, so names, dtypes, opset, metadata and oper
 the original; only the numbers of initialisers change.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,7 +218,8 @@ def compare(
         rows: inputs as the contract has them.
 
     Returns:
-        The largest difference, as a share of a head's largest number or of 1, and the head.
+        The largest difference, as a share of a head's largest number or of 1, and the head;
+        infinite where one of the two is no number.
     """
     import onnxruntime
 
@@ -240,6 +242,8 @@ def compare(
                 theirs = np.asarray(value)[..., part].astype(np.float64)
                 size = max(1.0, float(np.abs(mine[..., part]).max(initial=0.0)))
                 difference = float(np.abs(mine[..., part] - theirs).max(initial=0.0)) / size
-                if not difference <= worst:
+                # What is no number is larger than none, and would be forgotten at the next head.
+                difference = math.inf if math.isnan(difference) else difference
+                if difference > worst:
                     worst, where = difference, name
     return worst, where

@@ -149,6 +149,23 @@ def test_weights_that_the_file_holds_otherwise():
     np.testing.assert_allclose(run_onnx(model, X)[0], expected, rtol=5e-3)
 
 
+def test_axes_go_back_to_where_they_were():
+    """Three of them, in an order that is not its own inverse."""
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["turned"], perm=[2, 0, 1]),
+        helper.make_node("Mul", ["x", "turned"], ["o"]),
+    ]
+    given = {"x": np.random.default_rng(0).normal(size=(1, 4, 2, 3)).astype(np.float32)}
+    weight = np.random.default_rng(1).normal(size=(2, 3, 4)).astype(np.float32)
+    model = make_graph(nodes, given, ["o"], {"w": weight})
+    graph = import_onnx(model)
+    with torch.no_grad():
+        next(graph.parameters()).add_(torch.randn(4, 2, 3))
+        expected = graph(torch.from_numpy(given["x"])).numpy()
+    assert write_weights(model, graph) == ["w"]
+    np.testing.assert_allclose(run_onnx(model, given)[0], expected, rtol=1e-6)
+
+
 # -- refused ---------------------------------------------------------------------------------------
 
 
@@ -200,15 +217,41 @@ def test_a_file_that_computes_something_else_is_not_kept(policy: Path, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_computes_no_numbers_is_not_kept(policy: Path, tmp_path: Path):
+    """Not even where a later head, such as the pad, is the same."""
+    rows = random_rows(policy, 1)
+    rows[0]["features_buffer"][0, 0, 0] = np.nan
+    with pytest.raises(CheckpointError, match="onnxruntime differs from the trained module by inf"):
+        export(import_onnx(policy), policy, tmp_path / "m.onnx", rows=rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _halve(model: onnx.ModelProto) -> None:
+    model.graph.input[0].type.tensor_type.elem_type = 10
+
+
+def _forget(model: onnx.ModelProto) -> None:
+    (entry,) = [one for one in model.metadata_props if one.key == "model_checkpoint"]
+    model.metadata_props.remove(entry)
+
+
+def _age(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version -= 1
+
+
+@pytest.mark.parametrize("spoil", [_halve, _forget, _age])
 def test_a_contract_that_would_change_is_refused(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[onnx.ModelProto], None],
 ):
-    def spoil(model: onnx.ModelProto, module: ImportedGraph) -> list[str]:
+    def write(model: onnx.ModelProto, module: ImportedGraph) -> list[str]:
         del module
-        model.graph.input[0].type.tensor_type.elem_type = 10
+        spoil(model)
         return []
 
-    monkeypatch.setattr("recipes.openpilot.exporting.write_weights", spoil)
+    monkeypatch.setattr("recipes.openpilot.exporting.write_weights", write)
     with pytest.raises(CheckpointError, match="it would promise other inputs or outputs"):
         export(import_onnx(policy), policy, tmp_path / "m.onnx", rows=random_rows(policy))
 

@@ -213,6 +213,8 @@ def test_what_cannot_be_trained_is_refused(driving_models: Callable[..., list[Pa
 def test_windows_are_within_runs_and_hold_no_other_numbers(shard: Path):
     windows = Windows([shard], 8, 4, ["plan"])
     assert [place.start for place in windows.places] == [0, 4, 8, 18, 22]
+    everywhere = Windows([shard], 8, 1, ["plan"])
+    assert [place.start for place in everywhere.places] == [*range(11), *range(18, 23)]
     last = windows[4]
     assert last["plan_valid"].tolist() == [True] * 6 + [False] * 2
     assert torch.isfinite(last["plan"]).all()
