@@ -7,7 +7,7 @@ what else the machine does, but does not see whether threads work side by side.
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -64,6 +64,18 @@ def ratio(times: list[float], others: list[float]) -> Ratio:
     ratios = [a / b for a, b in zip(times, others, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), low, high)
+
+
+def faster(times: Mapping[str, Series], ours: str, others: Iterable[str]) -> list[str]:
+    """Lines that say how many times as fast as others one contestant is, on the wall's clock."""
+    lines = []
+    for name in others:
+        found = ratio(times[name].wall, times[ours].wall)
+        lines.append(
+            f"{found.median:.2f} times as fast as {name} (quartiles {found.low:.2f} to"
+            f" {found.high:.2f})"
+        )
+    return lines
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""The benchmark of openpilot's models: everyone computes and trains the same."""
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av")
+pytest.importorskip("onnxruntime")
+
+from benchmarks import openpilot as benchmark
+from recipes.openpilot.make_model import make_model
+
+SMALLEST = benchmark.Sizes(frames=2, batch=1, warmup=1, length=1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return make_model(tmp_path_factory.mktemp("model"), "0.10.3")
+
+
+def test_teachers_say_the_same(files: list[Path], capsys: pytest.CaptureFixture[str]):
+    ways = benchmark.teachers(files, SMALLEST.frames)
+    jitted = benchmark.JITTED.format(1)
+    assert list(ways) == [benchmark.ONNX, benchmark.ALONE, jitted]
+    found = {name: way() for name, way in ways.items()}
+    assert found[jitted].shape == (2, 2576)
+    benchmark.check_outputs(found)
+    found[jitted] = found[jitted] + np.float32(1)
+    with pytest.raises(RuntimeError, match=r"jitted port, 1 at once: .* from onnxruntime"):
+        benchmark.check_outputs(found)
+    benchmark.show_teachers(files, SMALLEST.frames, rounds=1)
+    said = capsys.readouterr().out
+    assert said.count("frames/s") == 3
+    assert "times as fast as onnxruntime" in said
+
+
+def test_steps_train_alike(
+    files: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    loops = mock.Mock(side_effect=benchmark.unrolled)
+    monkeypatch.setattr(benchmark, "unrolled", loops)
+    benchmark.show_steps(files, SMALLEST, rounds=1, compiles=1)
+    # Of the frames that fill the queues, and of those that count; no scan is left.
+    assert [len(call.args[2][2]) for call in loops.call_args_list] == [1, 1]
+    said = capsys.readouterr().out
+    assert said.count("ms a step") == 3
+    assert said.count("s to compile\n") == 2
+    assert "times as fast as eager PyTorch" in said
+    losses = {benchmark.SCAN: [1.0, 0.9], benchmark.EAGER: [1.0, 0.91]}
+    with pytest.raises(RuntimeError, match="eager PyTorch with PEFT: losses"):
+        benchmark.check_losses(losses)
