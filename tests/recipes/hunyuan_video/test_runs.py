@@ -230,6 +230,10 @@ def test_latents_are_enough_by_choice(model_folder: Path, tmp_path: Path):
     decibels, cosine = runs.latents_apart(full / runs.LATENTS, cached / runs.LATENTS) or (0, 0)
     assert 5 < decibels < 80
     assert 0.9 < cosine < 1
+    both = run("compare", full, cached, "-o", tmp_path / "both.mp4")
+    assert both.exit_code == 0, both.output
+    assert f"latents: PSNR {decibels:.1f} dB" in both.output
+    assert not (tmp_path / "both.mp4").exists()
     refused = generate(model_folder, cached, "--output", "latents")
     assert refused.exit_code == 2
     assert "cache" in refused.output
