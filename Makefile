@@ -10,10 +10,10 @@ FROM := pyproject.toml constraints.txt
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck fuzz bench docs clean
+.PHONY: help demo test test-all lint format typecheck fuzz bench docs clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(VENV)/.installed-demo ## port two real models and print the report
 	$(BIN)/tpuport demo
@@ -21,6 +21,9 @@ demo: $(VENV)/.installed-demo ## port two real models and print the report
 # More processes than two want more than 16 GiB of memory.
 test: $(VENV)/.installed-dev ## run the test suite
 	$(BIN)/pytest -q -n 2 --dist loadfile
+
+test-all: $(VENV)/.installed-dev ## run the test suite and its slowest tests
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

@@ -50,6 +50,7 @@ def quick(tmp_path_factory) -> tuple[dict[str, Any], Path]:
     return json.loads((out / "results.json").read_text(encoding="utf-8")), out
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_everything(quick):
     results, _ = quick
     against = {row["against"] for row in results["step"]}
@@ -64,12 +65,14 @@ def test_a_quick_run_measures_everything(quick):
             assert 0 < row["low"] <= row["median"] <= row["high"] < 1e6
 
 
+@pytest.mark.slow
 def test_a_quick_run_draws_and_leaves_the_page_alone(quick):
     _, out = quick
     assert ET.parse(out / "results.svg").getroot().tag.endswith("svg")
     assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.svg"]
 
 
+@pytest.mark.slow
 def test_the_results_name_the_sort_of_machine_and_not_the_machine(quick):
     text = json.dumps([quick[0], RESULTS])
     assert platform.node() not in text

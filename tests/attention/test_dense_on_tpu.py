@@ -84,6 +84,7 @@ def test_its_work_is_counted():
     assert kernel.exact
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_its_schedule_is_shorter_than_splashs_best():
     (call,) = find_calls(traced())

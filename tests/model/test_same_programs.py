@@ -149,6 +149,7 @@ class Keeping(Stack):
         return x
 
 
+@pytest.mark.slow
 def test_an_assertion_that_stand_ins_do_not_pass():
     model = Keeping(lambda: Asserting(torch.tanh))
     ported = tpuport.convert(model, blocks="once", verify=False)

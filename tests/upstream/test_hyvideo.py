@@ -209,6 +209,7 @@ def run_script(*options):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_samples_and_trains():
     want, _ = run_script("--no-port")
     got, said = run_script()

@@ -66,6 +66,7 @@ def test_a_step_on_eight_is_that_on_one(driving_models: Callable[..., list[Path]
     assert moved
 
 
+@pytest.mark.slow
 def test_a_run_on_two_is_taken_over_by_one(
     driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
 ):

@@ -7,10 +7,13 @@ from tests.program.small import needs_libtpu
 from tpuport.errors import UsageError
 
 TRAINED = {"finetune", "train", "grpo"}
+SLOW = {"finetune", "grpo", "chains"}
 
 
 @needs_libtpu
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STAGES]
+)
 def test_a_program_is_compiled_from_shapes(stage: str):
     report = compile_stage(stage, "tiny", kernel_times=False)
     assert (report.fits, report.num_chips, report.quick) == (True, 4, True)

@@ -365,6 +365,7 @@ def test_one_process_writes_the_model(
     assert (tmp_path / "model" / "config.json").is_file() == (process == 0)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been(small: Small, tmp_path: Path):
     save_chat_model(small.thin().model, small.tokenizer, tmp_path / "model")
     flags = options(small, tmp_path / "killed", num_train_epochs=8.0, save_steps=2)

@@ -86,6 +86,7 @@ def check_weights(one: Path, *others: Path) -> None:
 # -- stage 1 ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_chat_model_trains_over_devices_and_processes_as_on_one_device(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,6 +48,7 @@ def test_the_rate_is_upstreams_by_epoch():
     assert float(warmup_cosine(1e-4, 0.0, 0, 10, 5)(0)) == pytest.approx(1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(tmp_path):
     """Seven steps of six samples: two batches an epoch, the second filled up."""
     cache = tmp_path / "cache"
