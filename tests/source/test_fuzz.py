@@ -36,6 +36,10 @@ class Generator:
     def name(self) -> str:
         return self.random.choice(NAMES)
 
+    def two_names(self) -> str:
+        # Not one name twice: CPython 3.11.2 itself compiles `a, a = x, y` to what leaves x in a.
+        return ", ".join(self.random.sample(NAMES, 2))
+
     def comment(self) -> str:
         return f"  # c{self.number()}" if self.chance(0.15) else ""
 
@@ -87,7 +91,7 @@ class Generator:
         forms = [
             lambda: f"{self.name()} = {self.expression()}{self.comment()}",
             lambda: f"{self.name()} += {self.expression(1)}",
-            lambda: f"{self.name()}, {self.name()} = {self.expression(1)}, {self.expression(1)}",
+            lambda: f"{self.two_names()} = {self.expression(1)}, {self.expression(1)}",
             lambda: f"return {self.expression()}",
             lambda: f"assert {self.test()}, f({self.number()})",
             lambda: f"raise KeyError({self.expression(1)})",
