@@ -5,6 +5,8 @@ import math
 import sys
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
 
@@ -251,6 +253,23 @@ def test_padding_is_taken_out_and_put_back_in_one_program(kernel: str):
         check_unpadded(x, tpuport.convert(Call(unpadded_attention)), kernel)
 
 
+def check_gradient(x: torch.Tensor, ported: Any, mask: torch.Tensor) -> None:
+    own = x.detach().requires_grad_()
+    weight = torch.randn(2, 5, 4, 8)
+    for b in range(2):
+        (naive(*own[b, mask[b]].unbind(1), causal=True) * weight[b, mask[b]]).sum().backward()
+
+    @jax.jit
+    def gradient(given: jax.Array, kept: jax.Array) -> jax.Array:
+        def loss(value: jax.Array) -> jax.Array:
+            out, _ = ported.apply(ported.params, ported.buffers, None, value, kept)
+            return (out * weight.numpy()).sum()
+
+        return jax.grad(loss)(given)
+
+    close(torch.from_numpy(np.array(gradient(x.detach().numpy(), mask.numpy()))), own.grad.double())
+
+
 def check_unpadded(x: torch.Tensor, ported: Any, kernel: str) -> None:
     for mask in (MASK, torch.ones(2, 5, dtype=torch.bool), MASK.flip(0, 1)):
         want = torch.zeros(2, 5, 4, 8, dtype=torch.float64)
@@ -259,6 +278,7 @@ def check_unpadded(x: torch.Tensor, ported: Any, kernel: str) -> None:
         close(unpadded_attention(x, mask), want)
         with torch.no_grad():
             close(tpuport.to_torch(ported(x.detach(), mask)), want)
+        check_gradient(x, ported, mask)
     assert ported.report.retraces == []
     assert {call.kernel for call in ported.report.attention} == {kernel}
 

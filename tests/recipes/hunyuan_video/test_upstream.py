@@ -131,7 +131,8 @@ def test_bfloat16_stays_near(folders: tuple[Path, Path], encoded: dict[str, Any]
     assert 1e-4 < relative(found, torch.from_numpy(full)) < 3e-2
 
 
-@pytest.mark.parametrize("name", ["guidance", "tensor"])
+# "mixed" has the rules of "tensor" and the tokens of "sequence".
+@pytest.mark.parametrize("name", ["guidance", "mixed"])
 def test_eight_devices_give_what_one_gives(
     folders: tuple[Path, Path], encoded: dict[str, Any], name: str
 ):
