@@ -105,12 +105,12 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
         )
     lines += [
         "",
-        "| model | parameters, optimiser, temporaries | sent in a step, a chip | attention |",
+        "| model | parameters, optimizer, temporaries | sent in a step, a chip | attention |",
         "|---|---|---|---|",
     ]
     for one in rows:
         held = " + ".join(
-            _gib(one["memory"][part]) for part in ("parameters", "optimiser", "temporaries")
+            _gib(one["memory"][part]) for part in ("parameters", "optimizer", "temporaries")
         )
         sent = ", ".join(f"{kind} {_gib(size)}" for kind, size in one["collectives"].items())
         name = f"{one['name']}, {one['topology']}"

@@ -193,14 +193,14 @@ def eager_step(student: Driver, loss: SequenceLoss, options: TrainOptions, batch
     """The same in PyTorch, frame by frame."""
     driver = copy.deepcopy(student)
     trained = [p for p in driver.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(trained, lr=options.learning_rate)
+    optimizer = torch.optim.Adam(trained, lr=options.learning_rate)
 
     def take() -> float:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value, _ = loss(driver, batch)
         value.backward()
         torch.nn.utils.clip_grad_norm_(trained, options.clip_norm)
-        optimiser.step()
+        optimizer.step()
         return value.item()
 
     return take

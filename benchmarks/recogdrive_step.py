@@ -201,14 +201,14 @@ def eager_step(module: torch.nn.Module, batch: Batch) -> Step:
     from recipes.recogdrive.train import BETAS, WEIGHT_DECAY
 
     trained = [p for p in module.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
     def step() -> float:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = module(*batch.values())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        optimiser.step()
+        optimizer.step()
         return loss.item()
 
     return step
@@ -231,19 +231,19 @@ def plain_step(module: PlannerLoss, batch: Batch) -> Step:
 
     args = tuple(jnp.asarray(value.numpy()) for value in batch.values())
     pure = make_plain(Case("planner", module, tuple(batch.values())), args)
-    optimiser = optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP_NORM),
         optax.adamw(LR, b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY),
     )
 
     def update(params: Any, state: Any, rest: Any, args: Any) -> Any:
         loss, grads = jax.value_and_grad(pure.call)(params, rest, args)
-        changes, state = optimiser.update(grads, state, params)
+        changes, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, changes), state, loss
 
     jitted = jax.jit(update, donate_argnums=(0, 1))
     params: Any = jax.tree.map(jnp.copy, pure.params)
-    state: Any = optimiser.init(params)
+    state: Any = optimizer.init(params)
 
     def step() -> float:
         nonlocal params, state

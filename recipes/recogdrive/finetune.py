@@ -84,7 +84,7 @@ def plan_batches(
     )
 
 
-def make_optimiser(model: torch.nn.Module, options: FinetuneOptions) -> torch.optim.AdamW:
+def make_optimizer(model: torch.nn.Module, options: FinetuneOptions) -> torch.optim.AdamW:
     """torch's AdamW over what is trained: biases and norms without decay.
 
     Norms go by their class, as a name such as `mlp1.0` of a Sequential says nothing.
@@ -113,13 +113,13 @@ def make_optimiser(model: torch.nn.Module, options: FinetuneOptions) -> torch.op
 
 
 def make_schedule(
-    optimiser: torch.optim.Optimizer, options: FinetuneOptions, steps: int
+    optimizer: torch.optim.Optimizer, options: FinetuneOptions, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """transformers' schedule of that name, with its warm-up."""
     from transformers import get_scheduler
 
     warmup = -int(-steps * options.warmup_ratio // 1)
-    return get_scheduler(options.lr_scheduler_type, optimiser, warmup, steps)
+    return get_scheduler(options.lr_scheduler_type, optimizer, warmup, steps)
 
 
 def chat_loss(model: ChatModel, batch: dict[str, torch.Tensor]) -> Any:
@@ -159,12 +159,12 @@ def step_of(
     ported: PortedModel, model: ChatModel, options: FinetuneOptions, steps: int
 ) -> TrainStep:
     """The training step of a port, as it lies on its mesh."""
-    optimiser = make_optimiser(model, options)
-    schedule = make_schedule(optimiser, options, steps)
+    optimizer = make_optimizer(model, options)
+    schedule = make_schedule(optimizer, options, steps)
     return make_train_step(
         ported,
         chat_loss,
-        from_torch(ported, optimiser, schedule, steps=steps),
+        from_torch(ported, optimizer, schedule, steps=steps),
         accumulate=options.gradient_accumulation_steps,
         clip_norm=options.max_grad_norm or None,
     )

@@ -113,7 +113,7 @@ def warmup_cosine(
     return schedule
 
 
-def make_optimiser(options: TrainOptions, steps_per_epoch: int) -> optax.GradientTransformation:
+def make_optimizer(options: TrainOptions, steps_per_epoch: int) -> optax.GradientTransformation:
     """Upstream's AdamW and schedule. Clipping is the step's."""
     rate = warmup_cosine(
         options.lr, options.min_lr, options.warmup_epochs, options.epochs, steps_per_epoch
@@ -157,7 +157,7 @@ def make_step(
     return make_train_step(
         ported,
         loss,
-        make_optimiser(options, steps_per_epoch),
+        make_optimizer(options, steps_per_epoch),
         accumulate=options.accumulate,
         clip_norm=options.clip_norm,
         ema_decay=options.ema_decay,

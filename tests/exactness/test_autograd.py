@@ -5,7 +5,7 @@ Contents:
                         in-place under no_grad
     FLOWS               custom functions, hooks-free tricks (straight-through), ties, where at NaN,
                         clamp at its bounds
-    test_frozen_*       frozen parameters are no leaves of the optimiser's tree; tied weights are
+    test_frozen_*       frozen parameters are no leaves of the optimizer's tree; tied weights are
                         one leaf
 """
 
@@ -317,14 +317,14 @@ class WithInfinity(nn.Module):
 
 
 def _decayed(params: Any) -> Any:
-    optimiser = optax.adamw(1e-3, weight_decay=0.1)
-    updates, _ = optimiser.update(
-        jax.tree.map(jnp.ones_like, params), optimiser.init(params), params
+    optimizer = optax.adamw(1e-3, weight_decay=0.1)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.ones_like, params), optimizer.init(params), params
     )
     return optax.apply_updates(params, updates)
 
 
-def test_frozen_parameters_are_no_leaves_of_the_optimiser():
+def test_frozen_parameters_are_no_leaves_of_the_optimizer():
     ported = by_tpuport(WithInfinity())
     assert set(ported.params) == {"linear.weight", "linear.bias"}
     assert set(ported.frozen) == {"logit"}

@@ -54,7 +54,7 @@ def test_a_step_of_training_is_compiled_as_it_is():
     result = invoke("tests.program.small:trained", "-t", "v5e-4", "--json")
     assert result.exit_code == 0, result.output
     printed = CompileReport.from_json(result.stdout)
-    assert (printed.model, printed.what, printed.optimiser) == ("Small", "training step", "adamw")
+    assert (printed.model, printed.what, printed.optimizer) == ("Small", "training step", "adamw")
     assert printed.memory.averages == printed.memory.parameters > 0
     refused = invoke("tests.program.small:trained", "-t", "v5e-4", "--train")
     assert (refused.exit_code, "leave train=" in refused.output) == (cli.WRONG_CALL, True)

@@ -49,7 +49,7 @@ def test_memory_is_what_the_shapes_say(forward: tpuport.CompileReport):
     assert memory.parameters == WEIGHTS // 8 + WHOLE
     assert memory.buffers == WIDTH * 4
     assert memory.inputs == BATCH // 8 * WIDTH * 4 + 8
-    assert memory.optimiser == memory.aliased == 0
+    assert memory.optimizer == memory.aliased == 0
     # The output, float32[2, 8] a chip, in tiles of 128 columns and 2 or 8 rows.
     assert memory.outputs in (2 * 128 * 4, 8 * 128 * 4)
     assert memory.padding > 0
@@ -93,12 +93,12 @@ def test_the_time_of_a_step_comes_with_its_assumptions(forward: tpuport.CompileR
     assert any("overlap" in line for line in forward.estimate.assumptions)
 
 
-def test_a_training_step_holds_the_optimiser_in_place(training: tpuport.CompileReport):
+def test_a_training_step_holds_the_optimizer_in_place(training: tpuport.CompileReport):
     memory = training.memory
     assert training.what == "training step"
     assert memory.parameters == WEIGHTS // 4 + WHOLE
     # Two moments of adamw, and its count.
-    assert memory.optimiser == 2 * memory.parameters + 4
+    assert memory.optimizer == 2 * memory.parameters + 4
     counters_and_key = 4 + 4 + 8
     held = memory.state + counters_and_key
     assert held <= memory.aliased <= held + memory.padding
@@ -134,7 +134,7 @@ def test_text_and_page_give_the_verdict(
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "does not fit v5e-4" in page
     assert "Content-Security-Policy" in page
-    assert "spread parameters and the optimiser" in page
+    assert "spread parameters and the optimizer" in page
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_to_try(refused: tpuport.CompileReport):
@@ -147,7 +147,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_try(refused: tpuport.Com
     assert refused.work is not None
     assert refused.work.model_flops > 0
     first, *rest = refused.advice
-    assert first.startswith("spread parameters and the optimiser's state over all 4 chips")
+    assert first.startswith("spread parameters and the optimizer's state over all 4 chips")
     assert any("a smaller batch" in line for line in rest)
     assert any("policy=lambda ported: tpuport.cast(ported, 'bf16'):" in line for line in rest)
     assert any("tpuport.remat(ported, 'full')" in line for line in rest)
@@ -168,7 +168,7 @@ def test_float32_products_are_said_where_they_are_a_part_of_the_work():
 
 
 def test_too_large_without_a_refusal_does_not_fit_either():
-    memory = Memory(available=100, parameters=60, optimiser=0, buffers=0, inputs=0, temporaries=41)
+    memory = Memory(available=100, parameters=60, optimizer=0, buffers=0, inputs=0, temporaries=41)
     assert not memory.fits
     assert dataclasses.replace(memory, temporaries=40).fits
 
@@ -211,7 +211,7 @@ def test_a_policy_changes_the_copy_that_is_compiled():
         ({"inputs": [1]}, "a tuple of positional arguments, a dict .* got a list"),
         ({"train": True, "method": "forward"}, "has shape .*: expected one floating number"),
         ({"train": lambda out: None}, "a NoneType has no loss: expected a scalar"),
-        ({"train": squared, "optimiser": "adamx"}, "optax.GradientTransformation.*got 'adamx'"),
+        ({"train": squared, "optimizer": "adamx"}, "optax.GradientTransformation.*got 'adamx'"),
     ],
 )
 def test_wrong_calls_are_said(options: dict, message: str):
@@ -275,7 +275,7 @@ def test_repeated_blocks_compile_as_one_loop_and_so_does_their_state():
     stacked = tpuport.compile_for(ported, "v5e-4", **given)
     each = tpuport.compile_for(ported, "v5e-4", **given, stack=False)
     assert stacked.memory.parameters == each.memory.parameters
-    assert stacked.memory.optimiser == each.memory.optimiser == 2 * each.memory.parameters + 4
+    assert stacked.memory.optimizer == each.memory.optimizer == 2 * each.memory.parameters + 4
     assert stacked.work is not None
     assert each.work is not None
     assert stacked.work.model_flops == each.work.model_flops

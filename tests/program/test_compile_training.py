@@ -50,9 +50,9 @@ def compiled() -> tpuport.CompileReport:
 @needs_libtpu
 def test_a_step_is_compiled_with_all_that_it_does(compiled: tpuport.CompileReport):
     memory = compiled.memory
-    assert (compiled.what, compiled.optimiser, compiled.fits) == ("training step", "adamw", True)
+    assert (compiled.what, compiled.optimizer, compiled.fits) == ("training step", "adamw", True)
     assert memory.parameters == memory.averages == PARAMETERS
-    assert memory.optimiser == 2 * PARAMETERS + 4
+    assert memory.optimizer == 2 * PARAMETERS + 4
     assert memory.parts()["averages"] == PARAMETERS
     # The state is overwritten: loss, norm, the metric and what was skipped are new.
     counters_and_key = 4 + 4 + 8
@@ -102,12 +102,12 @@ def test_repeated_blocks_and_groups_of_torch_are_stacked():
     with torch.device("meta"):
         model = Deep()
     ported = tpuport.convert(model)
-    optimiser = from_torch(ported, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer = from_torch(ported, torch.optim.AdamW(model.parameters(), lr=1e-3))
     report = tpuport.compile_for(
-        make_train_step(ported, loss, optimiser), "v6e-4", inputs=batch(), kernel_times=False
+        make_train_step(ported, loss, optimizer), "v6e-4", inputs=batch(), kernel_times=False
     )
-    assert report.optimiser == "of your own"
-    assert report.memory.optimiser == 2 * report.memory.parameters + 4
+    assert report.optimizer == "of your own"
+    assert report.memory.optimizer == 2 * report.memory.parameters + 4
     groups = [{"params": list(model.blocks[i].parameters())} for i in range(3)]
     step = make_train_step(ported, loss, from_torch(ported, torch.optim.AdamW(groups)))
     with pytest.raises(UsageError, match=r"different groups of the AdamW .*stack=False"):
@@ -122,13 +122,13 @@ def test_frozen_parameters_are_not_trained():
     step = make_train_step(tpuport.convert(model), loss, optax.sgd(0.1))
     memory = tpuport.compile_for(step, "v6e-4", inputs=batch(), kernel_times=False).memory
     head = (8 * WIDTH + 8) * 4
-    assert (memory.parameters, memory.optimiser, memory.averages) == (head, 0, 0)
+    assert (memory.parameters, memory.optimizer, memory.averages) == (head, 0, 0)
     assert memory.buffers == PARAMETERS - head + WIDTH * 4
 
 
-@pytest.mark.parametrize("more", [{"train": True}, {"optimiser": "sgd"}, {"method": "loss"}])
+@pytest.mark.parametrize("more", [{"train": True}, {"optimizer": "sgd"}, {"method": "loss"}])
 def test_a_step_says_itself_what_it_is(more: dict[str, Any]):
-    with pytest.raises(UsageError, match="leave train=, optimiser= and method= out"):
+    with pytest.raises(UsageError, match="leave train=, optimizer= and method= out"):
         tpuport.compile_for(everything(on_meta()), "v6e-4", inputs=batch(), **more)
 
 

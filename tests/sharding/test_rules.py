@@ -1,4 +1,4 @@
-"""Tables of rules: patterns, order, what is reported, optimisers, converters, plans."""
+"""Tables of rules: patterns, order, what is reported, optimizers, converters, plans."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_mistakes_are_refused(make, message):
         make()
 
 
-def test_optimiser_state_follows_parameters():
+def test_optimizer_state_follows_parameters():
     params = {"a.w": jax.numpy.ones((8, 8)), "b": jax.numpy.ones(8)}
     rules = ShardingRules({"a.w": P("fsdp", "tensor")})
     state = optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(params)

@@ -39,18 +39,18 @@ class Lit(Small):
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
-        optimiser = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimiser, 1, gamma=0.5)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return {
-            "epoch": {"optimizer": optimiser, "lr_scheduler": scheduler},
+            "epoch": {"optimizer": optimizer, "lr_scheduler": scheduler},
             "step": {
-                "optimizer": optimiser,
+                "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2},
             },
-            "lists": ([optimiser], [{"scheduler": scheduler, "interval": "step"}]),
-            "one": optimiser,
-            "list": [optimiser],
-            "two": [optimiser, optimiser],
+            "lists": ([optimizer], [{"scheduler": scheduler, "interval": "step"}]),
+            "one": optimizer,
+            "list": [optimizer],
+            "two": [optimizer, optimizer],
         }[self.form]
 
 
@@ -94,7 +94,7 @@ def test_a_lightning_module_trains_as_its_trainer_would(form: str, every: int, a
 
 
 @pytest.mark.parametrize("form", ["one", "list"])
-def test_a_lone_optimiser_in_either_form(form: str):
+def test_a_lone_optimizer_in_either_form(form: str):
     model = Lit()
     model.form = form
     made = from_lightning(tpuport.convert(model), SimpleNamespace(max_steps=5))
@@ -105,7 +105,7 @@ def test_a_lone_optimiser_in_either_form(form: str):
 @pytest.mark.parametrize(
     ("form", "trainer", "message"),
     [
-        ("two", {"max_steps": 1}, "2 optimisers and 0 schedules.*trainable="),
+        ("two", {"max_steps": 1}, "2 optimizers and 0 schedules.*trainable="),
         ("epoch", {"max_steps": 1}, "interval='epoch' .* steps_per_epoch="),
         ("one", {}, "how many updates the run has is not known"),
         ("step", {"max_steps": 1, "accumulate_grad_batches": 2}, "frequency=2 counts the loader"),

@@ -52,7 +52,7 @@ def given(count: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def optimisers(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+def optimizers(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     return (
         torch.optim.Adam(model.d.parameters(), lr=2e-3, betas=(0.5, 0.99)),
         torch.optim.AdamW(model.g.parameters(), lr=1e-3, weight_decay=0.1),
@@ -62,7 +62,7 @@ def optimisers(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer
 def eager(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
     """The same by hand, as scripts have it."""
     model = copy.deepcopy(model)
-    for_d, for_g = optimisers(model)
+    for_d, for_g = optimizers(model)
     for batch in batches:
         for_d.zero_grad()
         d_loss(model, batch)[0].backward()
@@ -75,7 +75,7 @@ def eager(model: Any, batches: list[dict[str, torch.Tensor]]) -> Any:
 
 def steps(model: Any) -> dict[str, Any]:
     ported = tpuport.convert(model)
-    for_d, for_g = optimisers(model)
+    for_d, for_g = optimizers(model)
     return {
         "d": make_train_step(ported, d_loss, from_torch(ported, for_d), trainable="d.**"),
         "g": make_train_step(ported, g_loss, from_torch(ported, for_g), trainable=["g.**"]),
@@ -141,7 +141,7 @@ def test_its_state_is_saved_and_gone_on_with(tmp_path):
     one, _ = step(state, last)
     other, _ = step(found.state, last)
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    jax.tree.map(np.testing.assert_array_equal, one.optimiser, other.optimiser)
+    jax.tree.map(np.testing.assert_array_equal, one.optimizer, other.optimizer)
 
 
 def test_what_cannot_take_turns_is_refused():

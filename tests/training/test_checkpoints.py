@@ -104,7 +104,7 @@ def test_a_state_moves_to_another_mesh(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, held(found.state), expected)
     after, metrics = spread(found.state, batches(2)[1])
     assert float(metrics["loss"]) > 0
-    assert len(after.optimiser[0].mu["first.weight"].addressable_shards) == 8
+    assert len(after.optimizer[0].mu["first.weight"].addressable_shards) == 8
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):

@@ -50,7 +50,7 @@ def batches() -> Batches:
 
 def assert_equal(one: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
-    jax.tree.map(np.testing.assert_array_equal, one.optimiser, other.optimiser)
+    jax.tree.map(np.testing.assert_array_equal, one.optimizer, other.optimizer)
     jax.tree.map(np.testing.assert_array_equal, one.buffers, other.buffers)
 
 

@@ -134,10 +134,10 @@ def test_a_step_without_finite_gradients_is_skipped_and_counted():
     bad["x"][0, 0] = torch.inf
     step = make_train_step(tpuport.convert(Small(0.0)), loss, ema_decay=0.9)
     state, _ = step(step.init(), good)
-    before = jax.device_get((state.params, state.buffers, state.optimiser, state.ema))
+    before = jax.device_get((state.params, state.buffers, state.optimizer, state.ema))
     state, metrics = step(state, bad)
     assert bool(metrics["skipped"])
-    now = jax.device_get((state.params, state.buffers, state.optimiser, state.ema))
+    now = jax.device_get((state.params, state.buffers, state.optimizer, state.ema))
     jax.tree.map(np.testing.assert_array_equal, now, before)
     assert (int(state.step), int(state.skipped)) == (2, 1)
     state, metrics = step(state, good)
@@ -167,12 +167,12 @@ def test_the_old_state_is_overwritten_and_the_model_is_not():
     assert all(value.is_deleted() for value in ported.params.values())
 
 
-def test_frozen_parameters_never_meet_the_optimiser():
+def test_frozen_parameters_never_meet_the_optimizer():
     step = make_train_step(tpuport.convert(Small(0.0)), loss)
     state = step.init()
     assert set(state.frozen) == {"frozen.weight", "frozen.bias"}
     assert not set(state.params) & set(state.frozen)
-    moments = jax.tree_util.tree_flatten_with_path(state.optimiser)[0]
+    moments = jax.tree_util.tree_flatten_with_path(state.optimizer)[0]
     assert not any("frozen" in jax.tree_util.keystr(path) for path, _ in moments)
 
 
@@ -221,7 +221,7 @@ def test_a_spread_state_stays_where_it_was_and_gives_what_one_device_gives():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for name, value in alone.params.items():
         np.testing.assert_allclose(state.params[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-    moments = state.optimiser[0].mu["first.weight"]
+    moments = state.optimizer[0].mu["first.weight"]
     for one in (state.params["first.weight"], state.ema["first.weight"], moments):
         assert {shard.data.shape for shard in one.addressable_shards} == {(8, 8)}
 
@@ -331,7 +331,7 @@ REFUSED = {
         {},
         "gives a metric 'loss', which a step reports itself",
     ),
-    "optimiser": (lambda m, x: m(x).sum(), {"optimiser": "adamx"}, "one of adamw, adam"),
+    "optimizer": (lambda m, x: m(x).sum(), {"optimizer": "adamx"}, "one of adamw, adam"),
 }
 
 
@@ -377,15 +377,15 @@ class HookedAtFirst(torch.nn.Module):
 def test_what_the_first_call_sets_up_is_there_at_each_step(accumulate: int):
     model = HookedAtFirst(differs=False)
     eager = copy.deepcopy(model)
-    step = make_train_step(tpuport.convert(model), optimiser=optax.sgd(0.1), accumulate=accumulate)
-    optimiser, state = torch.optim.SGD(eager.parameters(), lr=0.1), step.init()
+    step = make_train_step(tpuport.convert(model), optimizer=optax.sgd(0.1), accumulate=accumulate)
+    optimizer, state = torch.optim.SGD(eager.parameters(), lr=0.1), step.init()
     for i in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i))
         state, metrics = step(state, x)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         want = eager(x)
         want.backward()
-        optimiser.step()
+        optimizer.step()
         torch.testing.assert_close(float(metrics["loss"]), want.item(), rtol=1e-5, atol=0)
     torch.testing.assert_close(step.put(state).to_torch().state_dict(), eager.state_dict())
     assert step.retraces == 0

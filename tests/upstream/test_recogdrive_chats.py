@@ -189,14 +189,14 @@ def test_upstreams_model_has_the_same_outputs(tmp_path: Path):
 
 @needs_model
 def test_the_same_weights_of_both_models_decay(tmp_path: Path):
-    from recipes.recogdrive.finetune import FinetuneOptions, make_optimiser
+    from recipes.recogdrive.finetune import FinetuneOptions, make_optimizer
     from recipes.recogdrive.upstream_vlm import upstream_chat_model
 
     small, counts = Small(tmp_path), []
     with upstream_chat_model(CHECKOUT) as make:
         theirs = make(small.model)
         for model in (theirs, small.model):
-            groups = make_optimiser(model, FinetuneOptions("", "", "")).param_groups
+            groups = make_optimizer(model, FinetuneOptions("", "", "")).param_groups
             counts.append([sum(p.numel() for p in group["params"]) for group in groups])
             if model is theirs:
                 names = {id(p): n for n, p in model.named_parameters()}

@@ -34,7 +34,7 @@ Mesh = Annotated[
 ]
 Rules = Annotated[str, typer.Option(metavar="PRESET", help="How parameters are spread.")]
 Train = Annotated[bool, typer.Option("--train", help="Compile a training step.")]
-Optimiser = Annotated[
+Optimizer = Annotated[
     str, typer.Option(metavar="NAME", help="adamw, adam, adafactor, lion, sgd or none.")
 ]
 Method = Annotated[str, typer.Option(metavar="NAME", help="Which method of the model.")]
@@ -75,7 +75,7 @@ def compile_(
     mesh: Mesh = None,
     rules: Rules = "fsdp",
     train: Train = False,
-    optimiser: Optimiser = "adamw",
+    optimizer: Optimizer = "adamw",
     method: Method = "forward",
     out: Out = None,
     as_json: AsJson = False,
@@ -99,7 +99,7 @@ def compile_(
             "mesh": _sizes(mesh),
             "rules": rules,
             "train": train,
-            "optimiser": None if optimiser == "none" else optimiser,
+            "optimizer": None if optimizer == "none" else optimizer,
             "method": method,
             "kernel_times": not no_kernel_times,
             "quick": quick,

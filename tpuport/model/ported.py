@@ -36,7 +36,7 @@ class PortedModel(PortedState):
     """A PyTorch module (or function) that runs as one jitted JAX program.
 
     Made by `tpuport.convert`. Call it like the module; `params` and `buffers` are dicts of
-    `jax.Array` keyed by the torch fqn (frozen parameters are in `buffers`: an optimiser made over
+    `jax.Array` keyed by the torch fqn (frozen parameters are in `buffers`: an optimizer made over
     `params` never sees them).
     """
 

@@ -41,11 +41,11 @@ def _advice(report: CompileReport, plan: ShardingPlan, recomputes: bool) -> Iter
     needed = memory.peak - memory.state
     if needed > left > 0:
         yield from _activations(report, left, needed, recomputes)
-    counts = memory.optimiser > _COUNTS * memory.available
-    if counts and report.optimiser != "adafactor":
+    counts = memory.optimizer > _COUNTS * memory.available
+    if counts and report.optimizer != "adafactor":
         yield (
-            f"an optimiser with less state: {report.optimiser or 'it'} takes"
-            f" {fmt.size(memory.optimiser)} a chip; optimiser='adafactor' keeps row and column sums"
+            f"an optimizer with less state: {report.optimizer or 'it'} takes"
+            f" {fmt.size(memory.optimizer)} a chip; optimizer='adafactor' keeps row and column sums"
         )
     yield from _larger_slice(report, plan)
 
@@ -61,7 +61,7 @@ def _spread_state(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
     memory, chips = report.memory, report.num_chips
     share = _whole_state(report, plan) // chips
     if chips > 1 and memory.state > _UNEVEN * share:
-        whole = "parameters and the optimiser's state" if memory.optimiser else "parameters"
+        whole = "parameters and the optimizer's state" if memory.optimizer else "parameters"
         yield (
             f"spread {whole} over all {chips} chips: rules='fsdp' with mesh={{'fsdp': {chips}}}"
             f" holds about {fmt.size(share)} a chip instead of {fmt.size(memory.state)}"
@@ -85,7 +85,7 @@ def _scores(report: CompileReport) -> Iterator[str]:
 def _dtypes(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
     wide = sum(row.bytes_a_chip for row in plan.rows if row.dtype == "float32")
     if wide > plan.bytes_a_chip / 2:
-        less = wide // 2 + (report.memory.optimiser // 2)
+        less = wide // 2 + (report.memory.optimizer // 2)
         state = f"{fmt.size(less)} less a chip for state, and " if less > 1 << 20 else ""
         yield (
             "weights in bfloat16, with policy=lambda ported: tpuport.cast(ported, 'bf16'):"

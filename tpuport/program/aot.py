@@ -130,5 +130,5 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """`params['lm_head.weight']`, `optimiser[0].mu['lm_head.weight']`, as HLO names them."""
+    """`params['lm_head.weight']`, `optimizer[0].mu['lm_head.weight']`, as HLO names them."""
     return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"

@@ -29,7 +29,7 @@ from tpuport.program.memory import (
 from tpuport.program.records import Captured, Held, Seconds, Work
 from tpuport.program.report import CompileReport
 from tpuport.program.settling import settled
-from tpuport.program.step import as_optimiser, forward_step, function_step, training_step
+from tpuport.program.step import as_optimizer, forward_step, function_step, training_step
 from tpuport.program.training import Training, Trains
 from tpuport.program.work import captured_constants, read_traced, read_work
 from tpuport.sharding.hlo_text import Program, read_program
@@ -54,7 +54,7 @@ def compile_for(
     mesh: Mesh | Mapping[str, int] | None = None,
     rules: Any = "fsdp",
     train: bool | Callable[[Any], Any] = False,
-    optimiser: Any = "adamw",
+    optimizer: Any = "adamw",
     method: str | Callable[..., Any] = "forward",
     constant_budget: int = CONSTANT_BUDGET,
     kernel_times: bool = True,
@@ -78,7 +78,7 @@ def compile_for(
         rules: as for `tpuport.shard`: a preset's name, or a table.
         train: compile a training step: True if the output is or has a `loss`, or a function of the
             output that gives one. Gradients that are not finite are applied all the same.
-        optimiser: one of optax's, the name of one, or None for gradients alone.
+        optimizer: one of optax's, the name of one, or None for gradients alone.
         method: which method of the model; or a function of jax around its `apply`, called with the
             copy that is compiled, its `params`, its `buffers`, a key, and the inputs.
         constant_budget: bytes of constants of the host that are nothing to report.
@@ -97,7 +97,7 @@ def compile_for(
         UsageError: an argument is wrong, or there is no such topology.
         MissingExtraError: libtpu is not installed.
     """
-    training = _training_of(ported, method, train, optimiser)
+    training = _training_of(ported, method, train, optimizer)
     model: Any = ported if training is None else training.ported
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._program.placement
@@ -131,7 +131,7 @@ def _names(
     return {
         "what": _called(method) if training is None else "training step",
         "topology": where,
-        "optimiser": "" if training is None else training.optimiser_name,
+        "optimizer": "" if training is None else training.optimizer_name,
     }
 
 
@@ -148,7 +148,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _training_of(
-    ported: PortedModel | Trains, method: Any, train: Any, optimiser: Any
+    ported: PortedModel | Trains, method: Any, train: Any, optimizer: Any
 ) -> Training | None:
     """The step of training that is to be compiled; None for a call.
 
@@ -158,10 +158,10 @@ def _training_of(
     """
     given = getattr(ported, "training", None)
     if isinstance(given, Training):
-        if train or (method, optimiser) != ("forward", "adamw"):
+        if train or (method, optimizer) != ("forward", "adamw"):
             raise UsageError(
                 "compile_for was given a step of training, which says itself what it trains with."
-                " What to do: leave train=, optimiser= and method= out"
+                " What to do: leave train=, optimizer= and method= out"
             )
         return given
     if not train or not isinstance(ported, PortedModel):
@@ -171,9 +171,9 @@ def _training_of(
             f"method={_called(method)} is a function around the model, and train= is for a method."
             " What to do: name a method, or take gradients in the function and leave train= out"
         )
-    name = optimiser if isinstance(optimiser, str) else "" if optimiser is None else "of your own"
+    name = optimizer if isinstance(optimizer, str) else "" if optimizer is None else "of your own"
     loss = train if callable(train) else None
-    return Training(ported, method, as_optimiser(optimiser), loss=loss, optimiser_name=name)
+    return Training(ported, method, as_optimizer(optimizer), loss=loss, optimizer_name=name)
 
 
 def _reported(
@@ -206,7 +206,7 @@ def _reported(
         estimate=read.time,
         captured=captured,
         constant_budget=constant_budget,
-        optimiser=names["optimiser"],
+        optimizer=names["optimizer"],
         equations=len(ahead.jaxpr.jaxpr.eqns),
         refused="" if refused is None else refused.message,
         findings=tuple(_findings(plan, captured, constant_budget, read.work)),

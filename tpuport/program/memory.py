@@ -23,13 +23,13 @@ _GIB = 1 << 30
 _AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 _CATEGORY = {
     "params": "parameters",
-    "optimiser": "optimiser",
+    "optimizer": "optimizer",
     "ema": "averages",
     "buffers": "buffers",
     "frozen": "buffers",
 }
 _NUM_HELD = 100
-OPTIMISER = "optimiser"
+OPTIMIZER = "optimizer"
 
 
 def available_bytes(device: Any) -> int:
@@ -137,7 +137,7 @@ def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:
 
 def _outside(names: Iterable[str]) -> str:
     """Where an operation is that is in no module."""
-    return OPTIMISER if OPTIMISER in names else ""
+    return OPTIMIZER if OPTIMIZER in names else ""
 
 
 def _grouped(found: Iterable[tuple[str, str, str, int]]) -> tuple[Held, ...]:

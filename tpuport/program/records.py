@@ -10,7 +10,7 @@ class Memory:
     Attributes:
         available: what libtpu gives to programs.
         parameters: trainable parameters.
-        optimiser: the optimiser's state.
+        optimizer: the optimizer's state.
         buffers: other state of the model, frozen parameters included.
         inputs: the arguments of the call, the key, and counters of training.
         padding: what tiles add to all of these.
@@ -26,7 +26,7 @@ class Memory:
 
     available: int
     parameters: int
-    optimiser: int
+    optimizer: int
     buffers: int
     inputs: int
     padding: int = 0
@@ -46,7 +46,7 @@ class Memory:
     @property
     def state(self) -> int:
         """What a program takes over from one run to the next."""
-        return self.parameters + self.optimiser + self.averages + self.buffers
+        return self.parameters + self.optimizer + self.averages + self.buffers
 
     @property
     def fits(self) -> bool:
@@ -57,7 +57,7 @@ class Memory:
         """What the peak is made of, by name."""
         return {
             "parameters": self.parameters,
-            "optimiser": self.optimiser,
+            "optimizer": self.optimizer,
             "averages": self.averages,
             "buffers": self.buffers,
             "inputs": self.inputs,

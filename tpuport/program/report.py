@@ -32,7 +32,7 @@ class CompileReport(SavedReport):
         estimate: a time for a step with its assumptions; None if it was refused.
         captured: constants of the host that the program holds, the largest first.
         constant_budget: how many bytes of these are nothing to report.
-        optimiser: of a training step, in words.
+        optimizer: of a training step, in words.
         equations: how many the traced program has.
         refused: libtpu's words, if it refused it.
         advice: what to try if it does not fit, the first first.
@@ -55,7 +55,7 @@ class CompileReport(SavedReport):
     estimate: Estimate | None = None
     captured: tuple[Captured, ...] = ()
     constant_budget: int = 0
-    optimiser: str = ""
+    optimizer: str = ""
     equations: int = 0
     refused: str = ""
     quick: bool = False

@@ -57,8 +57,8 @@ def setting(report: CompileReport) -> str:
         f"mesh {axes or 'of one chip'}",
         f"rules {report.rules or 'of your own'}",
     ]
-    if report.optimiser:
-        parts.append(f"optimiser {report.optimiser}")
+    if report.optimizer:
+        parts.append(f"optimizer {report.optimizer}")
     if report.quick:
         parts.append("compiled quickly, optimised less")
     parts += [f"{name} {version}" for name, version in (report.versions or {}).items()]

@@ -23,7 +23,7 @@ from tpuport.program.train_state import TrainState
 from tpuport.program.training import Batch, Training, gradients, known_values, train
 
 LEARNING_RATE = 1e-4
-OPTIMISERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(LEARNING_RATE),
     "adam": lambda: optax.adam(LEARNING_RATE),
     "adafactor": lambda: optax.adafactor(LEARNING_RATE),
@@ -111,7 +111,7 @@ def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any
 
 
 def training_step(training: Training, inputs: Any) -> Step:
-    """A step of training in the memory of the old state; without an optimiser, gradients alone.
+    """A step of training in the memory of the old state; without an optimizer, gradients alone.
 
     Args:
         training: of a model on a mesh, with shapes for weights.
@@ -128,24 +128,24 @@ def training_step(training: Training, inputs: Any) -> Step:
         params: Any,
         frozen: Any,
         buffers: Any,
-        optimiser: Any,
+        optimizer: Any,
         ema: Any,
         step: Any,
         skipped: Any,
         key: Any,
         inputs: Any,
     ) -> Any:
-        state = TrainState(params, frozen, buffers, optimiser, ema, step, skipped, key)
+        state = TrainState(params, frozen, buffers, optimizer, ema, step, skipped, key)
         now = replace(batch, values=inputs)
         with training.ported._precision_scope():
-            if training.optimiser is not None:
+            if training.optimizer is not None:
                 return train(training, state, now)
             loss, _, grads, buffers = gradients(training, state, now)
             return grads, buffers, loss
 
     fields = [field.name for field in dataclasses.fields(state)]
     given = {**{name: getattr(state, name) for name in fields}, "inputs": values}
-    if training.optimiser is None:
+    if training.optimizer is None:
         return Step(train_step, given, (), (places.params, None, None), batch.hoisted)
     return Step(train_step, given, tuple(range(len(fields))), (places, None), batch.hoisted)
 
@@ -161,16 +161,16 @@ def _state_shapes(training: Training) -> TrainState:
         return jax.ShapeDtypeStruct(value.shape, kind, sharding=value.sharding)
 
     params, frozen, buffers = training.split()
-    optimiser: Any = ()
-    if training.optimiser is not None:
-        optimiser, _ = optimiser_state(ported, training.optimiser, params)
+    optimizer: Any = ()
+    if training.optimizer is not None:
+        optimizer, _ = optimizer_state(ported, training.optimizer, params)
     number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     key: Any = jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
     return TrainState(
         params=params,
         frozen=frozen,
         buffers=buffers,
-        optimiser=optimiser,
+        optimizer=optimizer,
         ema={} if training.ema_decay is None else jax.tree.map(average, params),
         step=number,
         skipped=number,
@@ -178,19 +178,19 @@ def _state_shapes(training: Training) -> TrainState:
     )
 
 
-def as_optimiser(optimiser: Any) -> optax.GradientTransformation | None:
+def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
     """One of optax's, by its name or as it is.
 
     Raises:
         UsageError: it is neither.
     """
-    if optimiser is None or isinstance(optimiser, optax.GradientTransformation):
-        return optimiser
-    if isinstance(optimiser, str) and optimiser in OPTIMISERS:
-        return OPTIMISERS[optimiser]()
+    if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]()
     raise UsageError(
-        f"optimiser: expected an optax.GradientTransformation, None or one of"
-        f" {', '.join(OPTIMISERS)}, got {optimiser!r}"
+        f"optimizer: expected an optax.GradientTransformation, None or one of"
+        f" {', '.join(OPTIMIZERS)}, got {optimizer!r}"
     )
 
 
@@ -240,19 +240,19 @@ def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
 
 
-def optimiser_state(
-    ported: PortedModel, optimiser: optax.GradientTransformation, params: Any = None
+def optimizer_state(
+    ported: PortedModel, optimizer: optax.GradientTransformation, params: Any = None
 ) -> tuple[Any, Any]:
-    """The shapes of an optimiser's state with their places, and the places alone: state of a
+    """The shapes of an optimizer's state with their places, and the places alone: state of a
     parameter lies where the parameter does.
 
     Args:
         ported: on a mesh.
-        optimiser: one of optax's.
+        optimizer: one of optax's.
         params: those that it is for; by default all.
     """
     placement: Any = ported._program.placement
-    state = jax.eval_shape(optimiser.init, ported.params if params is None else params)
+    state = jax.eval_shape(optimizer.init, ported.params if params is None else params)
     places = placement.rules.for_state(state, ported, placement.mesh)
 
     def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:

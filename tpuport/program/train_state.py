@@ -14,9 +14,9 @@ class TrainState:
 
     Attributes:
         params: trainable parameters by fqn (or by the names of stacks, see `stack_blocks`).
-        frozen: parameters with `requires_grad=False`, which no optimiser sees.
+        frozen: parameters with `requires_grad=False`, which no optimizer sees.
         buffers: all other state of the module.
-        optimiser: the state of the optimiser.
+        optimizer: the state of the optimizer.
         ema: averages of `params` in float32 or wider; empty without `ema_decay`.
         step: (), int32, how many steps were begun, also those that were skipped.
         skipped: (), int32, how many left everything as it was, for want of finite gradients.
@@ -26,7 +26,7 @@ class TrainState:
     params: dict[str, jax.Array]
     frozen: dict[str, jax.Array]
     buffers: dict[str, jax.Array]
-    optimiser: Any
+    optimizer: Any
     ema: dict[str, jax.Array]
     step: jax.Array
     skipped: jax.Array
@@ -38,7 +38,7 @@ class TrainState:
         return replace(self, params={**self.params, **averaged})
 
     def with_weights_of(self, other: "TrainState") -> Self:
-        """The same optimiser, averages, step and key with the weights and buffers of another state.
+        """The same optimizer, averages, step and key with the weights and buffers of another state.
 
         For steps that take turns on one model, each with `trainable=` of its own: what one trains
         is frozen in the other. Nothing is copied, so give the other state to no step until it has

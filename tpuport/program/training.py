@@ -30,25 +30,25 @@ class Training:
     Attributes:
         ported: the model.
         method: that gives the loss, or an output with it.
-        optimiser: one of optax's, without clipping; None for gradients alone.
+        optimizer: one of optax's, without clipping; None for gradients alone.
         accumulate: parts that the batch is cut into.
         clip_norm: the largest norm of all gradients together, or None.
         ema_decay: at which averages of the parameters forget, or None for no averages.
         skip_nonfinite: whether infinite or NaN gradients leave everything as it was.
         loss: of the method's output (with arrays in it); None where it is the output, or in it.
-        optimiser_name: for reports.
+        optimizer_name: for reports.
         trained: names of the parameters that are trained, the others being frozen; None for all.
     """
 
     ported: PortedModel
     method: str
-    optimiser: optax.GradientTransformation | None
+    optimizer: optax.GradientTransformation | None
     accumulate: int = 1
     clip_norm: float | None = None
     ema_decay: float | None = None
     skip_nonfinite: bool = False
     loss: Callable[[Any], Any] | None = None
-    optimiser_name: str = ""
+    optimizer_name: str = ""
     trained: frozenset[str] | None = None
 
     def trained_names(self) -> frozenset[str]:
@@ -119,20 +119,20 @@ def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
 
 def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """The state after a step, and what it reports: "loss", "grad_norm", "skipped" and more."""
-    assert training.optimiser is not None
+    assert training.optimizer is not None
     loss, metrics, grads, buffers = gradients(training, state, batch)
     norm = optax.tree.norm(grads)
     if training.clip_norm is not None:
         # As torch.nn.utils.clip_grad_norm_, which adds 1e-6.
         scale = jnp.minimum(1.0, training.clip_norm / (norm + 1e-6))
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    with jax.named_scope("optimiser"):
-        updates, optimiser = training.optimiser.update(grads, state.optimiser, state.params)
+    with jax.named_scope("optimizer"):
+        updates, optimizer = training.optimizer.update(grads, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
     ema = state.ema
     if training.ema_decay is not None:
         ema = ema_update(ema, params, training.ema_decay)
-    after = replace(state, params=params, optimiser=optimiser, ema=ema, buffers=buffers)
+    after = replace(state, params=params, optimizer=optimizer, ema=ema, buffers=buffers)
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     if training.skip_nonfinite:
         after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
@@ -270,7 +270,7 @@ def _changed_buffers(
                 " ported model once before init() if it is set up lazily; register what changes"
                 " at each step as a buffer"
                 if new
-                else "a parameter. What to do: leave the updates of parameters to the optimiser"
+                else "a parameter. What to do: leave the updates of parameters to the optimizer"
             )
         )
     return changed

@@ -1,4 +1,4 @@
-"""What an optimiser is built over, and what the code around it freezes."""
+"""What an optimizer is built over, and what the code around it freezes."""
 
 import ast
 from collections.abc import Iterator

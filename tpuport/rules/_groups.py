@@ -40,7 +40,7 @@ def deals_with_groups(node: ast.AST, module: Module) -> bool:
     if function is None:
         return False
     text = ast.unparse(function)
-    return _GROUP.search(text) is not None and "param_groups" not in text  # an optimiser's
+    return _GROUP.search(text) is not None and "param_groups" not in text  # an optimizer's
 
 
 def _makes_group(call: ast.Call) -> bool:

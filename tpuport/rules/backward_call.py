@@ -19,7 +19,7 @@ class BackwardCall(Rule):
 
     ## Why is this bad?
     Tensors of torchax carry no autograd graph. `backward()` raises `RuntimeError: element 0 of
-    tensors does not require grad`, and an optimiser that finds no `.grad` silently does nothing.
+    tensors does not require grad`, and an optimizer that finds no `.grad` silently does nothing.
 
     ## Fix safety
     There is no automatic fix. With `ported = tpuport.convert(model)`, hand a loss that calls

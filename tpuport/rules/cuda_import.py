@@ -29,7 +29,7 @@ class CudaImport(Rule):
 
     ## Fix safety
     There is no fix: what takes the package's place is a decision. For attention it is
-    `torch.nn.functional.scaled_dot_product_attention`, for fused norms and optimisers the plain
+    `torch.nn.functional.scaled_dot_product_attention`, for fused norms and optimizers the plain
     ones, for sharding `tpuport.shard`. An import that only some configurations need belongs into
     `try: ... except ImportError:`.
 

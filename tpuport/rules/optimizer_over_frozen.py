@@ -1,4 +1,4 @@
-"""TPU418: an optimiser over parameters that are frozen."""
+"""TPU418: an optimizer over parameters that are frozen."""
 
 import ast
 
@@ -11,19 +11,19 @@ _NO_OPTIMIZERS = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")
 
 
 class OptimizerOverFrozen(Rule):
-    """An optimiser built over all parameters of a model that has frozen ones.
+    """An optimizer built over all parameters of a model that has frozen ones.
 
     ## What it does
     Finds `torch.optim.X(model.parameters())` where the same function or class freezes parameters
     of that model, by `requires_grad = False` or `requires_grad_(False)`.
 
     ## Why is this bad?
-    PyTorch's optimiser skips parameters without a gradient. `jax.grad` knows no `requires_grad`: it
+    PyTorch's optimizer skips parameters without a gradient. `jax.grad` knows no `requires_grad`: it
     gives a gradient for all parameters that it is handed, and the frozen ones are trained, or decay
     by weight decay.
 
     ## Fix safety
-    There is no automatic fix: a shorter list of parameters is another layout of the optimiser's
+    There is no automatic fix: a shorter list of parameters is another layout of the optimizer's
     state, which old checkpoints do not fit. For a new run write
     `filter(lambda p: p.requires_grad, model.parameters())`, and differentiate by these alone.
 
@@ -32,7 +32,7 @@ class OptimizerOverFrozen(Rule):
     """
 
     CODE = "TPU418"
-    MESSAGE = "the optimiser gets all of `{parameters}`, and line {line} freezes some of them"
+    MESSAGE = "the optimizer gets all of `{parameters}`, and line {line} freezes some of them"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.SILENT
 

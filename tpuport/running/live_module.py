@@ -35,7 +35,7 @@ class LiveModel(PortedModel):
     """The programs of one module of the user's.
 
     A `PortedModel` has a copy of its module for good. Here the module stays the user's: weights
-    that an optimiser changed, attributes that a script set, a layer that was exchanged reach the
+    that an optimizer changed, attributes that a script set, a layer that was exchanged reach the
     program at the next call, and buffers and attributes that a call changed reach the module.
     """
 

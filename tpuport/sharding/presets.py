@@ -182,7 +182,7 @@ def preset(name: str, model: Any, mesh: Sizes, **options: Any) -> ShardingRules:
 def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> ShardingRules:
     choices = {path: choose(path, leaf) for path, leaf in shapes_of(model).items()}
     for path, _ in module_of(model).named_buffers():
-        # Tables of positions and the like: computed with whole, and without optimiser state.
+        # Tables of positions and the like: computed with whole, and without optimizer state.
         if path in choices and MeshAxis.FSDP in str(choices[path][0]):
             choices[path] = (P(), "buffer", "")
     rules = _tabled(choices)

@@ -193,11 +193,11 @@ class ShardingRules:
         findings.refuse(self.findings(params, mesh), self.name)
 
     def for_state(self, state: Any, params: Any, mesh: Mesh | None = None) -> Any:
-        """Specs (with a mesh: shardings) for an optimiser's state, each leaf as its parameter.
+        """Specs (with a mesh: shardings) for an optimizer's state, each leaf as its parameter.
 
         Args:
             state: any pytree of optax's, of arrays or `jax.ShapeDtypeStruct`
-                (`jax.eval_shape(optimiser.init, params)`).
+                (`jax.eval_shape(optimizer.init, params)`).
             params: as for `specs`; nested dicts in the state are followed by their dotted path.
             mesh: the mesh.
 
@@ -271,7 +271,7 @@ def _as_rules(rules: Any) -> tuple[Rule, ...]:
 
 
 def _parameter_at(path: tuple[Any, ...], leaf: Any, leaves: Mapping[str, Any]) -> str | None:
-    """The parameter that a leaf of an optimiser's state belongs to: the longest end of its path
+    """The parameter that a leaf of an optimizer's state belongs to: the longest end of its path
     that is one's name, with the same shape.
     """
     parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]

@@ -161,9 +161,9 @@ def retraces(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | No
 
 
 def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Frozen parameters that an optimiser holds, and that `jax.grad` gives a gradient for.
+    """Frozen parameters that an optimizer holds, and that `jax.grad` gives a gradient for.
 
-    The example's function returns the model and the optimiser.
+    The example's function returns the model and the optimizer.
     """
     import jax
     import torchax
@@ -187,7 +187,7 @@ def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str
         gradients = jax.grad(loss)(arrays)
     if any(abs(gradients[name]).max() > 0 for name in frozen):
         return None
-    return "the optimiser holds no frozen parameter with a gradient"
+    return "the optimizer holds no frozen parameter with a gradient"
 
 
 def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:

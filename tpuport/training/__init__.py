@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tpuport.training.input.batches import Batches
     from tpuport.training.input.buckets import Buckets
     from tpuport.training.loop import Profile, fit
-    from tpuport.training.optimisers import from_torch
+    from tpuport.training.optimizers import from_torch
     from tpuport.training.preemption import Preempted
     from tpuport.training.sinks import JsonLines, TensorBoard, WandB
     from tpuport.training.step import TrainStep, make_train_step
@@ -28,7 +28,7 @@ _HOME = {
     "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "sinks",
     "TrainState": "tpuport.program.train_state",
     "TrainStep": "step", "WandB": "sinks", "alternating": "turns", "fit": "loop",
-    "from_lightning": "adapters.lightning", "from_torch": "optimisers",
+    "from_lightning": "adapters.lightning", "from_torch": "optimizers",
     "from_training_arguments": "adapters.transformers", "initialize": "hosts",
     "make_train_step": "step",
 }  # fmt: skip

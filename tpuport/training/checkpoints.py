@@ -109,7 +109,7 @@ class Checkpoints:
         """The last state that was saved, or that of a step; None if there is none.
 
         Args:
-            like: a state of the same model and optimiser, whose places on devices the arrays get:
+            like: a state of the same model and optimizer, whose places on devices the arrays get:
                 those of another mesh than they were saved from, if it is. Shapes will do.
             step: which one.
 
@@ -139,7 +139,7 @@ class Checkpoints:
             first = " ".join(str(error).split())[:300]
             raise CheckpointError(
                 f"the state of step {number} in {self.directory} was not read: {first}. What to do:"
-                " give a state of the model and optimiser that it was saved from, or another of"
+                " give a state of the model and optimizer that it was saved from, or another of"
                 f" the steps {steps}"
             ) from error
         position = found[_POSITION]["position"] if has_position else None

@@ -18,7 +18,7 @@ from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome
 from tpuport.program.cost import count_jaxpr
 from tpuport.program.settling import settled
-from tpuport.program.step import as_optimiser, optimiser_state
+from tpuport.program.step import as_optimizer, optimizer_state
 from tpuport.program.train_state import TrainState, ema_of
 from tpuport.program.training import Batch, Metrics, Training, known_values, train
 from tpuport.sharding.on_mesh import argument_name
@@ -56,15 +56,15 @@ class TrainStep:
 
     Attributes:
         ported: the model; its own `params` stay as they are until `put`.
-        optimiser: one of optax's, without clipping.
+        optimizer: one of optax's, without clipping.
         retraces: how many programs were compiled after the first.
         trained: the names of the parameters that it changes.
     """
 
     def __init__(self, training: Training) -> None:
-        assert training.optimiser is not None
+        assert training.optimizer is not None
         self.ported = training.ported
-        self.optimiser = training.optimiser
+        self.optimizer = training.optimizer
         self.trained = training.trained_names()
         self._training = training
         self._programs: dict[Signature, _Compiled] = {}
@@ -135,7 +135,7 @@ class TrainStep:
         mesh, whole, places = self.ported._program.placement.mesh, None, None
         if mesh is not None:
             whole = NamedSharding(mesh, PartitionSpec())
-            _, places = optimiser_state(self.ported, self.optimiser, params)
+            _, places = optimizer_state(self.ported, self.optimizer, params)
         # Made there: jax puts no key on the devices of other processes.
         counts = jax.jit(
             lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed)), out_shardings=whole
@@ -144,7 +144,7 @@ class TrainStep:
             params=params,
             frozen=frozen,
             buffers=buffers,
-            optimiser=jax.jit(self.optimiser.init, out_shardings=places)(params),
+            optimizer=jax.jit(self.optimizer.init, out_shardings=places)(params),
             ema=ema_of(params) if self._training.ema_decay is not None else {},
             step=counts[0],
             skipped=counts[1],
@@ -276,7 +276,7 @@ def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:
 def make_train_step(
     ported: PortedModel,
     loss: Callable[..., Any] | str = "forward",
-    optimiser: Any = "adamw",
+    optimizer: Any = "adamw",
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -296,7 +296,7 @@ def make_train_step(
             and a dict of metrics (scalars), or an output with `loss`. A metric "weight" says what
             the loss is a mean over (such as the number of tokens that count): with `accumulate`
             parts count by it.
-        optimiser: one of optax's, or the name of one ("adamw", "adam", "adafactor", "lion", "sgd").
+        optimizer: one of optax's, or the name of one ("adamw", "adam", "adafactor", "lion", "sgd").
         accumulate: parts that the batch is cut into, one after another in a scan: memory for one
             part, the gradient of the whole.
         clip_norm: the largest norm of all gradients together, as `clip_grad_norm_`.
@@ -314,9 +314,9 @@ def make_train_step(
         raise UsageError(
             f"{ported.report.model} has no parameter with requires_grad=True: nothing to train"
         )
-    chosen = as_optimiser(optimiser)
+    chosen = as_optimizer(optimizer)
     if chosen is None:
-        raise UsageError("optimiser is None: expected one of optax's or the name of one")
+        raise UsageError("optimizer is None: expected one of optax's or the name of one")
     training = Training(
         ported,
         _name_of(loss, ported),
@@ -326,7 +326,7 @@ def make_train_step(
         ema_decay=ema_decay,
         skip_nonfinite=skip_nonfinite,
         trained=trained_names(ported, trainable) if trainable is not None else None,
-        optimiser_name=optimiser if isinstance(optimiser, str) else "of your own",
+        optimizer_name=optimizer if isinstance(optimizer, str) else "of your own",
     )
     return TrainStep(training)
 

@@ -1,4 +1,4 @@
-"""Several steps that take turns on one model, each with an optimiser and a loss of its own."""
+"""Several steps that take turns on one model, each with an optimizer and a loss of its own."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,12 +17,12 @@ class Alternating:
     """Steps taken one after another on the same batch, as one step over one state.
 
         step = alternating(
-            discriminator=make_train_step(ported, d_loss, d_optimiser, trainable="d.**"),
-            generator=make_train_step(ported, g_loss, g_optimiser, trainable="g.**"),
+            discriminator=make_train_step(ported, d_loss, d_optimizer, trainable="d.**"),
+            generator=make_train_step(ported, g_loss, g_optimizer, trainable="g.**"),
         )
         state, metrics = step(state, batch)  # metrics["generator/loss"]
 
-    Its state has the optimisers' states by the names of the steps; it can be saved, and given to
+    Its state has the optimizers' states by the names of the steps; it can be saved, and given to
     `fit`. `step` counts rounds, `skipped` the steps that left everything as it was.
 
     Attributes:
@@ -75,7 +75,7 @@ class Alternating:
             first,
             params=params,
             frozen={n: v for n, v in first.frozen.items() if n not in params},
-            optimiser={name: state.optimiser for name, state in states.items()},
+            optimizer={name: state.optimizer for name, state in states.items()},
             ema={n: v for state in states.values() for n, v in state.ema.items()},
         )
 
@@ -110,7 +110,7 @@ class Alternating:
             state,
             params=params,
             frozen={**state.frozen, **others},
-            optimiser=state.optimiser[name],
+            optimizer=state.optimizer[name],
             ema={n: v for n, v in state.ema.items() if n in trained},
             step=count,
         )
@@ -122,7 +122,7 @@ class Alternating:
             part,
             params={n: values[n] for n in state.params},
             frozen={n: values[n] for n in state.frozen},
-            optimiser={**state.optimiser, name: part.optimiser},
+            optimizer={**state.optimizer, name: part.optimizer},
             ema={**state.ema, **part.ema},
         )
 

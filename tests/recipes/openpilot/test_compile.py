@@ -33,7 +33,7 @@ def test_a_step_is_compiled_for_a_chip_that_is_not_there(
     assert (report.fits, report.what, report.num_chips) == (True, "training step", 1)
     trained, all_ = count_trained(make_student(model, DORA))
     assert report.memory.parameters == 4 * trained
-    assert report.memory.optimiser == pytest.approx(2 * 4 * trained, abs=64)
+    assert report.memory.optimizer == pytest.approx(2 * 4 * trained, abs=64)
     assert report.memory.buffers == pytest.approx(4 * (all_ - trained), abs=64)
     assert report.work is not None
     assert report.work.collectives == ()

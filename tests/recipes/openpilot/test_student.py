@@ -110,10 +110,10 @@ def adapted(policy: Path) -> ImportedGraph:
 def test_a_step_is_that_of_eager_peft(policy: Path):
     slices, batch = read_contract(policy).slices, batch_of(policy)
     eager = adapted(policy)
-    optimiser = torch.optim.SGD([p for p in eager.parameters() if p.requires_grad], RATE)
+    optimizer = torch.optim.SGD([p for p in eager.parameters() if p.requires_grad], RATE)
     expected = plan_loss(slices)(eager, batch)
     expected.backward()
-    optimiser.step()
+    optimizer.step()
 
     graph = adapted(policy)
     before = {name: p.detach().clone() for name, p in graph.named_parameters()}

@@ -17,7 +17,7 @@ SLOW = {"finetune", "grpo", "chains"}
 def test_a_program_is_compiled_from_shapes(stage: str):
     report = compile_stage(stage, "tiny", kernel_times=False)
     assert (report.fits, report.num_chips, report.quick) == (True, 4, True)
-    assert (report.memory.optimiser > 0) == (stage in TRAINED)
+    assert (report.memory.optimizer > 0) == (stage in TRAINED)
     assert report.work is not None
     # No chip computes what another one does, too.
     assert report.work.chip_flops * 4 < 1.05 * sum(one.flops for one in report.work.products)

@@ -16,7 +16,7 @@ from recipes.recogdrive.__main__ import app
 from recipes.recogdrive.finetune import (
     FinetuneOptions,
     check,
-    make_optimiser,
+    make_optimizer,
     make_schedule,
     make_step,
     parse,
@@ -224,7 +224,7 @@ def test_what_is_not_there_is_refused(given: dict[str, Any], message: str):
 
 
 def test_biases_and_norms_do_not_decay(small: Small):
-    decayed, others = make_optimiser(small.model, FinetuneOptions("", "", "")).param_groups
+    decayed, others = make_optimizer(small.model, FinetuneOptions("", "", "")).param_groups
     names = {id(p): n for n, p in small.model.named_parameters()}
     without = {names[id(p)] for p in others["params"]}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.05, 0.0)
@@ -248,7 +248,7 @@ def test_a_norm_without_a_name_does_not_decay():
             self.weight = torch.nn.Parameter(torch.ones(3))
 
     model = torch.nn.Sequential(torch.nn.LayerNorm(3), torch.nn.Linear(3, 3), OwnRMSNorm())
-    decayed, others = make_optimiser(model, FinetuneOptions("", "", "")).param_groups
+    decayed, others = make_optimizer(model, FinetuneOptions("", "", "")).param_groups
     names = {id(p): n for n, p in model.named_parameters()}
     assert [names[id(p)] for p in decayed["params"]] == ["1.weight"]
     without = [names[id(p)] for p in others["params"]]
@@ -257,12 +257,12 @@ def test_a_norm_without_a_name_does_not_decay():
 
 def test_the_schedule_is_transformers():
     weight = torch.nn.Parameter(torch.zeros(1))
-    optimiser = torch.optim.AdamW([weight], lr=4e-5)
-    schedule = make_schedule(optimiser, FinetuneOptions("", "", ""), steps=25)
+    optimizer = torch.optim.AdamW([weight], lr=4e-5)
+    schedule = make_schedule(optimizer, FinetuneOptions("", "", ""), steps=25)
     rates = []
     for _ in range(25):
         rates.append(schedule.get_last_lr()[0])
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     # Three steps up (a tenth, rounded up), then half a cosine.
     np.testing.assert_allclose(rates[:4], [0, 4e-5 / 3, 8e-5 / 3, 4e-5])

@@ -11,7 +11,7 @@ import torch
 import tpuport
 from recipes.recogdrive import kinds
 from recipes.recogdrive.diffusion import SAMPLERS, denormalise, normalise
-from recipes.recogdrive.train import BETAS, WEIGHT_DECAY, TrainOptions, make_optimiser
+from recipes.recogdrive.train import BETAS, WEIGHT_DECAY, TrainOptions, make_optimizer
 from tests.recipes.recogdrive.small import scenes, small_planner
 from tpuport.errors import UsageError
 from tpuport.training import TrainStep, make_train_step
@@ -25,7 +25,7 @@ STEPS_PER_EPOCH = 4
 def make_step(planner: Any, **options: Any) -> TrainStep:
     ported = tpuport.convert(planner, methods=(kinds.sampled,), verify=False)
     return make_train_step(
-        ported, kinds.imitation_loss, make_optimiser(RATE, STEPS_PER_EPOCH), **options
+        ported, kinds.imitation_loss, make_optimizer(RATE, STEPS_PER_EPOCH), **options
     )
 
 
@@ -125,7 +125,7 @@ def test_noise_differs_at_each_step_and_not_by_run():
     for _ in range(2):
         ported = tpuport.convert(small_planner(), methods=(kinds.sampled,), verify=False)
         step = make_train_step(
-            ported, kinds.imitation_loss, make_optimiser(TrainOptions(lr=0.0, min_lr=0.0), 1)
+            ported, kinds.imitation_loss, make_optimizer(TrainOptions(lr=0.0, min_lr=0.0), 1)
         )
         state, run = step.init(seed=3), []
         for _ in range(3):
@@ -141,7 +141,7 @@ def test_the_infinite_eta_is_not_trained_and_actions_stay_finite():
     step = make_step(small_planner())
     state = step.init()
     assert "eta.eta_logit" not in state.params
-    assert "eta.eta_logit" not in str(jax.tree_util.tree_flatten_with_path(state.optimiser)[0])
+    assert "eta.eta_logit" not in str(jax.tree_util.tree_flatten_with_path(state.optimizer)[0])
     for number in range(2):
         state, _ = step(state, scenes(seed=number))
     assert np.isinf(state.frozen["eta.eta_logit"]).all()

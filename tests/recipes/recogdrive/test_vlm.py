@@ -12,7 +12,7 @@ import tpuport
 from recipes.recogdrive.finetune import (
     FinetuneOptions,
     chat_loss,
-    make_optimiser,
+    make_optimizer,
     make_schedule,
     make_step,
 )
@@ -132,7 +132,7 @@ def test_five_steps_are_those_of_torch(small: Small, frozen: tuple[str, ...]):
     if frozen:
         for name in ("llm", "backbone"):
             eager.parts()[name].requires_grad_(False)
-    theirs = make_optimiser(eager, chosen)
+    theirs = make_optimizer(eager, chosen)
     schedule = make_schedule(theirs, chosen, 5)
     state = step.init()
     for batch in batches(small):

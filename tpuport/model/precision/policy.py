@@ -31,7 +31,7 @@ class DtypePolicy:
 
     Attributes:
         compute: bfloat16, or another floating dtype.
-        weights: the dtype that parameters are held in, as an optimiser sees them: None for that of
+        weights: the dtype that parameters are held in, as an optimizer sees them: None for that of
             the computation, "float32" for master weights, which are cast inside the program (their
             gradients are float32 too).
         dtypes: dtypes by pattern of a parameter, a buffer or a module (then for all in it), before

@@ -12,7 +12,7 @@ import torch
 from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
 from tpuport.training.adapters.setup import Setup
-from tpuport.training.optimisers import from_torch
+from tpuport.training.optimizers import from_torch
 from tpuport.training.step import make_train_step
 
 # What a step reports itself, or means something to it: logged under these names with a prefix.
@@ -27,7 +27,7 @@ def from_lightning(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> Setup:
-    """The training step of a Lightning module: its loss, optimiser, schedule, clipping and parts.
+    """The training step of a Lightning module: its loss, optimizer, schedule, clipping and parts.
 
     The batch of a step is that of one update: with `accumulate_grad_batches=4` it is four of the
     loader's. Scalars that `training_step` logs are metrics of the step. Its `batch_idx` is always
@@ -44,7 +44,7 @@ def from_lightning(
         **options: further arguments of `make_train_step`.
 
     Raises:
-        UsageError: it optimises by hand, has several optimisers, or something is not known.
+        UsageError: it optimises by hand, has several optimizers, or something is not known.
     """
     module: Any = ported._source
     for name in ("training_step", "configure_optimizers"):
@@ -53,16 +53,16 @@ def from_lightning(
     if not getattr(module, "automatic_optimization", True):
         raise UsageError(
             f"{type(module).__name__} optimises by hand (automatic_optimization=False). What to do:"
-            " write one loss function for each optimiser, and tpuport.training.alternating"
+            " write one loss function for each optimizer, and tpuport.training.alternating"
         )
     accumulate = int(_said(trainer, "accumulate_grad_batches", 1) or 1)
     clip = _clip_norm(trainer)
     total = _steps(trainer, steps, steps_per_epoch)
-    optimiser, scheduler = _optimiser(module.configure_optimizers(), accumulate, steps_per_epoch)
+    optimizer, scheduler = _optimizer(module.configure_optimizers(), accumulate, steps_per_epoch)
     made = make_train_step(
         ported,
         training_step_loss,
-        from_torch(ported, optimiser, scheduler, steps=total),
+        from_torch(ported, optimizer, scheduler, steps=total),
         accumulate=accumulate,
         clip_norm=clip,
         **options,
@@ -138,7 +138,7 @@ def _clip_norm(trainer: Any) -> float | None:
     if value and str(getattr(kind, "value", kind) or "norm") != "norm":
         raise UsageError(
             f"gradient_clip_algorithm={kind!r}: expected 'norm'. What to do: put optax.clip(value)"
-            " before the optimiser of make_train_step"
+            " before the optimizer of make_train_step"
         )
     return float(value) if value else None
 
@@ -159,32 +159,32 @@ def _steps(trainer: Any, steps: int | None, steps_per_epoch: int | None) -> int:
     return int(min(found))
 
 
-def _optimiser(found: Any, accumulate: int, steps_per_epoch: int | None) -> tuple[Any, Any]:
-    """The optimiser and the schedule in one of the forms that Lightning takes."""
+def _optimizer(found: Any, accumulate: int, steps_per_epoch: int | None) -> tuple[Any, Any]:
+    """The optimizer and the schedule in one of the forms that Lightning takes."""
     schedulers: Any = []
     match found:
         case torch.optim.Optimizer():
-            optimisers = [found]
+            optimizers = [found]
         case {"optimizer": one, **rest}:
-            optimisers = [one]
+            optimizers = [one]
             schedulers = [rest["lr_scheduler"]] if rest.get("lr_scheduler") is not None else []
-        case (list() | tuple() as optimisers, list() | tuple() as schedulers):
+        case (list() | tuple() as optimizers, list() | tuple() as schedulers):
             pass
         case [{"optimizer": _}]:
-            return _optimiser(found[0], accumulate, steps_per_epoch)
+            return _optimizer(found[0], accumulate, steps_per_epoch)
         case list() | tuple():
-            optimisers = list(found)
+            optimizers = list(found)
         case _:
-            optimisers = []
-    if len(optimisers) != 1 or len(schedulers) > 1:
+            optimizers = []
+    if len(optimizers) != 1 or len(schedulers) > 1:
         raise UsageError(
-            f"configure_optimizers gives {len(optimisers)} optimisers and {len(schedulers)}"
-            " schedules: expected one optimiser and at most one schedule. What to do: of several"
-            " optimisers make one step each, with trainable=, and tpuport.training.alternating"
+            f"configure_optimizers gives {len(optimizers)} optimizers and {len(schedulers)}"
+            " schedules: expected one optimizer and at most one schedule. What to do: of several"
+            " optimizers make one step each, with trainable=, and tpuport.training.alternating"
         )
     if not schedulers:
-        return optimisers[0], None
-    return optimisers[0], _paced(schedulers[0], accumulate, steps_per_epoch)
+        return optimizers[0], None
+    return optimizers[0], _paced(schedulers[0], accumulate, steps_per_epoch)
 
 
 def _paced(given: Any, accumulate: int, steps_per_epoch: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""Hugging Face's `TrainingArguments`: optimiser, schedule, clipping and parts of its Trainer."""
+"""Hugging Face's `TrainingArguments`: optimizer, schedule, clipping and parts of its Trainer."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import torch
 from tpuport.errors import MissingExtraError, UsageError
 from tpuport.model.ported import PortedModel
 from tpuport.training.adapters.setup import Setup
-from tpuport.training.optimisers import from_torch
+from tpuport.training.optimizers import from_torch
 from tpuport.training.step import make_train_step
 
 # What the Trainer takes where nothing is said.
@@ -63,7 +63,7 @@ def from_training_arguments(
         **options: further arguments of `make_train_step`.
 
     Raises:
-        UsageError: an optimiser or argument that has no form here, or how many steps is not known.
+        UsageError: an optimizer or argument that has no form here, or how many steps is not known.
         MissingExtraError: transformers is not installed.
     """
 
@@ -81,13 +81,13 @@ def from_training_arguments(
             f"steps={total}: how many updates the run has is needed for its schedule. What to do:"
             " steps=, such as epochs * len(batches), or max_steps in the arguments"
         )
-    optimiser = _optimiser(said, ported)
-    scheduler = _scheduler(said, optimiser, total)
+    optimizer = _optimizer(said, ported)
+    scheduler = _scheduler(said, optimizer, total)
     accumulate, clip = int(said("gradient_accumulation_steps")), said("max_grad_norm")
     made = make_train_step(
         ported,
         model_loss if loss is None else loss,
-        from_torch(ported, optimiser, scheduler, steps=total),
+        from_torch(ported, optimizer, scheduler, steps=total),
         accumulate=accumulate,
         clip_norm=float(clip) if clip > 0 else None,
         **options,
@@ -122,7 +122,7 @@ def model_loss(model: Any, batch: Mapping[str, Any]) -> Any:
     return loss, {"weight": (counted != -100).sum()}
 
 
-def _optimiser(said: Callable[[str], Any], ported: PortedModel) -> torch.optim.Optimizer:
+def _optimizer(said: Callable[[str], Any], ported: PortedModel) -> torch.optim.Optimizer:
     module: Any = ported._source
     decayed = set(_trainer().get_decay_parameter_names(None, module))
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -144,7 +144,7 @@ def _optimiser(said: Callable[[str], Any], ported: PortedModel) -> torch.optim.O
     )
 
 
-def _scheduler(said: Callable[[str], Any], optimiser: torch.optim.Optimizer, steps: int) -> Any:
+def _scheduler(said: Callable[[str], Any], optimizer: torch.optim.Optimizer, steps: int) -> Any:
     try:
         from transformers.optimization import get_scheduler
     except ModuleNotFoundError as error:
@@ -156,7 +156,7 @@ def _scheduler(said: Callable[[str], Any], optimiser: torch.optim.Optimizer, ste
     kind = said("lr_scheduler_type")
     return get_scheduler(
         getattr(kind, "value", kind),
-        optimiser,
+        optimizer,
         num_warmup_steps=warmup,
         num_training_steps=steps,
         scheduler_specific_kwargs=said("lr_scheduler_kwargs") or None,

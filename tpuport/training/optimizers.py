@@ -1,4 +1,4 @@
-"""optax's form of torch's optimisers and schedules, with the same updates."""
+"""optax's form of torch's optimizers and schedules, with the same updates."""
 
 import copy
 import warnings
@@ -25,42 +25,42 @@ _STATIC = ("betas", "momentum", "weight_decay", "eps", "alpha")
 
 def from_torch(
     ported: PortedModel,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     scheduler: Any = None,
     *,
     steps: int | None = None,
 ) -> optax.GradientTransformation:
-    """The updates that a torch optimiser makes, with its groups and its schedule.
+    """The updates that a torch optimizer makes, with its groups and its schedule.
 
-    A parameter that the loss does not depend on has no gradient in torch, whose optimisers then
+    A parameter that the loss does not depend on has no gradient in torch, whose optimizers then
     leave it alone; here its gradient is zero, so weight decay and momentum go on. Freeze it
     (`requires_grad=False`) to have it left alone.
 
     Args:
-        ported: made of the module whose parameters the optimiser has.
-        optimiser: AdamW, Adam, SGD or RMSprop, before its first step.
+        ported: made of the module whose parameters the optimizer has.
+        optimizer: AdamW, Adam, SGD or RMSprop, before its first step.
         scheduler: one of torch's, or any with `step()` that sets learning rates by the number of
             the step; its rates are read by running a copy of it, so each is torch's, in float32.
         steps: for how many steps; after them the last rate stays. Needed with a scheduler.
 
     Raises:
-        UsageError: there is no such optimiser in optax, its parameters are not the model's, it has
+        UsageError: there is no such optimizer in optax, its parameters are not the model's, it has
             been used, or the schedule depends on more than the step.
     """
-    kind = _kind(type(optimiser))
-    if optimiser.state:
+    kind = _kind(type(optimizer))
+    if optimizer.state:
         raise UsageError(
-            f"the {type(optimiser).__name__} has taken steps already. What to do: make it anew, and"
+            f"the {type(optimizer).__name__} has taken steps already. What to do: make it anew, and"
             " load its state into the training state"
         )
-    rates = _rates(optimiser, scheduler, steps)
-    group_of = _groups_of(ported, optimiser)
-    name = type(optimiser).__name__
+    rates = _rates(optimizer, scheduler, steps)
+    group_of = _groups_of(ported, optimizer)
+    name = type(optimizer).__name__
     transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
-    for index, (group, rate) in enumerate(zip(optimiser.param_groups, rates, strict=True)):
+    for index, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
         # A schedule leaves notes of its own in a group.
-        options = {name: group[name] for name in optimiser.defaults}
-        transforms[str(index)] = _transform(type(optimiser).__name__, kind, options, rate)
+        options = {name: group[name] for name in optimizer.defaults}
+        transforms[str(index)] = _transform(type(optimizer).__name__, kind, options, rate)
     # Parameters may be stacked later, also by `tpuport.compile_for`.
     return optax.partition(
         transforms, lambda params: {n: _label(n, group_of, name) for n in params}
@@ -79,7 +79,7 @@ def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one of torch's optimisers is written in optax."""
+    """How one of torch's optimizers is written in optax."""
 
     make: Callable[[dict[str, Any]], optax.GradientTransformation]
     known: frozenset[str]
@@ -164,29 +164,29 @@ _KINDS: dict[type, _Kind] = {
 }
 
 
-def _groups_of(ported: PortedModel, optimiser: torch.optim.Optimizer) -> dict[str, str]:
+def _groups_of(ported: PortedModel, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The group of each parameter of the model that is in one, by its fqn."""
     source = ported._source
     named = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else {}
     names = {id(parameter): name for name, parameter in named.items()}
     group_of: dict[str, str] = {}
-    for index, group in enumerate(optimiser.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
                 raise UsageError(
-                    f"group {index} of the {type(optimiser).__name__} has a parameter of shape"
+                    f"group {index} of the {type(optimizer).__name__} has a parameter of shape"
                     f" {list(parameter.shape)} that is not one of the ported"
-                    f" {ported.report.model}'s. What to do: make the optimiser over the parameters"
+                    f" {ported.report.model}'s. What to do: make the optimizer over the parameters"
                     " of the module that was given to tpuport.convert"
                 )
             group_of[name] = str(index)
     for name in ported.params:
-        _label(name, group_of, type(optimiser).__name__)
+        _label(name, group_of, type(optimizer).__name__)
     return group_of
 
 
-def _label(name: str, group_of: dict[str, str], optimiser: str) -> str:
+def _label(name: str, group_of: dict[str, str], optimizer: str) -> str:
     """The group of a parameter by its name in `params`, where it may be a stack.
 
     Raises:
@@ -195,17 +195,17 @@ def _label(name: str, group_of: dict[str, str], optimiser: str) -> str:
     groups = {group_of.get(member, _NOWHERE) for member in at_rest.members_of(name) or [name]}
     if len(groups) > 1:
         raise UsageError(
-            f"the weights stacked as {name!r} are in different groups of the {optimiser}"
+            f"the weights stacked as {name!r} are in different groups of the {optimizer}"
             f" ({', '.join(sorted(groups))}). What to do: train without tpuport.stack_blocks"
             " (tpuport.compile_for: stack=False)"
         )
     return groups.pop()
 
 
-def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:
+def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:
     """The learning rate of each group: a number, or a schedule."""
     if scheduler is None:
-        return [float(group["lr"]) for group in optimiser.param_groups]
+        return [float(group["lr"]) for group in optimizer.param_groups]
     if steps is None or steps < 1:
         raise UsageError(
             f"steps={steps}: a schedule is read for so many steps; pass the number of updates of"
@@ -214,15 +214,15 @@ def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UsageError(
             "ReduceLROnPlateau depends on a metric, not on the step. What to do: use"
-            " optax.contrib.reduce_on_plateau in the optimiser, or another schedule"
+            " optax.contrib.reduce_on_plateau in the optimizer, or another schedule"
         )
-    if getattr(scheduler, "optimizer", None) is not optimiser:
+    if getattr(scheduler, "optimizer", None) is not optimizer:
         raise UsageError(
-            f"the {type(scheduler).__name__} is not one of this {type(optimiser).__name__}"
-            " (scheduler.optimizer). What to do: pass optax's schedule to optax's optimiser"
+            f"the {type(scheduler).__name__} is not one of this {type(optimizer).__name__}"
+            " (scheduler.optimizer). What to do: pass optax's schedule to optax's optimizer"
         )
-    # A copy has its own optimiser, so that neither of the user's takes a step; without the weights.
-    weights = [p for group in optimiser.param_groups for p in group["params"]]
+    # A copy has its own optimizer, so that neither of the user's takes a step; without the weights.
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
     running = copy.deepcopy(scheduler, {id(p): torch.zeros(()) for p in weights})
     groups = running.optimizer.param_groups
     fixed = [[group.get(name) for name in _STATIC] for group in groups]
@@ -230,7 +230,7 @@ def _rates(optimiser: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
     for step in range(steps):
         rows[step] = [float(group["lr"]) for group in groups]
         with warnings.catch_warnings():
-            # That it steps before its optimiser.
+            # That it steps before its optimizer.
             warnings.simplefilter("ignore", UserWarning)
             running.step()
         if [[group.get(name) for name in _STATIC] for group in groups] != fixed:

@@ -1,4 +1,4 @@
-"""torch's optimisers and schedules in optax's form: the same weights after the same steps."""
+"""torch's optimizers and schedules in optax's form: the same weights after the same steps."""
 
 import copy
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def check(make: Callable[[Any], Any], schedule: Callable[[Any], Any] | None = No
         )
 
 
-OPTIMISERS: dict[str, Callable[[Any], Any]] = {
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), 1e-2, (0.8, 0.95), weight_decay=0.1),
     "adamw in groups": lambda m: torch.optim.AdamW(grouped(m), 1e-2, weight_decay=0.3),
     "adam": lambda m: torch.optim.Adam(m.parameters(), 1e-2, eps=1e-6, weight_decay=0.1),
@@ -78,26 +78,26 @@ OPTIMISERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_updates_are_those_of_torch(make: Callable[[Any], Any]):
     check(make)
 
 
-def chained(optimiser: Any) -> Any:
+def chained(optimizer: Any) -> Any:
     return schedules.SequentialLR(
-        optimiser,
+        optimizer,
         [
-            schedules.LinearLR(optimiser, 0.1, total_iters=3),
-            schedules.CosineAnnealingLR(optimiser, T_max=9, eta_min=1e-4),
+            schedules.LinearLR(optimizer, 0.1, total_iters=3),
+            schedules.CosineAnnealingLR(optimizer, T_max=9, eta_min=1e-4),
         ],
         milestones=[3],
     )
 
 
-def warmed_up(optimiser: Any) -> Any:
+def warmed_up(optimizer: Any) -> Any:
     from transformers import get_cosine_schedule_with_warmup
 
-    return get_cosine_schedule_with_warmup(optimiser, 3, STEPS)
+    return get_cosine_schedule_with_warmup(optimizer, 3, STEPS)
 
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
@@ -113,16 +113,16 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_rates_are_those_of_the_schedule(schedule: Callable[[Any], Any]):
-    check(OPTIMISERS["adamw in groups"], schedule)
+    check(OPTIMIZERS["adamw in groups"], schedule)
 
 
 def test_the_users_own_schedule_stays_where_it_was():
     module = model()
-    optimiser = torch.optim.AdamW(module.parameters(), 1.0)
-    scheduler = schedules.StepLR(optimiser, 1, gamma=0.5)
-    from_torch(tpuport.convert(module), optimiser, scheduler, steps=5)
+    optimizer = torch.optim.AdamW(module.parameters(), 1.0)
+    scheduler = schedules.StepLR(optimizer, 1, gamma=0.5)
+    from_torch(tpuport.convert(module), optimizer, scheduler, steps=5)
     assert scheduler.last_epoch == 0
-    assert optimiser.param_groups[0]["lr"] == 1.0
+    assert optimizer.param_groups[0]["lr"] == 1.0
     assert next(module.parameters()).numel() > 1
 
 
@@ -144,18 +144,18 @@ class Blocks(torch.nn.Module):
 def test_blocks_in_a_stack_are_in_one_group():
     module = Blocks()
     groups = [{"params": block.parameters()} for block in module.blocks]
-    optimiser = torch.optim.SGD(groups, 0.1)
+    optimizer = torch.optim.SGD(groups, 0.1)
     ported = tpuport.convert(module)
     assert tpuport.stack_blocks(ported)
     with pytest.raises(UsageError, match=r"are in different groups of the SGD \(0, 1, 2\)"):
-        from_torch(ported, optimiser)
+        from_torch(ported, optimizer)
 
 
 def stepped(module: torch.nn.Module) -> torch.optim.Optimizer:
-    optimiser = torch.optim.AdamW(module.parameters())
+    optimizer = torch.optim.AdamW(module.parameters())
     module(torch.randn(2, 6)).sum().backward()
-    optimiser.step()
-    return optimiser
+    optimizer.step()
+    return optimizer
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
@@ -198,14 +198,14 @@ def test_what_optax_does_otherwise_is_refused(
     make: Callable[[Any], Any], schedule: Any, message: str
 ):
     module = model()
-    optimiser = make(module)
-    scheduler = schedule(optimiser) if schedule is not None else None
+    optimizer = make(module)
+    scheduler = schedule(optimizer) if schedule is not None else None
     with pytest.raises(UsageError, match=message):
-        from_torch(tpuport.convert(module), optimiser, scheduler, steps=10)
+        from_torch(tpuport.convert(module), optimizer, scheduler, steps=10)
 
 
 def test_a_schedule_needs_the_number_of_steps():
     module = model()
-    optimiser = torch.optim.SGD(module.parameters(), 0.1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
     with pytest.raises(UsageError, match="pass the number of updates of the whole run"):
-        from_torch(tpuport.convert(module), optimiser, schedules.StepLR(optimiser, 1))
+        from_torch(tpuport.convert(module), optimizer, schedules.StepLR(optimizer, 1))
