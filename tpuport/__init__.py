@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tpuport.model.attention_choice import attention_options
     from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
+    from tpuport.model.export import to_numpy, to_torch
     from tpuport.model.ported import PortedModel
     from tpuport.model.precision.audit import precision_audit
     from tpuport.model.precision.cast import cast
     from tpuport.model.precision.policy import DtypePolicy
     from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
-    from tpuport.model.structure import to_numpy, to_torch
     from tpuport.program.compiling import CompileReport, compile_for
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting

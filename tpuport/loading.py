@@ -26,8 +26,8 @@ MODULE_OF = {
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
     "stack_blocks": "tpuport.model.blocks.at_rest",
-    "to_numpy": "tpuport.model.structure",
-    "to_torch": "tpuport.model.structure",
+    "to_numpy": "tpuport.model.export",
+    "to_torch": "tpuport.model.export",
     "warmup": "tpuport.running.warmup",
 }
 

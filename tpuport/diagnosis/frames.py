@@ -5,10 +5,11 @@ import functools
 import importlib.util
 import linecache
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 _TPUPORT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -70,3 +71,26 @@ def passes_through(trace: TracebackType | None, file: str) -> bool:
     """Whether a traceback has a frame of one of tpuport's files, named from the package on."""
     wanted = os.path.join(_TPUPORT, *file.split("/"))
     return any(frame.f_code.co_filename == wanted for frame, _ in traceback.walk_tb(trace))
+
+
+def user_frame() -> FrameType | None:
+    """Return the innermost running frame that is neither tpuport's nor torch's nor jax's."""
+    inside = inside_prefixes()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(inside):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def user_site() -> tuple[str, int, CodeType] | None:
+    """Return the file, line and code object of the user's code that is running."""
+    frame = user_frame()
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code)
+
+
+def user_line() -> str:
+    """Return `file:line` of the user's code that is running, "?" where none is."""
+    site = user_site()
+    return "?" if site is None else f"{site[0]}:{site[1]}"

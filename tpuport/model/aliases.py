@@ -7,9 +7,9 @@ import torch
 from tpuport.model import backend
 from tpuport.model.locate import port_error
 from tpuport.model.op_info import OpInfo, functional_of, op_info
-from tpuport.model.tensor import TracedTensor, ViewStep, meta_of
+from tpuport.model.tensor import TracedTensor, meta_of, view_of
 from tpuport.model.trace import current
-from tpuport.model.views import VIEWS, strided_step
+from tpuport.model.views import VIEWS, ViewStep, strided_step
 
 aten = torch.ops.aten
 
@@ -29,19 +29,6 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
         return view_of(base, steps, meta, frozen=base._frozen or func is aten.detach.default)
     views = [view_of(base, s, m, base._frozen) for s, m in zip(steps, meta, strict=True)]
     return type(meta)(views) if isinstance(meta, tuple) else views
-
-
-def view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
-    # Offsets of meta tensors start at zero for the base: add the base's own.
-    """A tensor that reads the storage of `base` through one more step."""
-    start: Any = base.storage_offset()
-    offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
-    if offset:
-        meta = meta.as_strided(meta.size(), meta.stride(), offset)
-    result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
-    result._bounds = base._bounds
-    result._keep(step.forward(base._elem))
-    return result
 
 
 def as_strided(

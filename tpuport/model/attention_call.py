@@ -17,9 +17,9 @@ from tpuport.attention.dispatch import (
     not_for_splash,
     usable_shards,
 )
+from tpuport.diagnosis.frames import user_line, user_site
 from tpuport.errors import UsageError
 from tpuport.model.attention_choice import choice, options_for, shards_for
-from tpuport.model.locate import user_line, user_site
 from tpuport.model.lowerings.attention import attention
 from tpuport.model.masks.bands import Band
 from tpuport.model.masks.structure import Structure, arrays_left, read, to_mask

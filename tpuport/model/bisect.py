@@ -9,6 +9,7 @@ import torch
 from tpuport.errors import TpuportError
 from tpuport.model import arguments, structure
 from tpuport.model.blocks import at_rest
+from tpuport.model.export import to_torch
 from tpuport.model.parts import part_of_program
 from tpuport.model.report import Divergence, Parity
 from tpuport.model.request import Request
@@ -63,7 +64,7 @@ def _record(module: torch.nn.Module, into: list[tuple[str, str, Any]]) -> None:
         def after(owner: torch.nn.Module, inputs: Any, output: Any) -> None:
             del inputs
             leaves, _ = structure.flatten(output)
-            into.append((name, type(owner).__name__, [structure.to_torch(leaf) for leaf in leaves]))
+            into.append((name, type(owner).__name__, [to_torch(leaf) for leaf in leaves]))
 
         return after
 

@@ -14,11 +14,11 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
+from tpuport.diagnosis.frames import user_line
 from tpuport.model import numbers
-from tpuport.model.locate import user_line
 from tpuport.model.merging import Forced, merge
 from tpuport.model.snapshot import Snapshot
-from tpuport.model.tensor import TracedTensor
+from tpuport.model.tensor import TracedTensor, item
 from tpuport.model.trace import current
 from tpuport.model.values import value_of
 
@@ -103,7 +103,7 @@ def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> N
 
 def traced_number(tensor: Any, kind: type) -> Any:
     """`float(t)`, `int(t)`, `bool(t)` of a traced tensor, as a traced Python number."""
-    number = numbers.item(tensor) if isinstance(tensor, TracedTensor) else tensor
+    number = item(tensor) if isinstance(tensor, TracedTensor) else tensor
     if kind is float:
         return torch.sym_float(number)
     if kind is int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tpuport.model import numbers
+from tpuport.model.op_handler import handle
 from tpuport.model.op_info import op_info
 from tpuport.model.tensor import TracedTensor
 from tpuport.model.trace import current
@@ -11,14 +12,11 @@ from tpuport.model.values import flat
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an op that may or may not be one we have to handle: host-only operands run in torch."""
-    # Imported late: dispatch needs what calls back into it.
-    from tpuport.model.dispatch import dispatch
-
     tensors = flat(args, kwargs)
     trace = current()
     random = op_info(func).is_random
     if any(isinstance(t, (TracedTensor, *numbers.SYMBOLIC)) for t in tensors) or (
         trace is not None and (random or any(trace.alias(t) is not None for t in tensors))
     ):
-        return dispatch(func, args, kwargs)
+        return handle(func, args, kwargs)
     return func(*args, **kwargs)

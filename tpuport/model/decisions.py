@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.core
 
-from tpuport.model.locate import inside_try, port_error, user_line
+from tpuport.diagnosis.frames import user_line
+from tpuport.model.active import innermost
+from tpuport.model.locate import inside_try, port_error
 from tpuport.model.plan import Restart
-from tpuport.model.trace import current
 
 
 def decide(value: jax.Array) -> bool:
@@ -18,7 +19,7 @@ def decide(value: jax.Array) -> bool:
     """
     if not isinstance(value, jax.core.Tracer):
         return bool(value)
-    trace = current()
+    trace = innermost()
     if trace is None or trace.explorer is None:
         raise port_error(
             "the truth of a traced value was asked for (if, while, assert, and, not)",
@@ -33,7 +34,7 @@ def raise_if(failed: jax.Array, error: Exception) -> None:
 
     As a lifted check, or as a branch where the user's code catches exceptions.
     """
-    trace = current()
+    trace = innermost()
     assert trace is not None
     if inside_try():
         if decide(failed):
@@ -50,7 +51,7 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     """
     if not isinstance(value, jax.core.Tracer):
         return kind(value)
-    trace = current()
+    trace = innermost()
     if trace is not None and trace.explorer is not None:
         plan = trace.explorer.plan
         plan.ask_for_rewrite()

@@ -15,6 +15,7 @@ from tpuport.model.bounded.dispatch import dispatch as dispatch_bounded
 from tpuport.model.bounded.handlers import involved
 from tpuport.model.bounded.selection import traced_mask
 from tpuport.model.computing import dispatch_value
+from tpuport.model.op_handler import op_handler
 from tpuport.model.op_info import op_info
 from tpuport.model.trace import current
 from tpuport.model.writes import dispatch_write
@@ -22,6 +23,7 @@ from tpuport.model.writes import dispatch_write
 aten = torch.ops.aten
 
 
+@op_handler
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one ATen op of which at least one tensor is traced (or which draws random numbers in a
     trace).

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from tpuport.model.locate import port_error, user_line
+from tpuport.diagnosis.frames import user_line
+from tpuport.model.locate import port_error
 from tpuport.model.merging import Forced, merge
 from tpuport.model.plan import Plan, Restart, Undecided
 from tpuport.model.snapshot import Snapshot

@@ -17,6 +17,7 @@ from tpuport.model.function_table import FUNCTIONS, Handler, function, holds_tra
 from tpuport.model.locate import port_error
 from tpuport.model.meta import to_meta
 from tpuport.model.number_node import NumberNode
+from tpuport.model.tensor import item, tolist
 from tpuport.model.trace import Trace
 from tpuport.model.values import value_of, wrap_as
 
@@ -26,13 +27,13 @@ from tpuport.model.values import value_of, wrap_as
 @function(torch.Tensor.item)
 def _item(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
-    return NotImplemented if tensor is None else numbers.item(tensor)
+    return NotImplemented if tensor is None else item(tensor)
 
 
 @function(torch.Tensor.tolist)
 def _tolist(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
-    return NotImplemented if tensor is None else numbers.tolist(tensor)
+    return NotImplemented if tensor is None else tolist(tensor)
 
 
 @function(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
@@ -147,13 +148,13 @@ def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
             or tensor.dtype.is_floating_point
         ):
             continue
-        parts[position], changed = numbers.item(tensor), True
+        parts[position], changed = item(tensor), True
     return tuple(parts) if changed else None
 
 
 def _slice_end(trace: Trace, end: Any) -> Any:
     tensor = traced(trace, end)
-    return end if tensor is None else numbers.item(tensor)
+    return end if tensor is None else item(tensor)
 
 
 @function(torch.Tensor.__getitem__)

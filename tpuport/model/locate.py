@@ -4,33 +4,15 @@ import ast
 import functools
 import linecache
 import os
-import sys
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
 
-from tpuport.diagnosis.frames import inside_prefixes
+from tpuport.diagnosis.frames import inside_prefixes, user_frame, user_site
 from tpuport.errors import PortError
+from tpuport.model.active import innermost
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PROGRAM = os.path.join(_HERE, "model", "program.py")
 _INSIDE = inside_prefixes()
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither tpuport's nor torch's nor jax's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_INSIDE):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def user_site() -> tuple[str, int, CodeType] | None:
-    """File, line and code object of the user's code that is running."""
-    frame = user_frame()
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code)
 
 
 def inside_try() -> bool:
@@ -61,12 +43,6 @@ def _guarded_lines(code: CodeType) -> frozenset[int]:
     return frozenset(lines)
 
 
-def user_line() -> str:
-    """`file:line` of the user's code that is running."""
-    site = user_site()
-    return "?" if site is None else f"{site[0]}:{site[1]}"
-
-
 def port_error(
     message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
 ) -> PortError:
@@ -77,14 +53,7 @@ def port_error(
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause
     # A bare `except` in the user's code must not turn a refusal into another path of the program.
-    trace = trace_running()
+    trace = innermost()
     if trace is not None:
         trace.refusal = trace.refusal or error
     return error
-
-
-def trace_running() -> Any:
-    """The trace running in this thread, if any (imported late: the trace module needs this one)."""
-    from tpuport.model.trace import current
-
-    return current()

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.model.active import innermost
 from tpuport.model.decisions import concrete_number, decide
-from tpuport.model.trace import current
 
 
 def _weak(value: Any, kind: type) -> jax.Array:
@@ -79,7 +79,7 @@ class NumberNode:
         if expr is not None and not expr.terms:
             low = high = expr.const
         self.low, self.high, self.expr = low, high, expr
-        trace = current()
+        trace = innermost()
         if trace is not None:
             trace.created_number(self)
 

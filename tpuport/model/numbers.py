@@ -16,7 +16,6 @@ from torch.fx.experimental import sym_node as _sym_node  # noqa: F401  (gives Sy
 
 from tpuport.model.locate import port_error
 from tpuport.model.number_node import NumberNode
-from tpuport.model.tensor import TracedTensor
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -49,37 +48,3 @@ def node_value(number: Any) -> jax.Array:
 def placeholder(number: Any) -> Any:
     """A Python number to stand for a traced one where only dtypes and shapes matter."""
     return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]
-
-
-def item(tensor: TracedTensor) -> Any:
-    """`.item()` of a traced tensor: a traced Python number."""
-    if tensor.numel() != 1:
-        msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
-        raise RuntimeError(msg)
-    tensor._storage.trace.has_numbers = True
-    # A Python number has no gradient.
-    value = jax.lax.stop_gradient(tensor._elem.reshape(()))
-    if tensor.dtype is torch.bool:
-        return number(value, bool)
-    if tensor.dtype.is_floating_point:
-        return number(value, float)
-    if tensor.dtype.is_complex:
-        raise port_error(
-            ".item() of a traced complex tensor",
-            code="TPU106",
-            remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
-        )
-    tensor._storage.trace.dynamic = True
-    node = tensor._as_number
-    if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
-        low, high = tensor._bounds or (-math.inf, math.inf)
-        made = NumberNode(value, int, low, high)
-        node = tensor._as_number = (tensor._elem, tensor._region(), made)
-    return from_node(node[2])
-
-
-def tolist(tensor: TracedTensor) -> Any:
-    """`.tolist()` of a traced tensor: nested lists of traced numbers."""
-    if tensor.dim() == 0:
-        return item(tensor)
-    return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]

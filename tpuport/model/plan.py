@@ -5,7 +5,7 @@ from types import CodeType
 
 import jax
 
-from tpuport.model.locate import user_frame
+from tpuport.diagnosis.frames import user_frame
 from tpuport.source.live import Site, site_of
 
 

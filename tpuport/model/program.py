@@ -19,6 +19,7 @@ import torch
 from tpuport.diagnosis.frames import is_inside
 from tpuport.errors import PortError, UsageError
 from tpuport.model import backend, host_randomness, numbers, structure
+from tpuport.model.activate import active
 from tpuport.model.arguments import Watch, program_leaf, unsized
 from tpuport.model.blocks import BlockCalls, roll
 from tpuport.model.bounded.extents import extents_of
@@ -32,13 +33,13 @@ from tpuport.model.inside import (
     version,
 )
 from tpuport.model.output_aliases import output_aliases
-from tpuport.model.placing import NOWHERE, Placement
+from tpuport.model.placement import NOWHERE, Placement
 from tpuport.model.plan import Plan, Restart
 from tpuport.model.precision.casting import NOT_CAST, Casting
 from tpuport.model.request import Outcome, Request
 from tpuport.model.state import StateTree, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor
-from tpuport.model.trace import KeyStream, Trace, active, no_policy
+from tpuport.model.trace import KeyStream, Trace, no_policy
 from tpuport.model.values import value_of
 from tpuport.shims._shim import installed
 from tpuport.source import live

@@ -8,8 +8,7 @@ seen by all the others, as in PyTorch.
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import jax
@@ -17,21 +16,13 @@ import jax.core
 import torch
 
 from tpuport.model import backend
+from tpuport.model.active import ActiveTrace
 from tpuport.model.locate import port_error
+from tpuport.model.number_node import NumberNode
+from tpuport.model.numbers import from_node, number
+from tpuport.model.op_handler import handle
 from tpuport.model.seen_device import seen_device
-
-
-@dataclass(frozen=True, slots=True)
-class ViewStep:
-    """One view operation: how to read it from its base, and how to write it back into the base.
-
-    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the
-    view was set to `new`.
-    """
-
-    forward: Callable[[jax.Array], jax.Array]
-    inverse: Callable[[jax.Array, jax.Array], jax.Array]
-
+from tpuport.model.views import ViewStep, replace_value
 
 SERIALS = itertools.count()
 
@@ -44,7 +35,7 @@ class Storage:
 
     __slots__ = ("__weakref__", "serial", "stride", "trace", "value", "version")
 
-    def __init__(self, value: jax.Array, trace: Any) -> None:
+    def __init__(self, value: jax.Array, trace: ActiveTrace | None) -> None:
         self.value = value
         self.version = 0
         self.stride: tuple[int, ...] | None = None
@@ -122,7 +113,8 @@ class TracedTensor(backend.TorchaxTensor):
 
     def _is_alive(self, region: int) -> bool:
         """Whether a value cached in `region` may still be used."""
-        return region == 0 or region in self._storage.trace.regions
+        trace = self._storage.trace
+        return region == 0 or (trace is not None and region in trace.regions)
 
     def _keep(self, value: jax.Array) -> None:
         self._cached, self._cached_version = value, self._storage.version
@@ -173,9 +165,7 @@ class TracedTensor(backend.TorchaxTensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from tpuport.model import dispatch
-
-        return dispatch.dispatch(func, args, kwargs or {})
+        return handle(func, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -184,11 +174,9 @@ class TracedTensor(backend.TorchaxTensor):
 
     def _logical(self) -> torch.Size:
         """Sizes with the data-dependent ones as traced integers."""
-        from tpuport.model import numbers
-
         sizes = list(torch.Tensor.size(self))
         for dim, node in (self._extents or {}).items():
-            sizes[dim] = numbers.from_node(node)
+            sizes[dim] = from_node(node)
         return torch.Size(sizes)
 
     def size(self, dim: int | None = None) -> Any:
@@ -289,8 +277,6 @@ class TracedTensor(backend.TorchaxTensor):
     def data(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
         self, value: torch.Tensor
     ) -> None:
-        from tpuport.model.views import replace_value
-
         old = self._elem
         if not isinstance(value, TracedTensor):
             value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
@@ -319,9 +305,7 @@ class TracedTensor(backend.TorchaxTensor):
     def tolist(self) -> Any:
         """The value as nested lists of Python numbers (traced numbers while tracing)."""
         if self._storage.trace is not None:
-            from tpuport.model import numbers
-
-            return numbers.tolist(self)
+            return tolist(self)
         return to_cpu(self).tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -398,3 +382,52 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
             remedy="do this with torch operations, or after the ported call on its output",
         )
     return backend.to_torch(value, tensor.dtype)
+
+
+def view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
+    """Return a tensor that reads the storage of `base` through one more step."""
+    # Offsets of meta tensors start at zero for the base: add the base's own.
+    start: Any = base.storage_offset()
+    offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
+    if offset:
+        meta = meta.as_strided(meta.size(), meta.stride(), offset)
+    result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
+    result._bounds = base._bounds
+    result._keep(step.forward(base._elem))
+    return result
+
+
+def item(tensor: TracedTensor) -> Any:
+    """`.item()` of a traced tensor: a traced Python number."""
+    if tensor.numel() != 1:
+        msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
+        raise RuntimeError(msg)
+    trace = tensor._storage.trace
+    assert trace is not None
+    trace.has_numbers = True
+    # A Python number has no gradient.
+    value = jax.lax.stop_gradient(tensor._elem.reshape(()))
+    if tensor.dtype is torch.bool:
+        return number(value, bool)
+    if tensor.dtype.is_floating_point:
+        return number(value, float)
+    if tensor.dtype.is_complex:
+        raise port_error(
+            ".item() of a traced complex tensor",
+            code="TPU106",
+            remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
+        )
+    trace.dynamic = True
+    node = tensor._as_number
+    if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
+        low, high = tensor._bounds or (-math.inf, math.inf)
+        made = NumberNode(value, int, low, high)
+        node = tensor._as_number = (tensor._elem, tensor._region(), made)
+    return from_node(node[2])
+
+
+def tolist(tensor: TracedTensor) -> Any:
+    """`.tolist()` of a traced tensor: nested lists of traced numbers."""
+    if tensor.dim() == 0:
+        return item(tensor)
+    return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]

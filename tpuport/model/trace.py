@@ -1,28 +1,23 @@
 """One trace of one program: its randomness, the host constants it met, and what it wrote."""
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax.core import Tracer
 
-from tpuport.model import backend
+from tpuport.model import active, backend
 from tpuport.model.guards import Guards
 from tpuport.model.locate import port_error
+from tpuport.model.placement import Placement
 from tpuport.model.report_records import AttentionCall
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.views import strided_step
-
-if TYPE_CHECKING:
-    from tpuport.model.placing import Placement
-
-_LOCAL = threading.local()
 
 
 @dataclass
@@ -354,24 +349,7 @@ class Counters:
 
 
 def current() -> Trace | None:
-    """The trace running in this thread, if any."""
-    stack = getattr(_LOCAL, "stack", None)
-    return stack[-1] if stack else None
-
-
-@contextlib.contextmanager
-def active(trace: Trace) -> Iterator[Trace]:
-    """Make `trace` the running one: torch calls in this thread go through its modes."""
-    from tpuport.model.modes import DispatchMode, FunctionMode
-
-    stack = getattr(_LOCAL, "stack", None)
-    if stack is None:
-        stack = _LOCAL.stack = []
-    stack.append(trace)
-    trace.dispatch_mode, trace.function_mode = DispatchMode(trace), FunctionMode(trace)
-    try:
-        with trace.dispatch_mode, trace.function_mode:
-            yield trace
-    finally:
-        stack.pop()
-        trace.closed = True
+    """Return the trace running in this thread, if any."""
+    trace = active.innermost()
+    assert trace is None or isinstance(trace, Trace)
+    return trace

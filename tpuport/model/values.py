@@ -11,6 +11,7 @@ from tpuport.model import backend, numbers
 from tpuport.model.locate import port_error
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace, current
+from tpuport.model.views import replace_value
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
@@ -95,3 +96,38 @@ def wrap_as(
         trace.note_int64(value)
     storage = Storage(value, trace)
     return TracedTensor(storage, (), meta, value, frozen or not meta.dtype.is_floating_point)
+
+
+def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
+    """Write `value` into `target` (traced or host) and through it into every alias."""
+    if not isinstance(target, TracedTensor):
+        trace = current()
+        if isinstance(target, torch.Tensor) and trace is not None:
+            trace.promote(target).write(_fit(value, target))
+            return target
+        msg = (
+            "an in-place write of a computed JAX value into a plain CPU tensor;"
+            " use .copy_(y.cpu()) instead"
+        )
+        raise TypeError(msg)
+    value = _fit(value, target)
+    if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
+        value = replace_value(target._elem, value)
+    elif frozen is False:
+        target._frozen = False
+    target.write(value)
+    return target
+
+
+def _fit(value: jax.Array, target: torch.Tensor) -> jax.Array:
+    dtype = backend.jax_dtype(target.dtype)
+    value = jnp.asarray(value)
+    if value.dtype != dtype:
+        if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(
+            dtype, jnp.complexfloating
+        ):
+            value = value.real
+        value = value.astype(dtype)
+    if value.shape != torch.Tensor.size(target):
+        value = jnp.broadcast_to(value, torch.Tensor.size(target))
+    return value

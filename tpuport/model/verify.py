@@ -17,6 +17,7 @@ from tpuport.model import backend, structure
 from tpuport.model.blocks import at_rest
 from tpuport.model.cloning import clone_module
 from tpuport.model.dispatch import dispatch
+from tpuport.model.export import to_torch
 from tpuport.model.parts import part_of_program
 from tpuport.model.precision_seen import RTOL, Precision, tolerance
 from tpuport.model.program import eager_compiled
@@ -186,8 +187,8 @@ class Verifier:
             msg = f"eager gives {len(ours)} tensors at {path}, the port {len(theirs)}"
             raise ParityError(msg, remedy="please report this with the model")
         for want, have, where in zip(ours, theirs, paths, strict=True):
-            want_torch = structure.to_torch(want)
-            have_torch = structure.to_torch(have)
+            want_torch = to_torch(want)
+            have_torch = to_torch(have)
             if isinstance(have, jax.Array):
                 # State is held as jax holds it (64-bit types in 32 bits); tensors carry torch's own
                 # dtype.
@@ -249,7 +250,7 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
         elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
             made.append(leaf.detach().clone())
         else:
-            made.append(structure.to_torch(leaf))
+            made.append(to_torch(leaf))
     return structure.rebuild(spec, made)
 
 

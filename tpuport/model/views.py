@@ -8,6 +8,7 @@ integer tensor.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +18,19 @@ import torch
 from jax import lax
 
 from tpuport.model import backend
-from tpuport.model.tensor import ViewStep
+
+
+@dataclass(frozen=True, slots=True)
+class ViewStep:
+    """One view operation: how to read it from its base, and how to write it back into the base.
+
+    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the
+    view was set to `new`.
+    """
+
+    forward: Callable[[jax.Array], jax.Array]
+    inverse: Callable[[jax.Array, jax.Array], jax.Array]
+
 
 aten = torch.ops.aten
 ViewBuilder = Callable[..., ViewStep | list[ViewStep]]

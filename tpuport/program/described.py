@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from tpuport.errors import UsageError
 from tpuport.model.blocks import at_rest
-from tpuport.model.placing import NOWHERE
+from tpuport.model.placement import NOWHERE
 from tpuport.model.ported import PortedModel
 from tpuport.sharding.mesh import MeshAxis, make_mesh
 from tpuport.sharding.on_mesh import ShardingWarning, shard

@@ -8,8 +8,9 @@ import warnings
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from tpuport.diagnosis.frames import user_frame
 from tpuport.errors import PortError
-from tpuport.model.locate import port_error, user_frame
+from tpuport.model.locate import port_error
 
 # Names that code puts into `except`, where Python wants a class derived from BaseException.
 _EXCEPTIONS = ("Error", "Exception", "Warning", "Interrupt", "Timeout", "Exceeded")

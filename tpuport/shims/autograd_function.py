@@ -8,6 +8,7 @@ import jax
 import torch
 
 from tpuport.model import structure
+from tpuport.model.activate import active
 from tpuport.model.arguments import unsized
 from tpuport.model.autocast import OFF, autocast_as, autocast_state
 from tpuport.model.bounded.extents import extents_of
@@ -15,7 +16,7 @@ from tpuport.model.locate import port_error
 from tpuport.model.region import Body
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
-from tpuport.model.trace import Trace, active, current
+from tpuport.model.trace import Trace, current
 from tpuport.model.values import value_of
 from tpuport.shims._shim import Replacement, Shim, installed
 

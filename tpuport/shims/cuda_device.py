@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from tpuport.diagnosis.frames import user_line
 from tpuport.errors import UsageError
-from tpuport.model.locate import user_line
 from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
 from tpuport.running.settings import active

@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
+from tpuport.diagnosis.frames import user_line
 from tpuport.errors import UsageError
-from tpuport.model.locate import user_line
 from tpuport.running.settings import active
 from tpuport.shims._inside import inside
 from tpuport.shims._shim import Replacement, Scope, Shim

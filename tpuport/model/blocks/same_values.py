@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tpuport.model import structure
 from tpuport.model.blocks.in_c import same_memory, state_in_c
-from tpuport.model.tensor import TracedTensor
 
 _MAX_DEPTH = 5
 _BITS = {float: "d", complex: "dd"}
@@ -55,7 +54,7 @@ def _bits(number: complex) -> bytes:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, TracedTensor) or a.device != b.device or a.device.type == "meta":
+    if getattr(a, "is_traced", False) or a.device != b.device or a.device.type == "meta":
         return False
     if a.dtype != b.dtype or a.shape != b.shape or a.requires_grad != b.requires_grad:
         return False

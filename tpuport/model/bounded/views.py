@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.model.aliases import view_of
 from tpuport.model.bounded.extents import (
     Extents,
     attach,
@@ -22,8 +21,9 @@ from tpuport.model.bounded.handlers import dim_of, handles, run
 from tpuport.model.bounded.rowwise import physical_sizes, rowwise, scaled_size
 from tpuport.model.decisions import raise_if
 from tpuport.model.number_node import NumberNode
-from tpuport.model.tensor import TracedTensor, ViewStep
+from tpuport.model.tensor import TracedTensor, view_of
 from tpuport.model.trace import current
+from tpuport.model.views import ViewStep
 
 aten = torch.ops.aten
 

@@ -10,8 +10,7 @@ from jax import lax
 from tpuport.model.lowerings import SAME, lowering, special
 from tpuport.model.lowerings._numeric import lowest
 from tpuport.model.lowerings.basic import cast
-from tpuport.model.values import grad_frozen, value_of
-from tpuport.model.writes import write
+from tpuport.model.values import grad_frozen, value_of, write
 
 aten = torch.ops.aten
 

@@ -8,8 +8,7 @@ from jax import lax
 from tpuport.model.lowerings import lowering, special
 from tpuport.model.lowerings._numeric import wide
 from tpuport.model.trace import current
-from tpuport.model.values import grad_frozen, value_of, wrap_as
-from tpuport.model.writes import write
+from tpuport.model.values import grad_frozen, value_of, wrap_as, write
 
 aten = torch.ops.aten
 

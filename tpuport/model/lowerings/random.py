@@ -14,8 +14,7 @@ from tpuport.model.lowerings import lowering, special
 from tpuport.model.random_keys import op_key
 from tpuport.model.tensor import meta_of
 from tpuport.model.trace import current
-from tpuport.model.values import grad_frozen, value_of, wrap_as
-from tpuport.model.writes import write
+from tpuport.model.values import grad_frozen, value_of, wrap_as, write
 
 aten = torch.ops.aten
 _FROZEN = "torchax draws from a global key, which jit freezes: the same numbers at every call"
