@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from tpuport.source.engine import find
+from tpuport.rules._apply import find
 from tpuport.source.finding import Finding, Severity
 from tpuport.source.kinds import StaticKinds
 from tpuport.source.module import Module

@@ -66,7 +66,7 @@ for stage in ("source", "rules", "lint", "diagnosis", "doctor", "commands"):
         import_module(module.name)
 """
     assert modules_loaded_by(walk, HEAVY) == set()
-    assert modules_loaded_by(walk, ("tpuport.source.discovery",))
+    assert modules_loaded_by(walk, ("tpuport.rules._discovery",))
 
 
 _RUN = """
@@ -285,7 +285,7 @@ def test_help_lists_every_command_and_the_exit_codes(invoke):
 
 
 def test_rules_lists_every_rule(invoke):
-    from tpuport.source.discovery import find_rules
+    from tpuport.rules._discovery import find_rules
 
     result = invoke("rules")
     assert result.exit_code == 0
@@ -296,7 +296,7 @@ def test_rules_lists_every_rule(invoke):
 
 
 def test_explain_prints_the_rules_page_by_code_or_name(invoke):
-    from tpuport.source.discovery import find_rules
+    from tpuport.rules._discovery import find_rules
 
     rule = find_rules()[0]
     dashed = "".join(f"-{c.lower()}" if c.isupper() else c for c in rule.__name__).lstrip("-")
@@ -309,7 +309,7 @@ def test_explain_prints_the_rules_page_by_code_or_name(invoke):
 
 
 def test_an_unknown_rule_is_a_wrong_call(invoke):
-    from tpuport.source.discovery import find_rules
+    from tpuport.rules._discovery import find_rules
 
     code = find_rules()[0].CODE
     result = invoke("explain", f"{code}x")

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tpuport.rules._apply import find, rewrite
+from tpuport.rules._discovery import find_rules
 from tpuport.rules._rule import HEADINGS, Example, Rule
-from tpuport.source.discovery import find_rules
-from tpuport.source.engine import find
 from tpuport.source.finding import Finding, Safety, Severity
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

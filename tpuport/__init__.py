@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.attention_choice import attention_options
-    from tpuport.model.blocks.at_rest import stack_blocks
     from tpuport.model.convert import convert
     from tpuport.model.export import to_numpy, to_torch
     from tpuport.model.ported import PortedModel
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from tpuport.model.precision.policy import DtypePolicy
     from tpuport.model.remat_plan import remat
     from tpuport.model.report import PortReport
+    from tpuport.model.stack_blocks import stack_blocks
     from tpuport.program.compiling import CompileReport, compile_for
     from tpuport.running.compile_cache import compile_cache
     from tpuport.running.porting import porting

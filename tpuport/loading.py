@@ -25,7 +25,7 @@ MODULE_OF = {
     "remat": "tpuport.model.remat_plan",
     "save_checkpoint": "tpuport.checkpoints",
     "shard": "tpuport.sharding.on_mesh",
-    "stack_blocks": "tpuport.model.blocks.at_rest",
+    "stack_blocks": "tpuport.model.stack_blocks",
     "to_numpy": "tpuport.model.export",
     "to_torch": "tpuport.model.export",
     "warmup": "tpuport.running.warmup",

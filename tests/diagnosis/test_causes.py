@@ -259,7 +259,7 @@ def test_every_cause_has_recorded_exceptions_and_a_page():
 
 
 def test_every_rule_that_a_cause_names_exists():
-    from tpuport.source.discovery import find_rules
+    from tpuport.rules._discovery import find_rules
 
     codes = {rule.CODE for rule in find_rules()}
     for name, cause in find_causes().items():

@@ -48,6 +48,6 @@ def test_devices_come_before_branches_and_speed_last():
 
 
 def test_every_rule_belongs_to_a_step():
-    from tpuport.source.discovery import find_rules
+    from tpuport.rules._discovery import find_rules
 
     assert all(rule.CODE[:4] in STEPS for rule in find_rules())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpuport import ops
-from tpuport.source.rewriter import rewrite
+from tpuport.rules._apply import rewrite
 from tpuport.testing import equivalence
 
 X = torch.arange(12.0).reshape(3, 4)

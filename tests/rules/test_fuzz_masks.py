@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from tpuport.source.rewriter import rewrite
+from tpuport.rules._apply import rewrite
 from tpuport.testing import equivalence
 
 # Of torchax: how it copies from the host, and that it has no 64-bit integers.

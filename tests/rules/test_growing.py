@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tpuport import ops
+from tpuport.rules._apply import find
 from tpuport.rules.growing_cache import GrowingCache
-from tpuport.source.engine import find
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

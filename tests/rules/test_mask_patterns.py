@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tpuport.source.engine import find
+from tpuport.rules._apply import find, rewrite
 from tpuport.source.finding import Severity
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 
 # Of torchax: how it copies from the host, and that it has no 64-bit integers.

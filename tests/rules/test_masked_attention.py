@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tpuport import ops
+from tpuport.rules._apply import find
 from tpuport.rules.masked_attention import MaskedAttention
-from tpuport.source.engine import find
 from tpuport.source.finding import Severity
 from tpuport.testing import equivalence
 

@@ -5,8 +5,7 @@ import textwrap
 import pytest
 import torch
 
-from tpuport.source.engine import find
-from tpuport.source.rewriter import rewrite
+from tpuport.rules._apply import find, rewrite
 from tpuport.testing import equivalence
 
 # Of torchax: how it copies from the host, and that it has no 64-bit integers.

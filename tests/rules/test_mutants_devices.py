@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.source.discovery import find_rules
-from tpuport.source.engine import find
+from tpuport.rules._apply import find, rewrite
+from tpuport.rules._discovery import find_rules
 from tpuport.source.finding import Severity
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 
 RULES = {rule.CODE: rule for rule in find_rules()}

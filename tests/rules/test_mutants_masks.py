@@ -8,10 +8,10 @@ import torch
 
 from tpuport import ops_masked
 from tpuport.model import masked_access, masked_functions, masked_rows
+from tpuport.rules._apply import rewrite
 from tpuport.rules.boolean_mask_read import BooleanMaskRead
 from tpuport.rules.boolean_mask_write import BooleanMaskWrite
 from tpuport.rules.data_dependent_shape import DataDependentShape
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 
 # Of torchax: how it copies from the host, and that it has no 64-bit integers.

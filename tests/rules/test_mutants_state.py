@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tpuport.rules._apply import find, rewrite
 from tpuport.rules._rule import Example
 from tpuport.rules.no_grad_as_stop_gradient import NoGradAsStopGradient
 from tpuport.rules.tensor_in_forward import TensorInForward
 from tpuport.rules.write_through_view import WriteThroughView
-from tpuport.source.engine import find
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from tpuport.rules._apply import find, rewrite
 from tpuport.rules.type_as_call import TypeAsCall
-from tpuport.source.engine import find
 from tpuport.source.finding import Severity
-from tpuport.source.rewriter import rewrite
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

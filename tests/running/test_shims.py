@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 import tpuport
+import tpuport.shims
+from tpuport import shim as _shim
+from tpuport.model import patches
 from tpuport.running.settings import active
-from tpuport.shims import _shim
-from tpuport.shims._shim import REPLACED, Replacement, Scope, find_shims
+from tpuport.shim import REPLACED, Replacement, find_shims
 
 
 def before(*_: object) -> str:
@@ -44,8 +46,8 @@ def test_an_inherited_attribute_is_not_copied_down():
 
 def everything_replaced() -> list[tuple[object, str, object]]:
     found = []
-    for scope in Scope:
-        for shim in find_shims(scope):
+    for package in (patches, tpuport.shims):
+        for shim in find_shims(package):
             if shim.MODULE in sys.modules:
                 found += [
                     (item.owner, item.name, vars(item.owner).get(item.name))
@@ -110,11 +112,11 @@ def test_parallel_contexts_leave_in_any_order():
     assert all(vars(owner).get(name) is value for owner, name, value in held)
 
 
-@pytest.mark.parametrize("shim", [s for scope in Scope for s in find_shims(scope)])
+@pytest.mark.parametrize("shim", [*find_shims(patches), *find_shims(tpuport.shims)])
 def test_a_shim_says_what_it_replaces_and_why(shim: type[_shim.Shim]):
     assert shim.TARGET
     assert shim.REASON
-    if shim.SCOPE is Scope.PORTING:
+    if shim in find_shims(tpuport.shims):
         assert shim.REFERENCE
 
 
@@ -133,14 +135,14 @@ def late_package(tmp_path, monkeypatch):
 def test_a_package_that_is_imported_inside_the_block_is_shimmed(monkeypatch):
     class Late(_shim.Shim):
         TARGET, REASON, REFERENCE = "late_pack.inner.call", "a test", "late_pack.inner.call"
-        MODULE, SCOPE = "late_pack.inner", Scope.PORTING
+        MODULE = "late_pack.inner"
 
         def replacements(self):
             from late_pack import inner
 
             return [Replacement(inner, "call", lambda: "ours")]
 
-    monkeypatch.setattr("tpuport.running.porting.find_shims", lambda scope: (Late,))
+    monkeypatch.setattr("tpuport.running.porting.find_shims", lambda package: (Late,))
     with tpuport.porting():
         from late_pack import inner
 

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from tpuport.rules import _meeting, _rebinding, _stopping
-from tpuport.source.rewriter import RewriteResult, rewrite
+from tpuport.rules._apply import rewrite
+from tpuport.source.rewriter import RewriteResult
 from tpuport.source.text import Edit, Passage
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference

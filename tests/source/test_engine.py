@@ -5,11 +5,12 @@ from types import ModuleType
 
 import pytest
 
+from tpuport.rules._apply import find
+from tpuport.rules._discovery import check_codes, find_rules, rule_in
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules.tensor_branch import TensorBranch
 from tpuport.rules.tensor_while import TensorWhile
-from tpuport.source.discovery import check_codes, find_rules, rule_in
-from tpuport.source.engine import Context, find
+from tpuport.source.engine import Context
 from tpuport.source.finding import Finding, NotFixable, Safety, Severity
 from tpuport.source.kinds import StaticKinds
 from tpuport.source.module import Module

@@ -11,8 +11,8 @@ import textwrap
 
 import pytest
 
+from tpuport.rules._apply import rewrite
 from tpuport.source.kinds import ObservedKinds
-from tpuport.source.rewriter import rewrite
 
 PROGRAMS = int(os.environ.get("TPUPORT_FUZZ", "300"))
 RUNS = 5

@@ -14,8 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tpuport.source.discovery import find_rules
-from tpuport.source.rewriter import RewriteResult, rewrite
+from tpuport.rules._apply import rewrite
+from tpuport.rules._discovery import find_rules
+from tpuport.source.rewriter import RewriteResult
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference
 

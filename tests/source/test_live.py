@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.source.live_functions import line_of, load, same_both_ways
+from tpuport.rules._apply import rewrite_function
 from tpuport.source import live
 from tpuport.source.kinds import Site
-from tpuport.source.live import LiveRewrite, rewrite_function, swapped
+from tpuport.source.live import LiveRewrite, swapped
 
 
 def rewritten(function: Any, *texts: str) -> LiveRewrite:

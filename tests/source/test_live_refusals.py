@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.source.live_functions import line_of, load, same_both_ways
+from tpuport.rules._apply import rewrite_function
 from tpuport.source import live
-from tpuport.source.live import LiveRewrite, Refusal, rewrite_function
+from tpuport.source.live import LiveRewrite, Refusal
 
 
 def plain(x, limit=3):

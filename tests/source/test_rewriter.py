@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import pytest
 
+from tpuport.rules._apply import find, rewrite
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules.tensor_to_number import TensorToNumber
-from tpuport.source.engine import Context, find
+from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, Safety, Severity
 from tpuport.source.kinds import ObservedKinds
-from tpuport.source.rewriter import MAX_IDLE_PASSES, NotSettledError, rewrite
+from tpuport.source.rewriter import MAX_IDLE_PASSES, NotSettledError
 from tpuport.source.text import Edit, Passage
 
 HEAD = "import torch\nimport tpuport.ops\n\n\n"

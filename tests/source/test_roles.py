@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tpuport.source.engine import find
+from tpuport.rules._apply import find
 from tpuport.source.module import Module
 from tpuport.source.project import find_reached, summarise
 from tpuport.source.roles import Roles

@@ -20,9 +20,8 @@ from tpuport.checkpoints.safetensors_file import (
     read_header,
     write_file,
 )
-from tpuport.checkpoints.values import Values, values_of
+from tpuport.checkpoints.values import HasWeights, Values, values_of
 from tpuport.errors import CheckpointError, UsageError
-from tpuport.model.ported_state import PortedState
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _STEM = "model"
@@ -30,7 +29,7 @@ _STEM = "model"
 
 def save_checkpoint(
     path: str | Path,
-    weights: Mapping[str, Any] | PortedState,
+    weights: Mapping[str, Any] | HasWeights,
     *,
     like: str | Path | Checkpoint | None = None,
     max_shard_size: int | str = "5GB",

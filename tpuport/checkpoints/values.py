@@ -2,18 +2,26 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import torch
 
 from tpuport.checkpoints.casting import cast
 from tpuport.checkpoints.checkpoint import Checkpoint, of_mapping
-from tpuport.checkpoints.model_state import state_names
 from tpuport.checkpoints.reading import TensorInfo, same_bits
 from tpuport.errors import UsageError
-from tpuport.model.ported_state import PortedState
-from tpuport.model.state import state_tree
+
+
+@runtime_checkable
+class HasWeights(Protocol):
+    """A model that says which weights a checkpoint of it has: a `tpuport.PortedModel`."""
+
+    def _checkpoint_values(
+        self, like: Checkpoint | None
+    ) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """Return the weights by the names of a checkpoint, and their dtypes in its files."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Values:
         return cast(found, dtype, name)
 
 
-def values_of(weights: Mapping[str, Any] | PortedState, like: Checkpoint | None) -> Values:
+def values_of(weights: Mapping[str, Any] | HasWeights, like: Checkpoint | None) -> Values:
     """What is saved of weights, or of a ported model.
 
     Raises:
@@ -59,8 +67,8 @@ def values_of(weights: Mapping[str, Any] | PortedState, like: Checkpoint | None)
         CheckpointError: a value is neither a tensor nor an array.
     """
     dtypes: dict[str, torch.dtype] = {}
-    if isinstance(weights, PortedState):
-        weights, dtypes = _of_model(weights, like)
+    if isinstance(weights, HasWeights):
+        weights, dtypes = weights._checkpoint_values(like)
     source = weights if isinstance(weights, Checkpoint) else of_mapping(weights)
     _refuse_spread(weights)
     if like is not None:
@@ -97,25 +105,3 @@ def _check_names(source: Checkpoint, like: Checkpoint) -> None:
         if kinds[0] != kinds[1]:
             msg = f"{name!r} is {info.dtype} and {like[name].dtype} in like: these differ in kind"
             raise UsageError(msg)
-
-
-def _of_model(
-    ported: PortedState, like: Checkpoint | None
-) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
-    """What `state_dict` of the module would have; of tied weights the names that `like` has."""
-    tree = state_tree(ported.module)
-    first_of = state_names(ported, tree)
-    values = ported.by_fqn()
-    there = {first for name, first in first_of.items() if like is not None and name in like}
-    found: dict[str, Any] = {}
-    for name, first in first_of.items():
-        if name in like if like is not None and first in there else name == first:
-            found[name] = values[first]
-    empty = [name for name, value in found.items() if isinstance(value, jax.ShapeDtypeStruct)]
-    if empty:
-        msg = (
-            f"the model was converted from the meta device, and {empty[0]!r} has a shape but no"
-            " value; load a checkpoint first: ported.load(path)"
-        )
-        raise UsageError(msg)
-    return found, {name: tree.leaves[first_of[name]].dtype for name in found}

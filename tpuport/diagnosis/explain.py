@@ -210,7 +210,7 @@ def _finding_at(place: Place, codes: tuple[str, ...]) -> "Finding | None":
     """What the first of these rules that finds a line says about it."""
     if not codes:
         return None
-    from tpuport.source.engine import find
+    from tpuport.rules._apply import find
 
     try:
         source = Path(place.file).read_text(encoding="utf-8")

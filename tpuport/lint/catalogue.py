@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tpuport.errors import UsageError
 from tpuport.lint.pseudo import UnusedIgnore
 from tpuport.lint.spelling import nearest
-from tpuport.source.discovery import find_rules
+from tpuport.rules._discovery import find_rules
 from tpuport.source.finding import Severity
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from tpuport.lint.comments import Directive, find_directives
 from tpuport.lint.notebooks import Notebook
 from tpuport.lint.records import Checked, Ignore, Problem, Reported
 from tpuport.lint.sources import Source, UnreadableError, read_source
-from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
+from tpuport.rules._discovery import find_rules
+from tpuport.source.engine import Context, Match, matches, normal_line_breaks
 from tpuport.source.inference import Inference
 from tpuport.source.module import FUNCTIONS, Module
 from tpuport.source.project import find_reached, summarise
@@ -91,7 +92,7 @@ def _check(
     module = parse(source, name)
     kinds = Inference(module, Roles(module, reached=reached))
     context = Context(module, kinds, strict=strict)
-    found = matches(context, make_rules(None))
+    found = matches(context, [rule() for rule in find_rules()])
     safeties = {id(match): safety for match, safety in prospects(context, found)}
     directives = find_directives(module.text.text)
     steps = _steps(context)

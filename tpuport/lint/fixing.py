@@ -16,7 +16,7 @@ from tpuport.lint.records import RANK, Checked, Problem, Trouble
 from tpuport.lint.run import Failure, Progress, Workers, attempt, processors
 from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
-from tpuport.source.discovery import find_rules
+from tpuport.rules._discovery import find_rules
 from tpuport.source.engine import Match
 from tpuport.source.finding import Severity
 from tpuport.source.kinds import StaticKinds

@@ -34,7 +34,7 @@ _import_torchax()
 
 from torchax.ops import jaten, ops_registry  # noqa: E402
 from torchax.ops import mappings as _mappings  # noqa: E402
-from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402, F401  (others take it from here)
+from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402  (others take it from here)
 
 TORCHAX_OPS: dict[Any, Any] = ops_registry.all_aten_ops
 torchax_lowerings = jaten
@@ -49,6 +49,11 @@ _NO_NUMPY = {
 _NO_NUMPY_JAX = {
     np.dtype(jax_dtype): (bits, torch_dtype) for torch_dtype, (bits, jax_dtype) in _NO_NUMPY.items()
 }
+
+
+def is_traced(value: Any) -> bool:
+    """Return whether a value is a tensor of tpuport's traces, or the result of one."""
+    return isinstance(value, TorchaxTensor) and getattr(type(value), "is_traced", False)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

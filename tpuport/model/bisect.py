@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.errors import TpuportError
+from tpuport.errors import ParityError, TpuportError
 from tpuport.model import arguments, structure
 from tpuport.model.blocks import at_rest
 from tpuport.model.export import to_torch
 from tpuport.model.parts import part_of_program
 from tpuport.model.report import Divergence, Parity
 from tpuport.model.request import Request
-from tpuport.model.verify import SameNumbers, eager_copy, host_arguments
+from tpuport.model.verify import SameNumbers, Verifier, eager_copy, host_arguments
 
 
 def first_difference(
@@ -87,3 +87,37 @@ def _compare(verifier: Any, expected: list[Any], got: list[Any]) -> Divergence |
             worst = max(worst, record.max_rel)
         largest_before = max(largest_before, worst)
     return None
+
+
+def fail(
+    verifier: Verifier,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: jax.Array,
+    before: dict[str, Any],
+) -> None:
+    """Raise for a failed comparison, naming the worst value and the first module whose output
+    differs.
+    """
+    report = verifier.ported.report
+    worst = report.worst
+    divergence = first_difference(verifier, method, args, kwargs, key, before)
+    where = ""
+    if divergence is not None:
+        report.add(divergence)
+        where = (
+            f"; the first module that differs is {divergence.module or 'the model itself'}"
+            f" ({divergence.cls})"
+        )
+    msg = (
+        f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
+        f" {worst.tolerance:.0e}){where}"
+    )
+    raise ParityError(
+        msg,
+        remedy=(
+            "print(ported.report) shows every value; convert(..., rtol=...) accepts a larger"
+            " error if it is rounding"
+        ),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tpuport.model import patches
 from tpuport.model.lowerings import LOWERINGS
 from tpuport.model.report import (
     AttentionCall,
@@ -19,6 +20,7 @@ from tpuport.model.report import (
     Rewrite,
     ShimUse,
 )
+from tpuport.shim import find_shims
 
 _PACKAGES = ("tpuport", "torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "diffusers")
 
@@ -145,9 +147,7 @@ def _record_counts(report: PortReport, trace: Any) -> None:
         reason = reasons.get(name) or reasons.get(name.rpartition(".")[0])
         if reason is not None and name not in known:
             report.add(RegisteredOp(name, reason=reason, calls=calls))
-    from tpuport.shims._shim import find_shims
-
-    by_target = {shim.TARGET: shim for shim in find_shims()}
+    by_target = {shim.TARGET: shim for shim in find_shims(patches)}
     for target, calls in trace.counters.shims.items():
         shim = by_target.get(target)
         if shim is not None and target not in {s.target for s in report.shims}:

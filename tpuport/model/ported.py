@@ -13,6 +13,7 @@ import torch
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.model import ahead, arguments, notes, pure, structure, verify
+from tpuport.model.bisect import fail
 from tpuport.model.blocks import at_rest
 from tpuport.model.cloning import clone_module
 from tpuport.model.compiled import (
@@ -169,7 +170,7 @@ class PortedModel(PortedState):
         self.report.verified = all(r.ok for r in records)
         verifier.done.add(path)
         if not self.report.verified:
-            verify.fail(verifier, method, given[0], given[1], key, before)
+            fail(verifier, method, given[0], given[1], key, before)
         return out
 
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
@@ -202,7 +203,7 @@ class PortedModel(PortedState):
             self._verifier = saved
         if not self.report.ok:
             self.report.verified = False
-            verify.fail(verifier, method, args, kwargs, key, self._values())
+            fail(verifier, method, args, kwargs, key, self._values())
         return self.report
 
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

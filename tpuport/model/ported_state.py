@@ -3,23 +3,24 @@
 import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.checkpoints.checkpoint import Checkpoint
+from tpuport.checkpoints.loading import Place, Progress
 from tpuport.errors import PortError, UsageError
-from tpuport.model import backend
+from tpuport.model import backend, patches, weights
 from tpuport.model.blocks import at_rest
 from tpuport.model.cloning import clone_module
 from tpuport.model.compiled import Compiled
 from tpuport.model.program import Program
 from tpuport.model.state import state_tree
-
-if TYPE_CHECKING:
-    from tpuport.checkpoints.loading import Place, Progress
-    from tpuport.checkpoints.model_state import LoadResult
+from tpuport.model.weights import LoadResult
+from tpuport.rules._discovery import live_rules
+from tpuport.shim import find_shims
 
 _SAME_STATE_LIMIT = 4
 
@@ -39,7 +40,9 @@ class PortedState:
         if is_module:
             master, _ = clone_module(target, lambda t: t)
             self._load_state(master)
-        self._program = Program(None if is_module else target, master)
+        self._program = Program(
+            None if is_module else target, master, patches=find_shims(patches), rules=live_rules()
+        )
         self._state_version = 0
         self._versions = itertools.count(1)
         self._state_changes: dict[str, int] = {}
@@ -201,12 +204,12 @@ class PortedState:
         strict: bool = True,
         prefix: str = "",
         rename: Callable[[str], str | None] | None = None,
-        place: "Place | None" = None,
+        place: Place | None = None,
         variant: str | None = None,
         subfolder: str = "",
         key: str | None = None,
-        progress: "Progress | None" = None,
-    ) -> "LoadResult":
+        progress: Progress | None = None,
+    ) -> LoadResult:
         """Load weights, straight from files into arrays: a model converted on the meta device
         never has a copy in PyTorch.
 
@@ -233,12 +236,16 @@ class PortedState:
                 blocks are stacked already.
         """
         at_rest.refuse_stacks(self._values(), "loading weights")
-        from tpuport.checkpoints.model_state import load_model
-
         where = {"variant": variant, "subfolder": subfolder, "key": key}
         options = {"prefix": prefix, "rename": rename, "progress": progress}
         place = place or self._program.placement.place
-        return load_model(self, source, strict=strict, place=place, **options, **where)
+        return weights.load_model(self, source, strict=strict, place=place, **options, **where)
+
+    def _checkpoint_values(
+        self, like: Checkpoint | None
+    ) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+        """Return the weights by the names that `state_dict` has, and their dtypes there."""
+        return weights.checkpoint_values(self, like)
 
     # -- after a call ------------------------------------------------------------------------------
 

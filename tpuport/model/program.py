@@ -41,9 +41,10 @@ from tpuport.model.state import StateTree, python_changes, state_tree
 from tpuport.model.tensor import SERIALS, Storage, TracedTensor
 from tpuport.model.trace import KeyStream, Trace, no_policy
 from tpuport.model.values import value_of
-from tpuport.shims._shim import installed
+from tpuport.shim import Shim, installed
 from tpuport.source import live
 from tpuport.source.codegen import nested_codes
+from tpuport.source.engine import RuleVisitor
 
 _MAX_ATTEMPTS = 40
 _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
@@ -59,6 +60,10 @@ class Program:
     function: Callable[..., Any] | None
     master: torch.nn.Module | None
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    # Replacements of torch's functions while it is traced: `tpuport.model.patches`.
+    patches: tuple[type[Shim], ...] = ()
+    # The rules that rewrite lines which a trace cannot run.
+    rules: tuple[type[RuleVisitor], ...] = ()
     plan: Plan = field(default_factory=Plan)
     plans: dict[Any, Plan] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -139,7 +144,7 @@ class Program:
         for function in self._functions_with(frame_code):
             sites = self.sites.setdefault(function, set())
             sites.add(site)
-            result = live.rewrite_function(function, sites=sites)
+            result = live.rewrite_function(function, sites=sites, rules=self.rules)
             if isinstance(result, live.LiveRewrite):
                 self.rewrites[function] = result
         self.rewrite_seconds += time.perf_counter() - started
@@ -157,6 +162,7 @@ class Program:
         trace.target = self.target or self.placement.platform
         trace.mesh = self.placement.mesh
         trace.remat = self.remat
+        trace.patches = self.patches
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),
@@ -164,7 +170,7 @@ class Program:
             eager_compiled(),
             _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
-            installed(),
+            installed(self.patches),
             active(trace),
         ):
             try:

@@ -18,6 +18,7 @@ from tpuport.model.placement import Placement
 from tpuport.model.report_records import AttentionCall
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.views import strided_step
+from tpuport.shim import Shim
 
 
 @dataclass
@@ -137,6 +138,8 @@ class Trace:
         self.target = jax.default_backend()
         # The remat policy of a module by its fqn, if it has one (`tpuport.model.remat`).
         self.remat: Callable[[str], str | None] = no_policy
+        # Replacements of torch's functions that hold while it runs.
+        self.patches: tuple[type[Shim], ...] = ()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 

@@ -27,10 +27,10 @@ from tpuport.model.seen_device import seen_device
 from tpuport.model.state import state_tree
 from tpuport.model.tensor import TracedTensor, to_cpu, wrap
 from tpuport.model.trace import KeyStream
+from tpuport.model.uncheckpointed import Uncheckpointed
 from tpuport.model.values import map_tensors
 from tpuport.running.tags import tag
-from tpuport.shims._reference import Uncheckpointed
-from tpuport.shims._shim import installed
+from tpuport.shim import installed
 
 
 class SameNumbers(TorchDispatchMode):
@@ -348,39 +348,3 @@ def state_parity(
             if isinstance(want, torch.Tensor) and (want.is_inference() or want._version):
                 records += verifier.compare("buffer", f"buffer.{name}", want, ported.buffers[name])
     return records
-
-
-def fail(
-    verifier: Verifier,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    key: jax.Array,
-    before: dict[str, Any],
-) -> None:
-    """Raise for a failed comparison, naming the worst value and the first module whose output
-    differs.
-    """
-    from tpuport.model import bisect
-
-    report = verifier.ported.report
-    worst = report.worst
-    divergence = bisect.first_difference(verifier, method, args, kwargs, key, before)
-    where = ""
-    if divergence is not None:
-        report.add(divergence)
-        where = (
-            f"; the first module that differs is {divergence.module or 'the model itself'}"
-            f" ({divergence.cls})"
-        )
-    msg = (
-        f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
-        f" {worst.tolerance:.0e}){where}"
-    )
-    raise ParityError(
-        msg,
-        remedy=(
-            "print(ported.report) shows every value; convert(..., rtol=...) accepts a larger"
-            " error if it is rounding"
-        ),
-    )

@@ -14,6 +14,7 @@ from tpuport.errors import UsageError
 from tpuport.model.blocks import at_rest
 from tpuport.model.placement import NOWHERE
 from tpuport.model.ported import PortedModel
+from tpuport.model.stack_blocks import stack_blocks
 from tpuport.sharding.mesh import MeshAxis, make_mesh
 from tpuport.sharding.on_mesh import ShardingWarning, shard
 from tpuport.sharding.plan import ShardingPlan
@@ -105,7 +106,7 @@ def spread_out(
         warnings.simplefilter("ignore", ShardingWarning)
         plan = shard(made, devices, rules, inputs=how.input_specs, strict=how.strict)
     if how.stack and made._program.rolls:
-        at_rest.stack_blocks(made)
+        stack_blocks(made)
     return made, plan
 
 

@@ -1,12 +1,10 @@
 """What a rule file declares."""
 
-import ast
 import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.engine import RuleVisitor
 
 HEADINGS = ("What it does", "Why is this bad?", "Fix safety", "References")
 
@@ -53,7 +51,7 @@ def _text(source: str) -> str:
     return textwrap.dedent(source).lstrip("\n")
 
 
-class Rule:
+class Rule(RuleVisitor):
     """Base of all rules.
 
     A subclass is named after the pattern it looks for, as in "allow TensorBranch", and its file
@@ -73,24 +71,6 @@ class Rule:
         CLEAN: Modules that look alike and must stay.
     """
 
-    CODE: ClassVar[str]
-    MESSAGE: ClassVar[str]
-    SAFETY: ClassVar[Safety]
-    SEVERITY: ClassVar[Severity]
     LIVE: ClassVar[bool] = False
-    PINS: ClassVar[bool] = False
     EXAMPLES: ClassVar[tuple[Example, ...]]
     CLEAN: ClassVar[tuple[str, ...]]
-
-    def fix(self, node: ast.AST, context: Context) -> Fix:
-        """The edits that remove a finding.
-
-        Args:
-            node: The node that was reported.
-            context: What may be asked about the file.
-
-        Raises:
-            NotFixable: no rewriting is proved to compute the same.
-        """
-        del node, context
-        raise NotFixable("this rule has no automatic fix")

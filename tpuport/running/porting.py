@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import tpuport.shims
 from tpuport.errors import UsageError
 from tpuport.running import programs
 from tpuport.running.device import emulated
@@ -20,7 +21,7 @@ from tpuport.running.in_force import InForce
 from tpuport.running.process_group import ended_afterwards
 from tpuport.running.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.running.stand_ins import STAND_INS
-from tpuport.shims._shim import REPLACED, Scope, find_shims
+from tpuport.shim import REPLACED, find_shims
 from tpuport.shims.packages._package import find_packages
 
 
@@ -84,7 +85,7 @@ def porting(
 
 def _check_options(options: dict[str, Any]) -> None:
     known = {*find_packages()}
-    known.update(name for shim in find_shims(Scope.PORTING) for name in shim.OPTIONS)
+    known.update(name for shim in find_shims(tpuport.shims) for name in shim.OPTIONS)
     unknown = sorted(options.keys() - known)
     if unknown:
         close = difflib.get_close_matches(unknown[0], [*known, *_OWN_NAMES], 1)
@@ -115,7 +116,7 @@ class _Shims(InForce):
         self._finder = _LateModules(self._shim_late)
 
     def _install(self) -> None:
-        shims = find_shims(Scope.PORTING)
+        shims = find_shims(tpuport.shims)
         try:
             for shim in shims:
                 if shim.MODULE in sys.modules:
@@ -135,7 +136,7 @@ class _Shims(InForce):
 
     def _shim_late(self, name: str) -> None:
         with self._lock:
-            for shim in find_shims(Scope.PORTING) if self._contexts else ():
+            for shim in find_shims(tpuport.shims) if self._contexts else ():
                 if name == shim.MODULE:
                     REPLACED.add(self._token, shim().replacements())
 

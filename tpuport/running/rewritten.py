@@ -104,16 +104,19 @@ def _run_rules(data: bytes, path: str) -> Rewritten:
     from tpuport.lint.check import tail
     from tpuport.lint.fixing import ignored_by_comments
     from tpuport.lint.sources import read_source
+    from tpuport.rules._discovery import find_rules
     from tpuport.source import codegen
-    from tpuport.source.discovery import find_rules
-    from tpuport.source.engine import make_rules, normal_line_breaks
+    from tpuport.source.engine import normal_line_breaks
     from tpuport.source.kinds import StaticKinds
     from tpuport.source.rewriter import Session
     from tpuport.source.text import SourceText
 
     rules = [rule for rule in find_rules() if not rule.CODE.startswith(_ANSWERED)]
     session = Session(
-        make_rules(rules), StaticKinds(), file=tail(Path(path)), ignored=ignored_by_comments
+        [rule() for rule in rules],
+        StaticKinds(),
+        file=tail(Path(path)),
+        ignored=ignored_by_comments,
     )
     text = session.run(SourceText(normal_line_breaks(read_source(data, path).text)))
     applied = tuple((fix.code, fix.line) for fix in session.applied)

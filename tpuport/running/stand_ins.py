@@ -24,7 +24,7 @@ from tpuport.running.absent import StandInModule, is_cuda_only
 from tpuport.running.in_force import InForce
 from tpuport.running.probing import copes, importing_frame
 from tpuport.running.settings import active
-from tpuport.shims._shim import REPLACED, Replacement
+from tpuport.shim import REPLACED, Replacement
 from tpuport.shims.packages._package import Package, find_packages
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tpuport.errors import UsageError
-from tpuport.model.tensor import TracedTensor
+from tpuport.model.backend import is_traced
 
 CUDA = torch.device("cuda", 0)
 MARK = "_tpuport_accelerator"
@@ -32,14 +32,14 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 def is_tagged(tensor: Any) -> bool:
     """Whether a tensor counts as being on the accelerator."""
-    if isinstance(tensor, TracedTensor):
+    if is_traced(tensor):
         return True
     return isinstance(tensor, torch.Tensor) and hasattr(storage_of(tensor), MARK)
 
 
 def tag(tensor: torch.Tensor) -> torch.Tensor:
     """Let a tensor, and everything that shares its storage, count as being on the accelerator."""
-    if not isinstance(tensor, TracedTensor):
+    if not is_traced(tensor):
         storage = storage_of(tensor)
         if storage is not None and not hasattr(storage, MARK):
             setattr(storage, MARK, Mark(next(_SERIALS)))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement
+from tpuport.shim import Replacement
 
 
 def inside(eager: Any, ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,8 +6,8 @@ import torch
 
 from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 from tpuport.shims.cuda_memory import MEMORY
 
 
@@ -28,7 +28,6 @@ class Accelerator(Shim):
     TARGET = "torch.accelerator"
     REASON = "torch without CUDA knows no accelerator"
     REFERENCE = "torch.accelerator with one GPU"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         table = {

@@ -8,7 +8,7 @@ from torch.amp.autocast_mode import autocast
 
 from tpuport.running.cuda_autocast import KERNELS, OPTION, low_dtype, switch
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class _Registered:
@@ -35,7 +35,6 @@ class Autocast(Shim):
     REASON = "torch casts only tensors that are on a GPU"
     OPTIONS = (OPTION,)
     REFERENCE = "CUDA Op-Specific Behavior in torch's documentation of torch.amp"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [

@@ -12,8 +12,8 @@ import torch
 import torch.nn.attention
 
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim, copies
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim, copies
 
 _SWITCHES = {
     "enable_flash_sdp": "flash_sdp_enabled",
@@ -59,7 +59,6 @@ class BackendSwitches(Shim):
     TARGET = "torch.nn.attention.sdpa_kernel"
     REASON = "a choice of GPU kernels would leave the CPU's attention without any"
     REFERENCE = "torch.nn.functional.scaled_dot_product_attention without the switches"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         backends = torch.backends.cuda

@@ -7,7 +7,7 @@ import torch
 import torch.utils.checkpoint
 
 from tpuport.running.device import resumed
-from tpuport.shims._shim import Replacement, Scope, Shim, copies
+from tpuport.shim import Replacement, Shim, copies
 
 
 class CustomBackward(Shim):
@@ -16,7 +16,6 @@ class CustomBackward(Shim):
     TARGET = "torch.autograd.function.BackwardCFunction.apply"
     REASON = "torch takes function modes away in a backward pass"
     REFERENCE = "the same function on CUDA, where a device is no mode"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         owner = torch.autograd.function.BackwardCFunction
@@ -35,7 +34,6 @@ class CheckpointedBackward(Shim):
     TARGET = "torch.utils.checkpoint.checkpoint"
     REASON = "torch takes function modes away in a backward pass"
     REFERENCE = "the same function on CUDA, where a device is no mode"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         original = torch.utils.checkpoint.checkpoint

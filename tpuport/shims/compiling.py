@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 def _compile(model: Any = None, **kwargs: Any) -> Any:
@@ -55,7 +55,6 @@ class Compiling(Shim):
     TARGET = "torch.compile"
     REASON = "compiled code hides the functions that are ported, and wants a GPU's compiler"
     REFERENCE = "the function itself"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         compiler = {
@@ -89,7 +88,6 @@ class Dynamo(Shim):
     REASON = "as for torch.compile"
     REFERENCE = "the function itself"
     MODULE = "torch._dynamo"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         import torch._dynamo as dynamo

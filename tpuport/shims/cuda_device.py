@@ -9,8 +9,8 @@ from tpuport.errors import UsageError
 from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 class _Device:
@@ -66,7 +66,6 @@ class CudaDevice(Shim):
     TARGET = "torch.cuda"
     REASON = "torch without CUDA says that there is no device, or raises"
     REFERENCE = "torch.cuda with one GPU of compute capability 8.0; sizes and name are jax's"
-    SCOPE = Scope.PORTING
     OPTIONS = ("cuda_version",)
 
     def replacements(self) -> list[Replacement]:

@@ -6,8 +6,8 @@ import torch
 
 from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 class _Peak:
@@ -122,7 +122,6 @@ class CudaMemory(Shim):
     TARGET = "torch.cuda.memory"
     REASON = "torch's allocator of CUDA memory does not exist here"
     REFERENCE = "jax.Device.memory_stats"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [*functions(torch.cuda, MEMORY), *functions(torch.cuda.memory, MEMORY)]

@@ -7,8 +7,8 @@ import torch
 
 from tpuport.model.trace import current
 from tpuport.running.accelerator import index_of
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 def _manual_seed(seed: Any) -> None:
@@ -59,7 +59,6 @@ class CudaRandom(Shim):
     TARGET = "torch.cuda.manual_seed"
     REASON = "there is no generator on a GPU"
     REFERENCE = "torch.default_generator"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [

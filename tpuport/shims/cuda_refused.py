@@ -6,8 +6,8 @@ from typing import Any
 from tpuport.diagnosis.frames import user_line
 from tpuport.errors import UsageError
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import inside
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 _GRAPHS = (
     "CUDA graphs do not exist on TPU, and are not needed: a ported program is compiled once and"
@@ -77,7 +77,6 @@ class CudaRefused(Shim):
     TARGET = "torch.cuda.CUDAGraph"
     REASON = "torch says that it was not compiled with CUDA, which tells nobody what to do"
     REFERENCE = "torch without CUDA refuses them too"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         found = []

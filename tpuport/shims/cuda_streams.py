@@ -12,8 +12,8 @@ from tpuport.running import accelerator
 from tpuport.running.accelerator import index_of
 from tpuport.running.device import CUDA
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 class Stream:
@@ -157,7 +157,6 @@ class CudaStreams(Shim):
     TARGET = "torch.cuda.Stream"
     REASON = "there is no CUDA runtime"
     REFERENCE = "torch.cuda.Stream and torch.cuda.Event on one stream"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         cuda = torch.cuda

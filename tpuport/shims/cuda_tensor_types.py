@@ -6,7 +6,7 @@ import torch
 
 from tpuport.running.device import is_tagged
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 DTYPES = {
     "FloatTensor": torch.float32,
@@ -63,7 +63,6 @@ class CudaTensorTypes(Shim):
     TARGET = "torch.cuda.FloatTensor"
     REASON = "torch without CUDA has the names only"
     REFERENCE = "torch.tensor(..., dtype=..., device='cuda')"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [Replacement(torch.cuda, name, tensor_type(name)) for name in DTYPES]

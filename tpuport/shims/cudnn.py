@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class CudnnAcceptable(Shim):
@@ -13,7 +13,6 @@ class CudnnAcceptable(Shim):
     TARGET = "torch.backends.cudnn.is_acceptable"
     REASON = "a tensor says that it is on CUDA, but nothing of cuDNN is there"
     REFERENCE = "torch.backends.cudnn.is_acceptable of a CPU tensor: False"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         def is_acceptable(tensor: Any) -> bool:

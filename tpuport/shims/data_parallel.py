@@ -6,8 +6,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tpuport.running.accelerator import index_of
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import inside
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 def _there(value: Any) -> Any:
@@ -29,7 +29,6 @@ class DataParallel(Shim):
     TARGET = "torch.nn.DataParallel"
     REASON = "it copies with CUDA's streams, also to one GPU"
     REFERENCE = "torch.nn.DataParallel with one device: the module itself"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         target = torch.nn.DataParallel

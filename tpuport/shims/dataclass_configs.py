@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class DataclassConfigs(Shim):
@@ -21,7 +21,6 @@ class DataclassConfigs(Shim):
     REASON = "code written for transformers 4 fails at import: non-default argument follows default"
     REFERENCE = "the same class over a base that is no dataclass, as PretrainedConfig was"
     MODULE = "dataclasses"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         original = dataclasses.dataclass

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from tpuport.running import device as emulation
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions
-from tpuport.shims._shim import Replacement, Scope, Shim
 from tpuport.shims.cuda_tensor_types import DTYPES
 
 _EAGER_GET = torch.get_default_device
@@ -44,7 +44,6 @@ class DefaultDevice(Shim):
     TARGET = "torch.set_default_device"
     REASON = "torch without CUDA makes no tensor there"
     REFERENCE = "device= given to each constructor"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         table = {

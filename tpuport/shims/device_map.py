@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 # Ways to spread layers over several devices, which with one are all the same.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -37,7 +37,6 @@ class TransformersDeviceMap(Shim):
     REASON = _REASON
     REFERENCE = "the same without device_map, then .to(device)"
     MODULE = "transformers.modeling_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return _replaced(self.MODULE, "PreTrainedModel")
@@ -50,7 +49,6 @@ class DiffusersDeviceMap(Shim):
     REASON = _REASON
     REFERENCE = "the same without device_map, then .to(device)"
     MODULE = "diffusers.models.modeling_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return _replaced(self.MODULE, "ModelMixin")
@@ -63,7 +61,6 @@ class DiffusersPipelineDeviceMap(Shim):
     REASON = _REASON
     REFERENCE = "the same without device_map, then .to(device)"
     MODULE = "diffusers.pipelines.pipeline_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return _replaced(self.MODULE, "DiffusionPipeline")
@@ -78,7 +75,6 @@ class DiffusersOffload(Shim):
     REASON = "it needs accelerate's hooks, which move weights to a GPU and back at each call"
     REFERENCE = 'the same pipeline after .to("cuda")'
     MODULE = "diffusers.pipelines.pipeline_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         owner = importlib.import_module(self.MODULE).DiffusionPipeline

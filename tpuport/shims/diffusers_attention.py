@@ -5,7 +5,7 @@ import sys
 import types
 from typing import Any
 
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 from tpuport.shims.packages import flash_attn, sageattention, xformers
 
 
@@ -35,7 +35,6 @@ class DiffusersAttention(Shim):
     REASON = "it looks once for packages that build for CUDA only"
     REFERENCE = 'the same model with set_attention_backend("native")'
     MODULE = "diffusers.models.attention_dispatch"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         home = importlib.import_module(self.MODULE)
@@ -64,7 +63,6 @@ class DiffusersXformers(Shim):
     REASON = "it looks once for xformers, which builds for CUDA only"
     REFERENCE = "the same model with its default attention processor"
     MODULE = "diffusers.models.attention_processor"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         home = importlib.import_module(self.MODULE)

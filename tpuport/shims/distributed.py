@@ -7,10 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tpuport.model.patches._count import count
 from tpuport.running import process_group
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._collectives import COLLECTIVES
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 
 class Distributed(Shim):
@@ -24,7 +25,6 @@ class Distributed(Shim):
     REASON = "NCCL needs GPUs, and a real backend cannot be called from a traced program"
     REFERENCE = "torch.distributed with the gloo backend and a world of 1"
     MODULE = "torch.distributed.distributed_c10d"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         ours = {name: _inside(name, call) for name, call in COLLECTIVES.items()}
@@ -69,7 +69,7 @@ def _inside(name: str, ours: Any) -> Any:
             if original is None:
                 raise AttributeError(f"module 'torch.distributed' has no attribute {name!r}")
             return original(*args, **kwargs)
-        Shim.count(f"torch.distributed.{name}")
+        count(f"torch.distributed.{name}")
         return ours(*args, **kwargs)
 
     return call

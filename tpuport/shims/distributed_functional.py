@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from tpuport.model.patches._count import count
 from tpuport.running import process_group
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims import _collectives as plain
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 _NN = "torch.distributed.nn.functional"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
@@ -134,7 +135,7 @@ def _inside(original: Any, ours: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if active() is None or not process_group.is_ours():
             return original(*args, **kwargs)
-        Shim.count(f"{original.__module__}.{original.__name__}")
+        count(f"{original.__module__}.{original.__name__}")
         return ours(*args, **kwargs)
 
     return call
@@ -162,7 +163,6 @@ class DifferentiableCollectives(Shim):
     REASON = "they call the backend, which a traced program cannot"
     REFERENCE = "torch.distributed.nn.functional with gloo and a world of 1"
     MODULE = "torch.distributed.nn.functional"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return _replacements(_NN, WITH_GRADIENTS)
@@ -175,7 +175,6 @@ class FunctionalCollectives(Shim):
     REASON = "they call the backend, which a traced program cannot"
     REFERENCE = "torch.distributed._functional_collectives with gloo and a world of 1"
     MODULE = "torch.distributed._functional_collectives"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return _replacements(_FUNCTIONAL, FUNCTIONAL)

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tpuport.model.locate import port_error
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> list[Replacement]:
@@ -41,7 +41,6 @@ class DistributedDataParallelism(Shim):
     REASON = "its reducer works on CUDA streams and a real backend"
     REFERENCE = "torch.nn.parallel.DistributedDataParallel with gloo and a world of 1"
     MODULE = "torch.nn.parallel.distributed"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         name = "DistributedDataParallel"
@@ -117,7 +116,6 @@ class FullyShard(Shim):
     REASON = "it shards over processes; here the partitioner shards over a mesh"
     REFERENCE = "the module itself, which is what one shard of one is"
     MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
-    SCOPE = Scope.PORTING
     PLACES: ClassVar[tuple[str, ...]] = (
         "torch.distributed.fsdp",
         "torch.distributed.fsdp._fully_shard",
@@ -174,7 +172,6 @@ class FullyShardedDataParallel(Shim):
     REASON = "it flattens and shards parameters over processes, which one process does not have"
     REFERENCE = "a refusal"
     MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         home = importlib.import_module(self.MODULE)

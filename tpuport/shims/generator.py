@@ -6,7 +6,7 @@ import torch
 
 from tpuport.running.device import CUDA, is_accelerator
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 _EAGER = torch.Generator
 
@@ -60,7 +60,6 @@ class Generator(Shim):
     TARGET = "torch.Generator"
     REASON = "torch without CUDA cannot make a generator on it"
     REFERENCE = "torch.Generator(device='cpu') with the same seed"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [Replacement(torch, "Generator", _Generator)]

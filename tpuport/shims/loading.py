@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from tpuport.running.device import is_accelerator, is_tagged, tag
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import functions, inside
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 _EAGER_LOCATION = torch.serialization.location_tag
 _EAGER_RESTORE = torch.serialization.default_restore_location
@@ -52,7 +52,6 @@ class Loading(Shim):
     TARGET = "torch.load"
     REASON = "torch without CUDA refuses storages that were saved on it"
     REFERENCE = "torch.load(..., map_location='cpu')"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         table = {"location_tag": _location, "default_restore_location": _restore}

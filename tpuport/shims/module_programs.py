@@ -8,7 +8,7 @@ import torch
 
 from tpuport.running import programs
 from tpuport.running.settings import active
-from tpuport.shims._shim import REPLACED, Replacement, Scope, Shim
+from tpuport.shim import REPLACED, Replacement, Shim
 
 
 class ModuleProgram(Shim):
@@ -17,7 +17,6 @@ class ModuleProgram(Shim):
     TARGET = "torch.nn.Module.__call__"
     REASON = "eager PyTorch cannot run on the accelerator"
     REFERENCE = "the same call in eager PyTorch on the CPU, with which the first one is compared"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         original = torch.nn.Module.__dict__["__call__"]
@@ -36,7 +35,6 @@ class MethodProgram(Shim):
     TARGET = "torch.nn.Module.__init_subclass__"
     REASON = "a sampler or loss is often a method that calls several modules"
     REFERENCE = "the same call in eager PyTorch on the CPU, with which the first one is compared"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         original = torch.nn.Module.__init_subclass__

@@ -8,8 +8,8 @@ from torch.utils.data import dataloader
 from tpuport.model.tensor import TracedTensor
 from tpuport.running.device import is_tagged
 from tpuport.running.settings import active
+from tpuport.shim import Replacement, Shim
 from tpuport.shims._inside import inside
-from tpuport.shims._shim import Replacement, Scope, Shim
 
 _PINNED = "_tpuport_pinned"
 
@@ -40,7 +40,6 @@ class PinnedMemory(Shim):
     TARGET = "torch.Tensor.pin_memory"
     REASON = "there is no CUDA allocator of pinned memory"
     REFERENCE = "torch.Tensor.clone"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         tensor, iterator = torch.Tensor, dataloader._BaseDataLoaderIter

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tpuport.model.locate import port_error
 from tpuport.running import process_group
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 _NAMES = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce"),
@@ -27,7 +27,6 @@ class ProcessGroupCalls(Shim):
     REASON = "the backend that keeps the books of one process leaves its outputs unwritten"
     REFERENCE = "an error, where PyTorch's fake backend gives wrong results"
     MODULE = "torch.distributed.distributed_c10d"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         return [

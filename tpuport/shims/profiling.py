@@ -6,7 +6,7 @@ from typing import Any
 from torch.autograd import profiler
 
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class Profiling(Shim):
@@ -17,7 +17,6 @@ class Profiling(Shim):
     TARGET = "torch.profiler.profile"
     REASON = "it would look for CUDA's events, as torch.cuda says that there is a device"
     REFERENCE = "torch.profiler.profile(activities=[ProfilerActivity.CPU])"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         eager = profiler.profile.__init__

@@ -6,7 +6,7 @@ import torch
 
 from tpuport.running.device import is_accelerator, tag
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim, copies
+from tpuport.shim import Replacement, Shim, copies
 
 
 class _Slice:
@@ -70,7 +70,6 @@ class SafetensorsFiles(Shim):
     REASON = "it copies to a GPU through pinned memory, without torch's knowing"
     REFERENCE = "safetensors.safe_open(..., device='cpu')"
     MODULE = "safetensors"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         import safetensors

@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuport.running.device import default_device, emulated, set_default
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class Threads(Shim):
@@ -21,7 +21,6 @@ class Threads(Shim):
     REASON = "torch's function modes and context variables are of one thread"
     REFERENCE = "contextvars.copy_context().run"
     MODULE = "threading"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         eager = threading.Thread.start

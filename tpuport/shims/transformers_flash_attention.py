@@ -5,7 +5,7 @@ import importlib
 from typing import Any
 
 from tpuport.running.settings import active
-from tpuport.shims._shim import Replacement, Scope, Shim
+from tpuport.shim import Replacement, Shim
 
 # What transformers keeps in globals once it has loaded an implementation.
 _KEPT = (
@@ -21,7 +21,6 @@ class TransformersFlashAttention(Shim):
     REASON = "it loads kernels for CUDA, and remembers in globals that it did"
     REFERENCE = 'the same model with attn_implementation="sdpa"'
     MODULE = "transformers.modeling_flash_attention_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         from tpuport.shims.packages import _flash_attn_parts as parts
@@ -57,7 +56,6 @@ class TransformersFlashCheck(Shim):
     REASON = "it asks for the CUDA package and device, and caches the answers for good"
     REFERENCE = 'the same model with attn_implementation="sdpa"'
     MODULE = "transformers.modeling_utils"
-    SCOPE = Scope.PORTING
 
     def replacements(self) -> list[Replacement]:
         model = importlib.import_module(self.MODULE).PreTrainedModel

@@ -3,9 +3,9 @@
 import ast
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from tpuport.source.finding import Finding, Severity
+from tpuport.source.finding import Finding, Fix, NotFixable, Safety, Severity
 from tpuport.source.flow import Flow
 from tpuport.source.gpu_only import is_off_tpu
 from tpuport.source.imported import qualified_name
@@ -14,17 +14,41 @@ from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
 from tpuport.source.module import Function, Module
 from tpuport.source.roles import Role, Roles
 
-if TYPE_CHECKING:
-    from tpuport.rules._rule import Rule
-
 MAX_QUOTE = 60
+
+
+class RuleVisitor:
+    """The part of a rule that matching and rewriting use; `tpuport.rules._rule.Rule` documents it.
+
+    Methods `visit_X(node, context)` are called for every node of class `ast.X` and report with
+    `context.report(self, node)`.
+    """
+
+    CODE: ClassVar[str]
+    MESSAGE: ClassVar[str]
+    SAFETY: ClassVar[Safety]
+    SEVERITY: ClassVar[Severity]
+    PINS: ClassVar[bool] = False
+
+    def fix(self, node: ast.AST, context: "Context") -> Fix:
+        """Return the edits that remove a finding.
+
+        Args:
+            node: The node that was reported.
+            context: What may be asked about the file.
+
+        Raises:
+            NotFixable: no rewriting is proved to compute the same.
+        """
+        del node, context
+        raise NotFixable("this rule has no automatic fix")
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
     """A finding, the node that it is about and the rule that found it."""
 
-    rule: "Rule"
+    rule: RuleVisitor
     node: ast.AST
     finding: Finding
 
@@ -111,7 +135,7 @@ class Context:
 
     def report(
         self,
-        rule: "Rule",
+        rule: RuleVisitor,
         node: ast.AST,
         *,
         severity: Severity | None = None,
@@ -160,7 +184,7 @@ def quote(source: str) -> str:
 def find(
     source: str,
     *,
-    rules: "Sequence[type[Rule]] | None" = None,
+    rules: Sequence[type[RuleVisitor]],
     kinds: Oracle | None = None,
     file: str = "<string>",
     strict: bool = False,
@@ -169,7 +193,7 @@ def find(
 
     Args:
         source: The text of a file.
-        rules: The rules to ask; all of them if left out.
+        rules: The rules to ask.
         kinds: What decides which expressions are traced; `StaticKinds()` if left out.
         file: What findings name as the file.
         strict: Whether what is not known counts as traced inside a step.
@@ -182,23 +206,7 @@ def find(
     """
     module = Module(normal_line_breaks(source), file=file)
     context = Context(module, (kinds or StaticKinds()).bind(module), strict=strict)
-    return sorted(match.finding for match in matches(context, make_rules(rules)))
-
-
-def make_rules(rules: "Sequence[type[Rule]] | None") -> "list[Rule]":
-    """An instance of each rule; of every rule there is if None is given."""
-    if rules is None:
-        from tpuport.source.discovery import find_rules
-
-        rules = find_rules()
-    return [rule() for rule in rules]
-
-
-def live_rules() -> "list[type[Rule]]":
-    """The rules that a trace asks to rewrite the lines which it cannot run."""
-    from tpuport.source.discovery import find_rules
-
-    return [rule for rule in find_rules() if rule.LIVE]
+    return sorted(match.finding for match in matches(context, [rule() for rule in rules]))
 
 
 def normal_line_breaks(source: str) -> str:
@@ -206,7 +214,7 @@ def normal_line_breaks(source: str) -> str:
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def matches(context: Context, rules: "Iterable[Rule]") -> list[Match]:
+def matches(context: Context, rules: Iterable[RuleVisitor]) -> list[Match]:
     """Show every node to the rules that have a `visit_` method for its class."""
     table = _dispatch_table(rules)
     for node_class, visits in table.items():
@@ -217,7 +225,7 @@ def matches(context: Context, rules: "Iterable[Rule]") -> list[Match]:
 
 
 def _dispatch_table(
-    rules: "Iterable[Rule]",
+    rules: Iterable[RuleVisitor],
 ) -> dict[type[ast.AST], list[Callable[[Any, Context], None]]]:
     table: dict[type[ast.AST], list[Callable[[Any, Context], None]]] = {}
     for rule in rules:

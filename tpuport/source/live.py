@@ -13,17 +13,14 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tpuport.source import codegen
-from tpuport.source.engine import live_rules, make_rules, normal_line_breaks
+from tpuport.source.engine import RuleVisitor, normal_line_breaks
 from tpuport.source.finding import Applied, Left
 from tpuport.source.kinds import ObservedKinds, Site
 from tpuport.source.rewriter import Session
 from tpuport.source.text import SourceText
-
-if TYPE_CHECKING:
-    from tpuport.rules._rule import Rule
 
 # An indented function needs something to be indented in; this line stands for no line of the file.
 _HEADER = "if True:\n"
@@ -115,7 +112,7 @@ def rewrite_function(
     function: Callable[..., Any],
     *,
     sites: Collection[Site | tuple[int, int | None] | int],
-    rules: "Sequence[type[Rule]] | None" = None,
+    rules: Sequence[type[RuleVisitor]],
 ) -> LiveRewrite | Refusal:
     """Rewrite the lines of a function on which a trace met traced values.
 
@@ -126,7 +123,7 @@ def rewrite_function(
         function: A Python function or bound method, as the user left it (outside `swapped`).
         sites: Lines of its file where Python asked for the truth or number of a traced value, with
             the column where it is known.
-        rules: The rules to apply; all of them if left out.
+        rules: The rules to apply.
 
     Returns:
         The rewrite, or the reason why there is none.
@@ -144,7 +141,7 @@ def rewrite_function(
     except (OSError, codegen.MismatchError) as obstacle:
         return Refusal(str(obstacle))
     session = Session(
-        make_rules(live_rules() if rules is None else rules),
+        [rule() for rule in rules],
         ObservedKinds(sites),
         file=code.co_filename,
         imports_inside=True,

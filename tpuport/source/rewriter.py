@@ -4,18 +4,14 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tpuport.errors import TpuportError
 from tpuport.source import imports
-from tpuport.source.engine import Context, Match, make_rules, matches, normal_line_breaks
+from tpuport.source.engine import Context, Match, RuleVisitor, matches, normal_line_breaks
 from tpuport.source.finding import Applied, Fix, Left, NotFixable
 from tpuport.source.kinds import Oracle, StaticKinds
 from tpuport.source.module import Module
 from tpuport.source.text import SourceText
-
-if TYPE_CHECKING:
-    from tpuport.rules._rule import Rule
 
 # Passes in a row that may bring nothing. Nested code settles by a finding or more a pass, so this
 # ends only rules that undo each other or find their own output.
@@ -50,7 +46,7 @@ class RewriteResult:
 def rewrite(
     source: str,
     *,
-    rules: "Sequence[type[Rule]] | None" = None,
+    rules: Sequence[type[RuleVisitor]],
     kinds: Oracle | None = None,
     file: str = "<string>",
     unsafe: bool = False,
@@ -60,7 +56,7 @@ def rewrite(
 
     Args:
         source: The text of a file.
-        rules: The rules to apply; all of them if left out.
+        rules: The rules to apply.
         kinds: What decides which expressions are traced; `StaticKinds()` if left out.
         file: What findings name as the file.
         unsafe: Whether to apply fixes that are not the same for every input, too.
@@ -73,7 +69,11 @@ def rewrite(
     """
     text = SourceText(normal_line_breaks(source))
     session = Session(
-        make_rules(rules), kinds or StaticKinds(), file=file, unsafe=unsafe, ignored=ignored
+        [rule() for rule in rules],
+        kinds or StaticKinds(),
+        file=file,
+        unsafe=unsafe,
+        ignored=ignored,
     )
     text = session.run(text)
     if not session.applied:
@@ -108,7 +108,7 @@ class Session:
 
     def __init__(
         self,
-        rules: "Sequence[Rule]",
+        rules: Sequence[RuleVisitor],
         kinds: Oracle,
         *,
         file: str,

@@ -7,7 +7,7 @@ that have names instead of numbers are all named: `layers[first|second|third].we
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.core
@@ -19,9 +19,6 @@ from tpuport.errors import UsageError
 from tpuport.model.blocks.alike import MIN_BLOCKS
 from tpuport.model.blocks.parts import parts_of
 from tpuport.model.state import named_owners
-
-if TYPE_CHECKING:
-    from tpuport.model.ported_state import PortedState
 
 _STACK = re.compile(r"\[(?:(\d+):(\d+)|([^\[\]|:<>\s]+(?:\|[^\[\]|:<>\s]+)+))\]")
 
@@ -104,11 +101,12 @@ def stack(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         members = members_of(name)
         if not members or any(member not in rest for member in members):
             continue
-        made[name] = _stacked([rest.pop(member) for member in members])
+        made[name] = stacked_leaf([rest.pop(member) for member in members])
     return {**rest, **made}
 
 
-def _stacked(values: list[Any]) -> Any:
+def stacked_leaf(values: list[Any]) -> Any:
+    """Return the arrays or shapes of one weight of every block as one, the block its first dim."""
     first = values[0]
     sharding = getattr(first, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -179,40 +177,3 @@ def refuse_stacks(values: Mapping[str, Any], what: str) -> None:
             f"{what}: the model's blocks are stacked already ({name!r}). What to do:"
             " call tpuport.stack_blocks(ported) last"
         )
-
-
-def stack_blocks(ported: "PortedState") -> list[str]:
-    """Keep the weights of a model's repeated blocks as one array each, in place.
-
-    On TPU the blocks are then one loop that reads them where they are: a program compiles in the
-    time of one block. `params` and `buffers` have the stacks by name (`layers[0:32].up.weight`);
-    `ported.by_fqn()`, `to_torch()` and checkpoints have each weight by its own fqn as before.
-
-    Args:
-        ported: what `tpuport.convert` gave. Load its weights and `tpuport.shard` it before.
-
-    Returns:
-        The names of the stacks; empty if no neighbours in a list of modules are alike.
-
-    Raises:
-        UsageError: it is no ported module.
-    """
-    # Imported late: a ported model keeps its state by this module.
-    from tpuport.model.ported_state import PortedState
-
-    if not isinstance(ported, PortedState):
-        raise UsageError(
-            f"stack_blocks takes what tpuport.convert gives; got a {type(ported).__name__}. What to"
-            " do: tpuport.stack_blocks(tpuport.convert(model))"
-        )
-    names = stack_names(ported.module)
-    made: list[str] = []
-    for values in (ported.params, ported.buffers):
-        for name in names:
-            members = members_of(name)
-            if all(member in values for member in members):
-                # One at a time: the parts are dropped before the next stack is made.
-                values[name] = _stacked([values.pop(member) for member in members])
-                made.append(name)
-    ported._new_version()
-    return made

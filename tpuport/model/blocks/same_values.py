@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpuport.model import structure
+from tpuport.model.backend import is_traced
 from tpuport.model.blocks.in_c import same_memory, state_in_c
 
 _MAX_DEPTH = 5
@@ -54,7 +55,7 @@ def _bits(number: complex) -> bytes:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if getattr(a, "is_traced", False) or a.device != b.device or a.device.type == "meta":
+    if is_traced(a) or a.device != b.device or a.device.type == "meta":
         return False
     if a.dtype != b.dtype or a.shape != b.shape or a.requires_grad != b.requires_grad:
         return False

@@ -13,12 +13,13 @@ from tpuport.model.arguments import unsized
 from tpuport.model.autocast import OFF, autocast_as, autocast_state
 from tpuport.model.bounded.extents import extents_of
 from tpuport.model.locate import port_error
+from tpuport.model.patches._count import count
 from tpuport.model.region import Body
 from tpuport.model.snapshot import Snapshot
 from tpuport.model.tensor import TracedTensor, meta_of, wrap
 from tpuport.model.trace import Trace, current
 from tpuport.model.values import value_of
-from tpuport.shims._shim import Replacement, Shim, installed
+from tpuport.shim import Replacement, Shim, installed
 
 
 class _Context:
@@ -66,7 +67,7 @@ class AutogradFunction(Shim):
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if current() is None:
                 return original.__get__(None, cls)(*args, **kwargs)
-            self.count(self.TARGET)
+            count(self.TARGET)
             if not any(isinstance(a, TracedTensor) for a in args):
                 return original.__get__(None, cls)(*args, **kwargs)
             return _apply(cls, args)
@@ -208,7 +209,8 @@ def _running(trace: Trace) -> Iterator[Trace]:
             yield trace
         return
     later = Trace(None)
-    with installed(), active(later):
+    later.patches = trace.patches
+    with installed(later.patches), active(later):
         yield later
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch.utils.checkpoint
 
 from tpuport.model import region
+from tpuport.model.patches._count import count
 from tpuport.model.trace import current
-from tpuport.shims._shim import Replacement, Shim, copies
+from tpuport.shim import Replacement, Shim, copies
 
 
 class Checkpoint(Shim):
@@ -34,7 +35,7 @@ class Checkpoint(Shim):
                 "early_stop",
             ):
                 kwargs.pop(option, None)
-            self.count(self.TARGET)
+            count(self.TARGET)
             if not torch.is_grad_enabled():
                 return function(*args, **kwargs)
             roots = [getattr(function, "__self__", None), args, kwargs]

@@ -4,36 +4,36 @@ import importlib
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tpuport.rules._rule import Rule
+from tpuport import rules
+from tpuport.rules._rule import Rule
 
 
 @cache
-def find_rules() -> "tuple[type[Rule], ...]":
+def find_rules() -> tuple[type[Rule], ...]:
     """Every rule in `tpuport/rules`, ordered by code. Files with a leading underscore hold none.
 
     Raises:
         ValueError: a file holds no rule or several, a class is not named after its file, or two
             rules share a code.
     """
-    from tpuport import rules
-
     (folder,) = rules.__path__
     names = sorted(path.stem for path in Path(folder).glob("[!_]*.py"))
     found = [rule_in(importlib.import_module(f"{rules.__name__}.{name}")) for name in names]
     return check_codes(found)
 
 
-def rule_in(module: ModuleType) -> "type[Rule]":
+def live_rules() -> tuple[type[Rule], ...]:
+    """Return the rules that a trace asks to rewrite the lines which it cannot run."""
+    return tuple(rule for rule in find_rules() if rule.LIVE)
+
+
+def rule_in(module: ModuleType) -> type[Rule]:
     """The one rule that a rule file declares.
 
     Raises:
         ValueError: there is none, there are several, or its name is not that of the file.
     """
-    from tpuport.rules._rule import Rule
-
     own = [
         value
         for value in vars(module).values()
@@ -48,14 +48,14 @@ def rule_in(module: ModuleType) -> "type[Rule]":
     return own[0]
 
 
-def check_codes(rules: "list[type[Rule]]") -> "tuple[type[Rule], ...]":
+def check_codes(found: list[type[Rule]]) -> tuple[type[Rule], ...]:
     """The rules ordered by code.
 
     Raises:
         ValueError: two rules share a code.
     """
     by_code: dict[str, type[Rule]] = {}
-    for rule in rules:
+    for rule in found:
         other = by_code.setdefault(rule.CODE, rule)
         if other is not rule:
             raise ValueError(

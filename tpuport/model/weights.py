@@ -237,3 +237,25 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
 def _is_torchs(function: Any) -> bool:
     function = getattr(function, "hook", function)
     return (getattr(function, "__module__", "") or "").partition(".")[0] == "torch"
+
+
+def checkpoint_values(
+    ported: Any, like: Checkpoint | None
+) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
+    """What `state_dict` of the module would have; of tied weights the names that `like` has."""
+    tree = state_tree(ported.module)
+    first_of = state_names(ported, tree)
+    values = ported.by_fqn()
+    there = {first for name, first in first_of.items() if like is not None and name in like}
+    found: dict[str, Any] = {}
+    for name, first in first_of.items():
+        if name in like if like is not None and first in there else name == first:
+            found[name] = values[first]
+    empty = [name for name, value in found.items() if isinstance(value, jax.ShapeDtypeStruct)]
+    if empty:
+        msg = (
+            f"the model was converted from the meta device, and {empty[0]!r} has a shape but no"
+            " value; load a checkpoint first: ported.load(path)"
+        )
+        raise UsageError(msg)
+    return found, {name: tree.leaves[first_of[name]].dtype for name in found}

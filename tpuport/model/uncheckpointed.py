@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from tpuport.shims._shim import Replacement, Shim, copies
+from tpuport.shim import Replacement, Shim, copies
 
 _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
 
@@ -20,6 +20,7 @@ class Uncheckpointed(Shim):
     REFERENCE = "the block, without grad if it is reentrant and none of its inputs needs any"
 
     def replacements(self) -> list[Replacement]:
+        """Replace the function where it is defined and where it was imported to."""
         original = torch.utils.checkpoint.checkpoint
 
         def checkpoint(

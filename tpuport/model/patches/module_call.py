@@ -11,7 +11,7 @@ import torch
 from tpuport.model.placing import constrain
 from tpuport.model.remat import rematerialised
 from tpuport.model.trace import current
-from tpuport.shims._shim import Replacement, Shim
+from tpuport.shim import Replacement, Shim
 
 
 class ModuleCall(Shim):

@@ -1,7 +1,6 @@
 """What a shim file declares, and how shims are put in force and taken back."""
 
 import contextlib
-import enum
 import functools
 import importlib
 import pkgutil
@@ -9,9 +8,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar
-
-import tpuport.shims
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,6 @@ class Replacement:
     value: Any
 
 
-class Scope(enum.Enum):
-    """When a shim is in force: while a program is traced, or for the whole of `porting()`."""
-
-    TRACE = "trace"
-    PORTING = "porting"
-
-
 class Shim:
     """A replacement of something in another package.
 
@@ -41,15 +32,14 @@ class Shim:
     already be imported for the shim to apply: nothing is imported for its sake, and one that the
     user's code imports inside `porting()` is shimmed as soon as it is.
 
-    What user code imported inside a context it keeps afterwards, so a replacement of `PORTING`
-    scope does what the original did when no context is active.
+    What user code imported inside `porting()` it keeps afterwards, so a replacement of that scope
+    does what the original did when no context is active.
     """
 
     TARGET: ClassVar[str]
     REASON: ClassVar[str]
     REFERENCE: ClassVar[str] = ""
     MODULE: ClassVar[str] = "torch"
-    SCOPE: ClassVar[Scope] = Scope.TRACE
     # Options of `porting()` that configure it.
     OPTIONS: ClassVar[tuple[str, ...]] = ()
 
@@ -57,31 +47,25 @@ class Shim:
         """What to replace; called when the shim is put in force."""
         raise NotImplementedError
 
-    @staticmethod
-    def count(name: str) -> None:
-        """Note a call for the report."""
-        from tpuport.model.trace import current
 
-        trace = current()
-        if trace is not None:
-            trace.counters.shims[name] = trace.counters.shims.get(name, 0) + 1
+def find_shims(package: ModuleType) -> tuple[type[Shim], ...]:
+    """Return every shim class in a package (files with a leading underscore are no shims)."""
+    return _find_shims(package.__name__, tuple(package.__path__))
 
 
 @functools.cache
-def find_shims(scope: Scope = Scope.TRACE) -> tuple[type[Shim], ...]:
-    """Every shim class in this folder (files with a leading underscore are not shims)."""
+def _find_shims(package: str, path: tuple[str, ...]) -> tuple[type[Shim], ...]:
     found: list[type[Shim]] = []
-    for info in sorted(pkgutil.iter_modules(tpuport.shims.__path__), key=lambda m: m.name):
+    for info in sorted(pkgutil.iter_modules(path), key=lambda m: m.name):
         if info.name.startswith("_"):
             continue
-        module = importlib.import_module(f"tpuport.shims.{info.name}")
+        module = importlib.import_module(f"{package}.{info.name}")
         found += [
             value
             for value in vars(module).values()
             if isinstance(value, type)
             and issubclass(value, Shim)
             and value.__module__ == module.__name__
-            and value.SCOPE is scope
         ]
     return tuple(found)
 
@@ -174,14 +158,14 @@ REPLACED = Replaced()
 
 
 @contextlib.contextmanager
-def installed(shims: Iterable[type[Shim]] | None = None) -> Iterator[None]:
-    """Put shims in force for the block, those of a trace if left out.
+def installed(shims: Iterable[type[Shim]]) -> Iterator[None]:
+    """Install shims for the block.
 
     Afterwards every attribute is the identical object as before.
     """
     token = object()
     try:
-        for shim in find_shims() if shims is None else shims:
+        for shim in shims:
             if shim.MODULE in sys.modules:
                 REPLACED.add(token, shim().replacements())
         yield

@@ -1,0 +1,39 @@
+"""`tpuport.stack_blocks`: the weights of a model's repeated blocks as one array each."""
+
+from tpuport.errors import UsageError
+from tpuport.model.blocks.at_rest import members_of, stack_names, stacked_leaf
+from tpuport.model.ported_state import PortedState
+
+
+def stack_blocks(ported: PortedState) -> list[str]:
+    """Keep the weights of a model's repeated blocks as one array each, in place.
+
+    On TPU the blocks are then one loop that reads them where they are: a program compiles in the
+    time of one block. `params` and `buffers` have the stacks by name (`layers[0:32].up.weight`);
+    `ported.by_fqn()`, `to_torch()` and checkpoints have each weight by its own fqn as before.
+
+    Args:
+        ported: what `tpuport.convert` gave. Load its weights and `tpuport.shard` it before.
+
+    Returns:
+        The names of the stacks; empty if no neighbours in a list of modules are alike.
+
+    Raises:
+        UsageError: it is no ported module.
+    """
+    if not isinstance(ported, PortedState):
+        raise UsageError(
+            f"stack_blocks takes what tpuport.convert gives; got a {type(ported).__name__}. What to"
+            " do: tpuport.stack_blocks(tpuport.convert(model))"
+        )
+    names = stack_names(ported.module)
+    made: list[str] = []
+    for values in (ported.params, ported.buffers):
+        for name in names:
+            members = members_of(name)
+            if all(member in values for member in members):
+                # One at a time: the parts are dropped before the next stack is made.
+                values[name] = stacked_leaf([values.pop(member) for member in members])
+                made.append(name)
+    ported._new_version()
+    return made
