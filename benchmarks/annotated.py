@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from tpuport.rules._apply import find
 from tpuport.source.finding import Finding, Severity
-from tpuport.source.kinds import StaticKinds
+from tpuport.source.inference import StaticKinds
 from tpuport.source.module import Module
 from tpuport.source.project import find_reached, summarise
 

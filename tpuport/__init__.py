@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tpuport import loading
 from tpuport.errors import ParityError, PortError, TpuportError
+from tpuport.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tpuport import ops
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from tpuport.running.porting import porting
     from tpuport.running.warmup import warmup
     from tpuport.sharding.on_mesh import shard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport",

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from tpuport import __version__
 from tpuport.commands import compile, doctor, lint, rewrite, rules, run, warmup
 from tpuport.commands._common import FAILED, WRONG_CALL, errors_as_exit_codes
+from tpuport.version import __version__
 
 __all__ = ["FAILED", "WRONG_CALL", "app"]
 

@@ -12,7 +12,7 @@ from tpuport.rules.tensor_branch import TensorBranch
 from tpuport.rules.tensor_while import TensorWhile
 from tpuport.source.engine import Context
 from tpuport.source.finding import Finding, NotFixable, Safety, Severity
-from tpuport.source.kinds import StaticKinds
+from tpuport.source.inference import StaticKinds
 from tpuport.source.module import Module
 
 SOURCE = """

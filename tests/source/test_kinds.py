@@ -5,7 +5,8 @@ import textwrap
 
 import pytest
 
-from tpuport.source.kinds import Kind, Kinds, ObservedKinds, Oracle, Site, StaticKinds
+from tpuport.source.inference import StaticKinds
+from tpuport.source.kinds import Kind, Kinds, ObservedKinds, Oracle, Site
 from tpuport.source.module import Module
 
 

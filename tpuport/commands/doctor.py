@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpuport import __version__
 from tpuport.commands._common import FAILED, printable
+from tpuport.version import __version__
 
 if TYPE_CHECKING:
     from tpuport.doctor.finding import Finding

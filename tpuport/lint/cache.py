@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpuport import __version__
+from tpuport.version import __version__
 
 # Folders whose code decides what is found.
 _DECIDING = ("source", "rules", "lint")

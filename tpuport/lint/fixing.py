@@ -19,7 +19,7 @@ from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.rules._discovery import find_rules
 from tpuport.source.engine import Match
 from tpuport.source.finding import Severity
-from tpuport.source.kinds import StaticKinds
+from tpuport.source.inference import StaticKinds
 from tpuport.source.module import Module
 from tpuport.source.rewriter import NotSettledError, RewriteResult, rewrite
 

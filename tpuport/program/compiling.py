@@ -26,10 +26,11 @@ from tpuport.program.memory import (
     listed_by_compiler,
     read_memory,
 )
+from tpuport.program.optimizer_state import as_optimizer
 from tpuport.program.records import Captured, Held, Seconds, Work
 from tpuport.program.report import CompileReport
 from tpuport.program.settling import settled
-from tpuport.program.step import as_optimizer, forward_step, function_step, training_step
+from tpuport.program.step import forward_step, function_step, training_step
 from tpuport.program.training import Training, Trains
 from tpuport.program.work import captured_constants, read_traced, read_work
 from tpuport.sharding.hlo_text import Program, read_program

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,17 +18,9 @@ from tpuport.model.pure import traced
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Request
 from tpuport.program.described import shape_of
+from tpuport.program.optimizer_state import optimizer_state
 from tpuport.program.train_state import TrainState
 from tpuport.program.training import Batch, Training, gradients, known_values, train
-
-LEARNING_RATE = 1e-4
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adamw": lambda: optax.adamw(LEARNING_RATE),
-    "adam": lambda: optax.adam(LEARNING_RATE),
-    "adafactor": lambda: optax.adafactor(LEARNING_RATE),
-    "lion": lambda: optax.lion(LEARNING_RATE),
-    "sgd": lambda: optax.sgd(LEARNING_RATE, momentum=0.9),
-}
 
 
 @dataclass
@@ -178,22 +169,6 @@ def _state_shapes(training: Training) -> TrainState:
     )
 
 
-def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
-    """One of optax's, by its name or as it is.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
-        return OPTIMIZERS[optimizer]()
-    raise UsageError(
-        f"optimizer: expected an optax.GradientTransformation, None or one of"
-        f" {', '.join(OPTIMIZERS)}, got {optimizer!r}"
-    )
-
-
 def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
     """The arguments of a call taken apart, and their shapes with their places."""
     taken = ahead.take_apart(*as_call(inputs))
@@ -238,31 +213,3 @@ def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
     mesh = ported.mesh
     whole = NamedSharding(mesh, P()) if mesh is not None else None
     return jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
-
-
-def optimizer_state(
-    ported: PortedModel, optimizer: optax.GradientTransformation, params: Any = None
-) -> tuple[Any, Any]:
-    """The shapes of an optimizer's state with their places, and the places alone: state of a
-    parameter lies where the parameter does.
-
-    Args:
-        ported: on a mesh.
-        optimizer: one of optax's.
-        params: those that it is for; by default all.
-    """
-    placement: Any = ported._program.placement
-    state = jax.eval_shape(optimizer.init, ported.params if params is None else params)
-    places = placement.rules.for_state(state, ported, placement.mesh)
-
-    def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:
-        # The rules know weights by fqn; blocks may be stacked.
-        owner: Any = ported.params.get(getattr(path[-1], "key", "")) if path else None
-        return otherwise if owner is None or owner.shape != leaf.shape else owner.sharding
-
-    places = jax.tree_util.tree_map_with_path(place, state, places)
-
-    def placed(leaf: Any, place: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    return jax.tree.map(placed, state, places), places

@@ -107,7 +107,7 @@ def _run_rules(data: bytes, path: str) -> Rewritten:
     from tpuport.rules._discovery import find_rules
     from tpuport.source import codegen
     from tpuport.source.engine import normal_line_breaks
-    from tpuport.source.kinds import StaticKinds
+    from tpuport.source.inference import StaticKinds
     from tpuport.source.rewriter import Session
     from tpuport.source.text import SourceText
 

@@ -9,8 +9,8 @@ from tpuport.source.finding import Finding, Fix, NotFixable, Safety, Severity
 from tpuport.source.flow import Flow
 from tpuport.source.gpu_only import is_off_tpu
 from tpuport.source.imported import qualified_name
-from tpuport.source.inference import Inference
-from tpuport.source.kinds import Kind, Kinds, Oracle, StaticKinds, truth_tests
+from tpuport.source.inference import Inference, StaticKinds
+from tpuport.source.kinds import Kind, Kinds, Oracle, truth_tests
 from tpuport.source.module import Function, Module
 from tpuport.source.roles import Role, Roles
 

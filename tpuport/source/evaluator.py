@@ -3,12 +3,14 @@
 import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from tpuport.source.classes import ClassInfo
 from tpuport.source.kinds import structural_kind
+from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
 from tpuport.source.narrowing import no_tensors
+from tpuport.source.roles import Roles
 from tpuport.source.torch_facts import (
     HOST_ATTRIBUTES,
     MASK_KEEPERS,
@@ -34,16 +36,33 @@ from tpuport.source.values import (
     sequence_of,
 )
 
-if TYPE_CHECKING:
-    from tpuport.source.inference import Inference
-
 _IDENTITY = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+
+
+class FileValues(Protocol):
+    """The part of `Inference` that evaluating one function uses: what is known of its file."""
+
+    module: Module
+    roles: Roles
+    values: dict[ast.AST, Value]
+
+    def call(self, function: Function, owner: ClassInfo | None, passed: dict[str, Value]) -> Value:
+        """Return what a call of a function of this file returns."""
+        ...
+
+    def attribute(self, owner: ClassInfo, name: str) -> Value | None:
+        """Return what `self.name` is, if that is known."""
+        ...
+
+    def set_attribute(self, owner: ClassInfo, name: str, value: Value) -> None:
+        """Note that `self.name` is assigned."""
+        ...
 
 
 class Evaluator(ABC):
     """Evaluates the expressions of a function in the environment that its walker keeps."""
 
-    def __init__(self, inference: "Inference", owner: ClassInfo | None, *, step: bool) -> None:
+    def __init__(self, inference: FileValues, owner: ClassInfo | None, *, step: bool) -> None:
         self.inference = inference
         self.owner = owner
         self.step = step

@@ -4,7 +4,7 @@ import ast
 from dataclasses import dataclass, field
 
 from tpuport.source.classes import ClassInfo
-from tpuport.source.kinds import structural_kind
+from tpuport.source.kinds import Kinds, structural_kind
 from tpuport.source.library import is_static
 from tpuport.source.module import Function, Module
 from tpuport.source.names import all_arguments
@@ -29,6 +29,7 @@ from tpuport.source.values import (
     contains_traced,
     join,
 )
+from tpuport.source.walker import Walker
 
 # A function is walked again when a call hands it something new; recursion and long chains of calls
 # that keep learning end here.
@@ -120,8 +121,6 @@ class Inference:
         state.walks += 1
         self._depth += 1
         try:
-            from tpuport.source.walker import Walker
-
             walker = Walker(self, owner, step=self.roles.of(function) is Role.STEP)
             state.result = walker.run(function, parameters)
         finally:
@@ -235,3 +234,22 @@ def _decorators(function: Function) -> set[str]:
 
 def _is_class_method(function: Function) -> bool:
     return "classmethod" in _decorators(function)
+
+
+class StaticKinds:
+    """What reading a file can prove.
+
+    In steps, tensor parameters, parameters and buffers of modules, and what torch and modules make
+    of those are TRACED; shapes, dtypes, lengths and tensors made of Python numbers are HOST.
+
+    Args:
+        reached: Functions of the file that a step in another file calls, as
+            `tpuport.source.project.find_reached` gives them.
+    """
+
+    def __init__(self, reached: frozenset[str] = frozenset()) -> None:
+        self.reached = reached
+
+    def bind(self, module: Module) -> Kinds:
+        """The answers for one parsed file, which is read when they are first asked for."""
+        return Inference(module, Roles(module, reached=self.reached))

@@ -159,25 +159,3 @@ class _Observed:
             site.line == line and (site.column is None or column is None or site.column == column)
             for site in self.sites
         )
-
-
-class StaticKinds:
-    """What reading a file can prove.
-
-    In steps, tensor parameters, parameters and buffers of modules, and what torch and modules make
-    of those are TRACED; shapes, dtypes, lengths and tensors made of Python numbers are HOST.
-
-    Args:
-        reached: Functions of the file that a step in another file calls, as
-            `tpuport.source.project.find_reached` gives them.
-    """
-
-    def __init__(self, reached: frozenset[str] = frozenset()) -> None:
-        self.reached = reached
-
-    def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file, which is read when they are first asked for."""
-        from tpuport.source.inference import Inference
-        from tpuport.source.roles import Roles
-
-        return Inference(module, Roles(module, reached=self.reached))

@@ -9,7 +9,8 @@ from tpuport.errors import TpuportError
 from tpuport.source import imports
 from tpuport.source.engine import Context, Match, RuleVisitor, matches, normal_line_breaks
 from tpuport.source.finding import Applied, Fix, Left, NotFixable
-from tpuport.source.kinds import Oracle, StaticKinds
+from tpuport.source.inference import StaticKinds
+from tpuport.source.kinds import Oracle
 from tpuport.source.module import Module
 from tpuport.source.text import SourceText
 

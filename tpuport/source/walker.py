@@ -3,10 +3,11 @@
 import ast
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tpuport.source.caller import Caller
 from tpuport.source.classes import ClassInfo
+from tpuport.source.evaluator import FileValues
 from tpuport.source.module import Function
 from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated
@@ -22,9 +23,6 @@ from tpuport.source.values import (
     item_of,
     join,
 )
-
-if TYPE_CHECKING:
-    from tpuport.source.inference import Inference
 
 Environment = dict[str, Value]
 NUMBER_NAME = re.compile(r"(^|_)(h|w|height|width|len|length|size|shape|count|num|dim)$|^(num|n)_")
@@ -57,7 +55,7 @@ class Walker(Caller):
         step: Whether the function is part of a step.
     """
 
-    def __init__(self, inference: "Inference", owner: ClassInfo | None, *, step: bool) -> None:
+    def __init__(self, inference: FileValues, owner: ClassInfo | None, *, step: bool) -> None:
         super().__init__(inference, owner, step=step)
         self.returned: list[Value] = []
         self.evidence: dict[str, set[str]] = {}

@@ -17,8 +17,8 @@ from tpuport.model.ported import PortedModel
 from tpuport.model.random_keys import unused_key
 from tpuport.model.request import Outcome
 from tpuport.program.cost import count_jaxpr
+from tpuport.program.optimizer_state import as_optimizer, optimizer_state
 from tpuport.program.settling import settled
-from tpuport.program.step import as_optimizer, optimizer_state
 from tpuport.program.train_state import TrainState, ema_of
 from tpuport.program.training import Batch, Metrics, Training, known_values, train
 from tpuport.sharding.on_mesh import argument_name
