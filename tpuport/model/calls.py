@@ -1,4 +1,4 @@
-"""Calls of an op from inside the handling of another one."""
+"""Calls of an op from the code that handles another op."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from tpuport.model.values import flat
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op that may or may not be one we have to handle: host-only operands run in torch."""
-    # Imported late: dispatch needs what calls back into it.
+    """Call an op: through `dispatch` if it concerns the trace, else (on host tensors) in torch."""
+    # Imported late: dispatch imports modules that import this one.
     from tpuport.model.dispatch import dispatch
 
     tensors = flat(args, kwargs)
