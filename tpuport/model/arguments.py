@@ -164,7 +164,7 @@ class Watch:
 
 
 def _fill(target: Any, node: Any, leaves: list[Any], made: dict[int, Any]) -> None:
-    """Give a container the content that a node describes."""
+    """Fill a container with the content that a node describes."""
 
     def build(part: Any) -> Any:
         return structure.rebuild_node(part, leaves, made)

@@ -21,7 +21,7 @@ _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 @dataclass(eq=False)
 class Unit:
-    """A module call (or the whole function) being explored path by path."""
+    """A module call (or the ported function) being explored path by path."""
 
     name: str
     path: tuple[bool, ...] = ()

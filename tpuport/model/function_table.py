@@ -30,7 +30,7 @@ def function(*targets: Any) -> Callable[[Handler], Handler]:
 
 
 def traced(trace: Trace, value: Any) -> TracedTensor | None:
-    """Return `value` if it is a traced tensor, the traced tensor used for it if any, or None."""
+    """Return `value` if it is traced, else its traced alias, or None if it has none."""
     if isinstance(value, TracedTensor):
         return value
     return trace.alias(value) if isinstance(value, torch.Tensor) else None
@@ -44,5 +44,5 @@ def holds_traced(trace: Trace, data: Any) -> bool:
 
 
 def any_traced(trace: Trace, values: Any) -> bool:
-    """Return whether one of these values is a traced tensor, or a tensor traced as one."""
+    """Return whether one of these values is a traced tensor, or one with a traced alias."""
     return any(traced(trace, v) is not None for v in values if isinstance(v, torch.Tensor))

@@ -1,4 +1,4 @@
-"""Where in the user's code we are, and errors that say so."""
+"""The line of the user's code that is running, and errors that name it."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ _INSIDE = inside_prefixes()
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame that is neither tpuport's nor torch's nor jax's."""
+    """Return the innermost frame that is neither tpuport's nor torch's nor jax's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -28,15 +28,13 @@ def user_frame() -> FrameType | None:
 
 
 def user_site() -> tuple[str, int, CodeType] | None:
-    """File, line and code object of the user's code that is running."""
+    """Return the file, line and code object of the user's code that is running."""
     frame = user_frame()
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code)
 
 
 def inside_try() -> bool:
-    """Whether an exception raised now would meet an `except` of the user's before it leaves the
-    program.
-    """
+    """Return whether an `except` in the user's code would meet an exception raised now."""
     frame = user_frame()
     while frame is not None and frame.f_code.co_filename != _PROGRAM:
         if frame.f_lineno in _guarded_lines(frame.f_code):
@@ -47,7 +45,7 @@ def inside_try() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _guarded_lines(code: CodeType) -> frozenset[int]:
-    """Lines of a function that lie in the body of a `try` with an `except`."""
+    """Return the lines of a function's file that are in the body of a `try` with an `except`."""
     if code.co_filename.startswith(_INSIDE):
         return frozenset()
     try:
@@ -62,7 +60,7 @@ def _guarded_lines(code: CodeType) -> frozenset[int]:
 
 
 def user_line() -> str:
-    """`file:line` of the user's code that is running."""
+    """Return `file:line` of the user's code that is running."""
     site = user_site()
     return "?" if site is None else f"{site[0]}:{site[1]}"
 
@@ -70,7 +68,7 @@ def user_line() -> str:
 def port_error(
     message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
 ) -> PortError:
-    """A PortError at the user's line that is running now."""
+    """Return a PortError at the user's line that is running now."""
     site = user_site()
     file, line = (site[0], site[1]) if site else (None, None)
     source = linecache.getline(file, line).strip() if file and line else None
@@ -84,7 +82,8 @@ def port_error(
 
 
 def trace_running() -> Any:
-    """The trace running in this thread, if any (imported late: the trace module needs this one)."""
+    """Return the trace running in this thread, if any."""
+    # Imported late: the trace module imports this one.
     from tpuport.model.trace import current
 
     return current()

@@ -1,6 +1,4 @@
-"""Python numbers whose value is traced.
-
-What `.item()`, `int(...)` and sizes of data-dependent tensors give.
+"""Traced Python numbers: results of `.item()` and `int(...)`, and sizes that depend on data.
 
 They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that
 holds a 0-d jax value, so torch's argument parser takes them wherever it takes a Python number. A
@@ -22,12 +20,12 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> Any:
-    """A traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
+    """Return a traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
     return from_node(NumberNode(value, kind, low, high))
 
 
 def from_node(node: NumberNode) -> Any:
-    """The Python number of a node: a plain int where its value is known."""
+    """Return the Python number of a node: a plain int where its value is known."""
     kind = node.kind
     if kind is int and node.low == node.high:
         return int(node.low)
@@ -35,7 +33,7 @@ def from_node(node: NumberNode) -> Any:
 
 
 def node_value(number: Any) -> jax.Array:
-    """The 0-d jax value of a traced number."""
+    """Return the 0-d jax value of a traced number."""
     node = number.node
     if isinstance(node, NumberNode):
         return node.value
@@ -47,12 +45,12 @@ def node_value(number: Any) -> jax.Array:
 
 
 def placeholder(number: Any) -> Any:
-    """A Python number to stand for a traced one where only dtypes and shapes matter."""
+    """Return a Python number to use for a traced one where only dtypes and shapes matter."""
     return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]
 
 
 def item(tensor: TracedTensor) -> Any:
-    """`.item()` of a traced tensor: a traced Python number."""
+    """Return `.item()` of a traced tensor: a traced Python number."""
     if tensor.numel() != 1:
         msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
         raise RuntimeError(msg)
@@ -70,6 +68,7 @@ def item(tensor: TracedTensor) -> Any:
             remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
         )
     tensor._storage.trace.dynamic = True
+    # One node for each value: two reads of it then have equal expressions, which compare equal.
     node = tensor._as_number
     if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
         low, high = tensor._bounds or (-math.inf, math.inf)
@@ -79,7 +78,7 @@ def item(tensor: TracedTensor) -> Any:
 
 
 def tolist(tensor: TracedTensor) -> Any:
-    """`.tolist()` of a traced tensor: nested lists of traced numbers."""
+    """Return `.tolist()` of a traced tensor: nested lists of traced numbers."""
     if tensor.dim() == 0:
         return item(tensor)
     return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]
