@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Lowered:
-    """A program that is traced and lowered; what is left to do is `compile`, in any thread."""
+    """A traced and lowered program, ready for `compile`, which may run in any thread."""
 
     def __init__(self, ported: "PortedModel", signature: Signature, lowered: Any) -> None:
         self._ported, self._lowered = ported, lowered
@@ -27,7 +27,7 @@ class Lowered:
         self.name = f"{ported.report.model}.{signature.method}({shapes})"
 
     def compile(self) -> None:
-        """Compile it. The call that needs it finds it in jax's memory."""
+        """Compile the program. The call that needs it finds it in jax's own cache."""
         with compile_times(self._ported.report):
             self._lowered.compile()
 
@@ -35,11 +35,11 @@ class Lowered:
 def lower(
     ported: "PortedModel", method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Lowered:
-    """Trace and lower a method for some arguments, and keep the program for calls of that kind.
+    """Trace and lower a method, and cache the program for calls with the same signature.
 
     Args:
         ported: The model.
-        method: Which method.
+        method: Name of the method.
         args: Tensors, arrays, or only their shapes: meta tensors and `jax.ShapeDtypeStruct`.
         kwargs: Likewise.
 
@@ -67,11 +67,11 @@ def lower(
 def shapes_of(
     ported: "PortedModel", method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The output's structure with a `jax.ShapeDtypeStruct` at each leaf, from a trace alone.
+    """Trace a method and return its output with a `jax.ShapeDtypeStruct` at each leaf.
 
     Args:
         ported: The model; its weights may be shapes.
-        method: Which method.
+        method: Name of the method.
         args: Tensors, arrays, or only their shapes.
         kwargs: Likewise.
 
@@ -97,13 +97,13 @@ def shapes_of(
 
 @dataclass(frozen=True)
 class Shapes:
-    """The arguments of a call, of which some are only shapes.
+    """The arguments of a call, some of them given only as shapes.
 
     Attributes:
         values: an array or a `jax.ShapeDtypeStruct` for each leaf.
-        metas: its meta tensor (or the class of a generator).
-        paths: its name.
-        spec: the structure of all.
+        metas: the meta tensor of each leaf (of a generator its class).
+        paths: the path of each leaf.
+        spec: the structure of the arguments.
     """
 
     values: list[Any]
@@ -113,29 +113,29 @@ class Shapes:
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """The leaves of a call's arguments: tensors, arrays, meta tensors and `jax.ShapeDtypeStruct`.
+    """Flatten a call's arguments: tensors, arrays, meta tensors and `jax.ShapeDtypeStruct`.
 
     Raises:
-        UsageError: an argument is of another kind.
+        UsageError: a leaf is of another kind.
     """
     leaves, spec, paths = arguments.take_apart(_as_meta((args, kwargs)))
     return Shapes(*_values(leaves, paths), paths, spec)
 
 
 def _as_meta(value: Any) -> Any:
-    """The same arguments with a meta tensor for each shape."""
+    """Replace each `jax.ShapeDtypeStruct` among the arguments by a meta tensor."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return arguments.meta_argument(leaf, "")
         return leaf
 
-    # Not jax's own, which sorts dicts: their order is part of the signature.
+    # torch's tree_map, because jax's sorts dicts and their order is part of the signature.
     return tree_map(convert, value)
 
 
 def _values(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
-    """Each argument as an array, or as a shape if it is on the meta device; its meta tensor."""
+    """Return the array of each argument (on the meta device its shape), and its meta tensor."""
     values, metas = [], []
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":

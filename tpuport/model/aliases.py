@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op that gives views of its first operand."""
+    """Run an op that returns views of its first operand."""
     trace = current()
     base = args[0]
     if not isinstance(base, TracedTensor):
@@ -34,7 +34,7 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
 def as_strided(
     base: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
 ) -> TracedTensor:
-    """A window into the storage of `base`, as torch defines it (not into `base` itself)."""
+    """Return a window into the storage of `base`, as torch defines it (not into `base` itself)."""
     if not isinstance(base, TracedTensor):
         base = current().alias(base)  # type: ignore[union-attr, assignment]
     assert isinstance(base, TracedTensor)
@@ -54,6 +54,7 @@ def as_strided(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
     )
+    # The view steps of `base` are left out here, and a detach among them must not be lost.
     chain: tuple[ViewStep, ...] = (window,)
     if detached:
         stop = VIEWS[aten.detach.default](whole, whole)
@@ -64,7 +65,7 @@ def as_strided(
 
 
 def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """unsqueeze_, squeeze_, transpose_, t_: the same tensor object gets other sizes."""
+    """Run unsqueeze_, squeeze_, transpose_ or t_: give the same tensor object other sizes."""
     from torch.utils._mode_utils import no_dispatch
 
     target = args[0]
@@ -80,6 +81,7 @@ def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         result = as_strided(*args, **kwargs)
     else:
         result = dispatch_view(twin, op_info(twin), args, kwargs)
+    # torch itself has to set the sizes and strides on the tensor object that the user holds.
     with no_dispatch():
         func(*args, **kwargs)
     target._chain = result._chain

@@ -1,4 +1,4 @@
-"""The arguments of a call: their arrays, and what the call left in the caller's own objects."""
+"""The arguments of a call as arrays, and what the call changed in the caller's own objects."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from tpuport.model.tensor import TracedTensor, meta_of, wrap
 
 
 def take_apart(value: Any) -> tuple[list[Any], structure.Spec, list[str]]:
-    """The leaves, structure and paths of call arguments.
+    """Return the leaves, structure and paths of call arguments.
 
-    Plain objects are taken apart though they hold no tensor: the call may put one there, and an
-    attribute changed since the last call means another program.
+    Plain objects are flattened even if they hold no tensor: the call may put one there, and an
+    attribute that changed since the last call needs a retrace.
     """
     return structure.flatten_with_paths(value, objects=True)
 
 
 def copies(value: Any) -> Any:
-    """The same arguments in tensors and objects of their own."""
+    """Copy call arguments: clone and detach the tensors, rebuild containers and objects."""
     leaves, spec, _ = take_apart(value)
     made = [
         leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
@@ -37,10 +37,10 @@ def _detached(leaf: Any) -> Any:
 
 
 def meta_argument(leaf: Any, path: str) -> torch.Tensor:
-    """A meta tensor of the shape and dtype of an argument.
+    """Return a meta tensor with the shape and dtype of an argument.
 
     Raises:
-        UsageError: the argument is no tensor, array or shape.
+        UsageError: the argument is not a tensor, array or shape.
     """
     if isinstance(leaf, TracedTensor):
         return meta_of(leaf)
@@ -53,10 +53,10 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
 
 
 def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
-    """Each argument as an array (a generator as a key), and its meta tensor (a generator's class).
+    """Return the array and the meta tensor of each argument (of a generator a key and its class).
 
     Raises:
-        UsageError: an argument has no value, or one that its type on the device cannot hold.
+        UsageError: an argument has no value, or one that its dtype on the device cannot hold.
     """
     values: list[Any] = []
     metas: list[Any] = []
@@ -82,7 +82,7 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
             raise UsageError(msg)
         else:
             try:
-                # Under a jit of the caller's own too its value stays known.
+                # So that the value stays concrete under a `jax.jit` of the caller's own too.
                 with jax.ensure_compile_time_eval():
                     values.append(backend.to_jax(leaf))
             except OverflowError as error:
@@ -92,21 +92,22 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
     return values, metas
 
 
-# -- what a call leaves in the caller's objects ----------------------------------------------------
+# -- changes to the caller's objects ---------------------------------------------------------------
 
 
 def program_leaf(value: Any) -> bool:
-    """Whether a value leaves the program as an array: a tensor, or a traced Python number."""
+    """Return whether a value leaves the program as an array: a tensor or traced Python number."""
     return isinstance(value, (torch.Tensor, jax.Array, *numbers.SYMBOLIC))
 
 
 @dataclass
 class Changes:
-    """What a call put into the containers and objects among its arguments.
+    """The new contents of containers and objects that a call changed among its arguments.
 
     Attributes:
-        contents: by the container's number (in the `Spec` of the arguments), what it holds after
-            the call; leaves numbered from `first` on are the program's, those below are arguments.
+        contents: the node of each changed container after the call, by the container's number in
+            the `Spec` of the arguments. Leaves numbered from `first` on are the program's, lower
+            ones are arguments.
         first: the number of arguments.
         leaves: the program's own leaves.
     """
@@ -119,9 +120,9 @@ class Changes:
         """Change the caller's objects as eager would have.
 
         Args:
-            spec: of this call's arguments; of the same structure as the traced ones.
-            arguments: this call's leaves.
-            values: what the program gave for `leaves`, as torch tensors and numbers.
+            spec: the structure of this call's arguments, equal to that of the traced call.
+            arguments: the leaves of this call's arguments.
+            values: the program's results for `leaves`, as torch tensors and numbers.
         """
         held = dict(spec.containers)
         for index, node in self.contents.items():
@@ -129,11 +130,11 @@ class Changes:
 
 
 class Watch:
-    """Compares what the containers among the arguments of a traced call hold before and after it.
+    """A comparison of the containers among a traced call's arguments, before and after the call.
 
     Args:
         containers: the traced call's own copies, by number.
-        leaves: its tensors.
+        leaves: the tensors of that call.
     """
 
     def __init__(self, containers: dict[int, Any], leaves: list[Any]) -> None:
@@ -153,7 +154,7 @@ class Watch:
         return keys, nodes, reader
 
     def changes(self) -> Changes | None:
-        """What is different now, or None."""
+        """Return what changed since this watch was made, or None."""
         keys, nodes, reader = self._contents()
         changed = {i: nodes[i] for i, key in keys.items() if key != self.before[i]}
         if not changed:
@@ -163,7 +164,7 @@ class Watch:
 
 
 def _fill(target: Any, node: Any, leaves: list[Any], made: dict[int, Any]) -> None:
-    """Give a container the content that a node describes."""
+    """Fill a container with the content that a node describes."""
 
     def build(part: Any) -> Any:
         return structure.rebuild_node(part, leaves, made)
@@ -201,16 +202,16 @@ def _fill_object(target: Any, node: Any, build: Callable[[Any], Any]) -> None:
 
 @dataclass(frozen=True)
 class Unsized:
-    """A result whose size depends on data: the program gives it padded, with its sizes."""
+    """The meta of a result whose size depends on data: it comes padded, with its real sizes."""
 
     dtype: torch.dtype
     dims: tuple[int, ...]
 
     def trimmed(self, value: tuple[jax.Array, list[Any]]) -> jax.Array:
-        """The array of its real size.
+        """Cut the padding off the array.
 
         Raises:
-            PortError: the sizes are not known, inside a transformation of the caller's.
+            PortError: the sizes are traced, inside a transformation of the caller's.
         """
         array, sizes = value
         if any(isinstance(size, (jax.core.Tracer, jax.ShapeDtypeStruct)) for size in sizes):
@@ -221,7 +222,7 @@ class Unsized:
 
 
 def unsized(what: str) -> PortError:
-    """The refusal of a tensor that leaves a compiled program with a size that depends on data."""
+    """Return the error for a tensor that leaves a program with a data-dependent size."""
     return PortError(
         f"{what} has a size that depends on data; compiled programs have static sizes",
         code="TPU203",
@@ -233,17 +234,17 @@ def unsized(what: str) -> PortError:
 
 
 def static_leaves(values: list[Any], metas: list[Any]) -> list[Any]:
-    """Results as arrays of static size.
+    """Return results as arrays of static size.
 
     Raises:
-        PortError: the size of one depends on data that is not known.
+        PortError: the size of one depends on a traced value.
     """
     pairs = zip(values, metas, strict=True)
     return [m.trimmed(v) if isinstance(m, Unsized) else v for v, m in pairs]
 
 
 def from_program(value: Any, meta: Any) -> Any:
-    """A result of a program as the torch tensor or Python number that it is."""
+    """Convert a result of a program to the torch tensor or Python number that `meta` describes."""
     if isinstance(meta, Unsized):
         return wrap(meta.trimmed(value), meta.dtype)
     if isinstance(meta, type):
@@ -256,7 +257,7 @@ def from_program(value: Any, meta: Any) -> Any:
 
 
 def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
-    """Give arguments written in place their new values."""
+    """Write the new values of arguments that the program changed in place."""
     for index, value in mutated.items():
         leaf = leaves[int(index)]
         if isinstance(leaf, TracedTensor):
@@ -269,12 +270,12 @@ def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
 def refuse_shared_memory(
     leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
 ) -> None:
-    """A write to one of two arguments over the same memory.
+    """Refuse a write to one of two arguments that share memory.
 
-    Eager changes both, the program cannot.
+    Eager changes both, which the program cannot do.
 
     Raises:
-        UsageError: there is one.
+        UsageError: the call made such a write.
     """
     for index in map(int, mutated):
         for other, leaf in enumerate(leaves):
@@ -287,7 +288,7 @@ def refuse_shared_memory(
 
 
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arguments may share an element."""
+    """Return whether two arguments may share an element."""
     if isinstance(a, TracedTensor) or isinstance(b, TracedTensor):
         return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):

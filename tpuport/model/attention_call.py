@@ -1,4 +1,4 @@
-"""One traced call of scaled dot product attention: which kernel serves it, and with which mask."""
+"""The kernel and the mask of a traced call of scaled dot product attention."""
 
 import math
 import sys
@@ -29,15 +29,15 @@ from tpuport.model.trace import Trace
 
 @dataclass(frozen=True)
 class Call:
-    """What `F.scaled_dot_product_attention` is called with, and what some kernels take besides.
+    """The options of `F.scaled_dot_product_attention`, and more that some kernels take.
 
     Attributes:
-        mask: As the function takes it, or None.
+        mask: `attn_mask` of the function, or None.
         is_causal: Whether a query sees no later keys, both counted from their first.
         scale: Factor of the scores; None for 1 / sqrt(size).
         enable_gqa: Whether several heads of queries share one of keys.
         dropout: Probability that a weight is dropped.
-        key: The randomness of that.
+        key: The random key of the dropout.
         frozen: Whether no gradient flows into the mask.
         softcap: Scores s become softcap * tanh(s / softcap); None for s itself.
     """
@@ -55,14 +55,14 @@ class Call:
 def attention_call(
     trace: Trace, query: jax.Array, key: jax.Array, value: jax.Array, call: Call
 ) -> jax.Array:
-    """The result [..., heads, queries, size] of a traced call.
+    """Compute a traced call of attention, [..., heads, queries, size].
 
     Args:
         trace: The running trace.
         query: [..., heads, queries, size].
         key: [..., heads of keys, keys, size].
         value: [..., heads of keys, keys, size of values].
-        call: The rest.
+        call: The other arguments of the call.
     """
     options = options_for(trace.target)
     if options is None:
@@ -93,14 +93,14 @@ def structured_call(
     call: Call,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Attention [batch, heads, queries, size] with a mask whose structure is known.
+    """Compute attention [batch, heads, queries, size] with a mask whose structure is known.
 
     Args:
         trace: The running trace.
         operands: Queries, keys and values, each [batch, heads, sequence, size].
         found: The mask; `call.mask` is not read.
-        call: The rest of the call.
-        options: How it is computed.
+        call: The other arguments of the call.
+        options: The kernel that is asked for, and its options.
     """
     q, k, v = operands
     if call.is_causal:
@@ -132,7 +132,7 @@ def structured_call(
 
 
 def described(mask: Mask, found: Structure) -> str:
-    """The structure of a mask in words."""
+    """Describe the structure of a mask in words."""
     low, high = mask.band()
     parts = []
     if low is not None:
@@ -153,21 +153,22 @@ def described(mask: Mask, found: Structure) -> str:
 
 
 def spread(shards: Shards | None) -> str:
-    """What of an attention lies over which axes of the mesh, in words."""
+    """Describe in words which mesh axes shard which dims of an attention."""
     if shards is None:
         return ""
     dims = {"batch": shards.batch, "heads": shards.heads, "sequence": shards.sequence}
     return ", ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items() if axes)
 
 
-# Matrices of so many weights are dropped as a whole, by the random numbers that verification has.
+# Up to so many weights, dropout acts on the matrix of scores: it then draws the random numbers that
+# verification gives eager PyTorch, which a kernel, tile by tile, does not.
 _DROPPED_WHOLE = 1 << 26
 
 
 def _refused(
     query: jax.Array, key: jax.Array, value: jax.Array, call: Call, options: AttentionOptions
 ) -> str:
-    """Why the matrix of scores is used after all; empty if it is not."""
+    """Return why the matrix of scores is used after all; an empty string if it is not."""
     if not (query.size and key.size and value.size):
         return "no queries, or nothing to attend to"
     of_query, of_key, of_value = (1 if x.ndim < 3 else x.shape[-3] for x in (query, key, value))
@@ -183,9 +184,9 @@ def _refused(
 
 
 def _has_few_scores(q: jax.Array, k: jax.Array, v: jax.Array, shards: Shards | None) -> bool:
-    """Whether scores in float32 take no more memory than queries and result, or keys and values.
+    """Return whether float32 scores are no larger than queries and result, or keys and values.
 
-    So it is with a handful of queries or of keys: a kernel would fill its tiles with zeros.
+    They are with a handful of queries or keys, where a kernel would fill its tiles with zeros.
     """
     scores = 4 * math.prod((*q.shape[:3], k.shape[2]))
     few = scores <= max(2 * q.nbytes, k.nbytes + v.nbytes)
@@ -208,20 +209,21 @@ def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> jax
 
 
 def _splash_refusal(trace: Trace, reason: str) -> UsageError:
-    """The error, at the user's line, for what splash was asked for by name and cannot serve."""
+    """Return the error, at the user's line, for a call that asks for splash and cannot have it."""
     error = UsageError(f"{user_line()}: {not_for_splash(reason)}")
-    # A bare `except` in the user's code must not turn it into another path of the program.
+    # A bare `except` in the user's code must not turn the error into another path of the program.
     trace.refusal = trace.refusal or error
     return error
 
 
 def _four(*operands: jax.Array) -> tuple[tuple[int, ...], list[jax.Array]]:
-    """Queries, keys and values as [batch, heads, sequence, size], all dims before heads the batch.
+    """Reshape queries, keys and values to [batch, heads, sequence, size], joining leading dims.
 
-    What one of them lacks is broadcast, apart from heads of keys that heads of queries share.
+    Dims that one operand lacks are broadcast, except heads of keys that several heads of queries
+    share.
 
     Returns:
-        The dims of the result before its sequence, and the operands.
+        The dims of the result that precede its sequence, and the operands.
     """
     whole = [x if x.ndim > 2 else x[None] for x in operands]
     lead = jnp.broadcast_shapes(*(x.shape[:-3] for x in whole))
@@ -241,26 +243,26 @@ def _four_mask(mask: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
 
 
 def _structure(trace: Trace, mask: Any, shape: tuple[int, ...], frozen: bool) -> Structure:
-    """What the mask consists of; a mask that several layers share is read once."""
+    """Return the structure of a mask; a mask that several layers share is read once."""
     if mask is None:
         return Structure(shape)
     key = (id(mask), shape, frozen)
     known = trace.masks.get(key)
     if known is None:
-        # Kept with the mask, so that its id is not used twice.
+        # The mask is kept as well: its id must not be used again while it is a key.
         known = trace.masks[key] = (read(mask, shape, frozen=frozen), mask)
     return known[0]
 
 
 def _in_words(reasons: tuple[str, ...], found: Structure) -> str:
-    """Why `choose_kernel` took a kernel."""
+    """Say why `choose_kernel` took a kernel."""
     if not reasons:
         return "it knows such masks"
     return "; ".join(_of_mask(found) if one == ANY_MASK else one for one in reasons)
 
 
 def _of_mask(found: Structure) -> str:
-    """What splash cannot serve of a mask."""
+    """Say which part of a mask splash does not support."""
     what = "a bias" if found.bias is not None else "more than bands and segments"
     left = arrays_left(found)
     tail = f", and needs arrays of the scores' size: {', '.join(left)}" if left else ""
@@ -294,7 +296,7 @@ def _note(
 
 
 def _module(trace: Trace) -> str:
-    """The fqn of the innermost of the user's modules that is running."""
+    """Return the fqn of the innermost of the user's modules that is running."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         fqn = trace.own_modules.get(id(frame.f_locals.get("self")))

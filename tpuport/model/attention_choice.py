@@ -1,4 +1,4 @@
-"""What the user chose for attention, by `tpuport.attention_options`."""
+"""The user's choice of attention kernel, made by `tpuport.attention_options`."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from tpuport.attention.dispatch import usable_shards
 from tpuport.attention.options import Kernel, SequenceWay
 from tpuport.errors import UsageError
 
-# The axes of a mesh (`tpuport.sharding.MeshAxis`) that each dim of queries and keys lies over.
+# The mesh axes (`tpuport.sharding.MeshAxis`) that shard each dim of queries and keys by default.
 _AXES = {"batch": ("data", "fsdp"), "heads": ("tensor",), "sequence": ("sequence",)}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Options of one block; part of what a program is compiled for.
+    """The options of one `attention_options` block; part of a program's signature.
 
     Attributes:
-        options: What attention is asked for.
-        axes: Names of mesh axes for "batch", "heads" and "sequence" where they are not the usual.
+        options: The kernel that is asked for, and its options.
+        axes: Mesh axes of "batch", "heads" and "sequence" where the user named them.
     """
 
     options: AttentionOptions
@@ -33,7 +33,7 @@ _CHOICE: ContextVar[Choice | None] = ContextVar("attention", default=None)
 
 
 def choice() -> Choice | None:
-    """What is chosen where this is called; None outside of every block."""
+    """Return the choice that is active now; None outside of every block."""
     return _CHOICE.get()
 
 
@@ -48,24 +48,25 @@ def attention_options(
 ) -> Iterator[AttentionOptions]:
     """Choose how attention is computed by the programs that are traced and called in the block.
 
-    Outside of every block, programs for a TPU use its splash kernel, a faster one where every query
-    sees the same keys, or a blockwise softmax where neither can serve, and programs for a CPU the
-    matrix of scores. A program that was compiled with other options is compiled again.
+    Outside of every block, a program for a TPU uses the splash kernel, a faster one where every
+    query sees the same keys, or a blockwise softmax where neither applies. A program for a CPU uses
+    the matrix of scores. A program that was compiled with other options is compiled again.
     `ported.report.attention` says what each call uses.
 
     Args:
-        kernel: "auto" as on a TPU; "splash", JAX's; "blockwise"; "full" for the matrix of scores.
+        kernel: "auto" chooses as on a TPU; "splash" is JAX's; "blockwise"; "full" is the matrix of
+            scores.
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: sizes of splash's tiles, `tpuport.attention.BlockSizes`, instead of those from its
             table.
-        sequence: how a sequence that is sharded meets: "gather" keys and values, pass them round a
+        sequence: strategy for a sharded sequence: "gather" keys and values, pass them round a
             "ring", or exchange the sequence for "heads" (all-to-all).
-        axes: names of mesh axes that "batch", "heads" and "sequence" of the queries lie over;
-            what is left out is `{"batch": ("data", "fsdp"), "heads": ("tensor",),
-            "sequence": ("sequence",)}`.
+        axes: names of the mesh axes that shard "batch", "heads" and "sequence" of the queries.
+            The default is `{"batch": ("data", "fsdp"), "heads": ("tensor",),
+            "sequence": ("sequence",)}`, for each key that is left out.
 
     Raises:
-        UsageError: a name that there is not.
+        UsageError: `kernel`, `sequence` or a key of `axes` is unknown.
     """
     unknown = sorted({*(axes or {})} - {*_AXES})
     if unknown:
@@ -81,7 +82,7 @@ def attention_options(
 
 
 def options_for(target: str) -> AttentionOptions | None:
-    """The options for a program on one platform; None for attention as eager computes it."""
+    """Return the options for a program on one platform; None to compute attention as eager does."""
     chosen = choice()
     if chosen is not None:
         return None if chosen.options.kernel == "full" else replace(chosen.options, platform=target)
@@ -89,7 +90,7 @@ def options_for(target: str) -> AttentionOptions | None:
 
 
 def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards | None:
-    """The axes of a mesh that an attention lies over, by name.
+    """Return the mesh axes that shard an attention.
 
     Args:
         mesh: The program's mesh.
@@ -97,7 +98,7 @@ def shards_for(mesh: jax.sharding.Mesh | None, sizes: tuple[int, ...]) -> Shards
             left out; a sequence can be padded.
 
     Returns:
-        None without a mesh of several devices.
+        The axes of each dim; None without a mesh of several devices.
 
     Raises:
         UsageError: the user named an axis that the mesh does not have.

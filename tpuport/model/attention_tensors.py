@@ -1,4 +1,4 @@
-"""Attention for the shims: on torch tensors, with what `F.scaled_dot_product_attention` lacks."""
+"""Attention on torch tensors for the shims, with more than `F.scaled_dot_product_attention`."""
 
 from typing import Any
 
@@ -19,15 +19,16 @@ from tpuport.model.values import grad_frozen, value_of, wrap_as
 
 
 def kernel_options() -> AttentionOptions | None:
-    """How attention is computed in the running trace; None for eager's way, or outside of one."""
+    """Return the attention options of the running trace; None for eager's way, or without trace."""
     trace = current()
     return None if trace is None else options_for(trace.target)
 
 
 def places(count: int, device: Any = None) -> torch.Tensor:
-    """`torch.arange(count)`, as part of the program where a kernel serves attention.
+    """Return `torch.arange(count)`, traced where a kernel serves attention.
 
-    What is computed from it is not computed on the host then, nor as a whole.
+    A mask made of it is then part of the program. It is not computed on the host, and a kernel that
+    knows its structure need not build it in full.
     """
     if kernel_options() is None:
         return torch.arange(count, device=device)
@@ -45,14 +46,14 @@ def attend_tensors(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor | None:
-    """Attention by a kernel; None where no kernel serves.
+    """Compute attention by a kernel; return None where no kernel serves.
 
     Args:
         query: [B, H, L, D].
         key: [B, G, S, D]; H is a multiple of G.
         value: [B, G, S, Dv].
-        mask: Keys that a query sees, broadcastable to [B, H, L, S].
-        bias: What is added to the scores, likewise.
+        mask: True where a query sees a key, broadcastable to [B, H, L, S].
+        bias: Added to the scores, broadcastable likewise.
         scale: Factor of the scores; None for 1 / sqrt(D).
         softcap: Scores s become softcap * tanh(s / softcap) before the bias.
         dropout: Probability that a weight is dropped.
@@ -79,7 +80,7 @@ def flex_attention(
     mask_mod: Any,
     scale: float | None,
 ) -> torch.Tensor | None:
-    """FlexAttention by a kernel; None where none serves, or not this function of scores.
+    """Compute FlexAttention by a kernel; return None where none serves, or not this `score_mod`.
 
     Args:
         query: [B, H, L, D].
@@ -113,7 +114,7 @@ def flex_attention(
 
 
 def _change(trace: Trace, score_mod: Any, indices: list[Any], shape: Any) -> Changed | None:
-    """What a function does to scores, from its graph on scores that are never computed."""
+    """Return what a `score_mod` does, read from its graph on scores that are never computed."""
     scores: Any = jnp.zeros(shape, jnp.float32)
     if not isinstance(scores, jax.core.Tracer):
         return None

@@ -1,4 +1,4 @@
-"""What autocast is in force: torch's for the CPU, and CUDA's where `porting()` emulates it."""
+"""The active autocast: torch's for the CPU, and CUDA's where `porting()` emulates it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,28 +18,28 @@ LOSSES = (
 
 
 def cuda_is_on() -> bool:
-    """Whether CUDA's autocast casts in this thread (`tpuport.running.cuda_autocast`)."""
+    """Return whether CUDA's autocast casts in this thread (`tpuport.running.cuda_autocast`)."""
     return torch.is_autocast_enabled("cuda") and (
         torch._C._dispatch_tls_is_dispatch_key_included(CUDA_KEY)
     )
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The dtype that products are cast to now, or None where nothing is cast."""
+    """Return the dtype that products are cast to now, or None if autocast is off."""
     if torch.is_autocast_enabled("cpu"):
         return torch.get_autocast_dtype("cpu")
     return torch.get_autocast_dtype("cuda") if cuda_is_on() else None
 
 
 def to_autocast(value: Any, dtype: torch.dtype) -> Any:
-    """An operand as autocast casts it: tensors of every floating dtype but float64."""
+    """Cast an operand as autocast does: tensors of every floating dtype but float64."""
     if not isinstance(value, torch.Tensor) or value.dtype == torch.float64:
         return value
     return value.to(dtype) if value.dtype.is_floating_point else value
 
 
 def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
-    """What is on in this thread, to be put in force again by `autocast_as`."""
+    """Return the autocast settings of this thread, for `autocast_as` to set again."""
     return tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
 
 
@@ -48,7 +48,7 @@ OFF = (None, None)
 
 @contextlib.contextmanager
 def autocast_as(state: tuple[tuple[bool, torch.dtype] | None, ...]) -> Iterator[None]:
-    """Cast inside the block as at the time of `autocast_state()`; None, or `OFF`, is not at all."""
+    """Set inside the block what `autocast_state()` returned; `OFF` turns autocast off."""
     before = autocast_state()
     _set(state)
     try:

@@ -57,12 +57,12 @@ def is_traced(value: Any) -> bool:
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype of a jax dtype."""
+    """Return the torch dtype of a jax dtype."""
     return _mappings.j2t_dtype(np.dtype(dtype))
 
 
 def jax_dtype(dtype: torch.dtype) -> np.dtype:
-    """The jax dtype that holds a torch dtype here.
+    """Return the jax dtype that holds a torch dtype.
 
     64-bit types are held in 32 bits unless jax_enable_x64 is on.
     """
@@ -70,8 +70,9 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU torch tensor as a numpy array of the same (ml_dtypes where needed) dtype, without
-    rounding.
+    """Convert a CPU torch tensor to a numpy array of the same dtype, without rounding.
+
+    A dtype that numpy lacks becomes the one of ml_dtypes.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided:
@@ -83,8 +84,9 @@ def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """Copy a CPU torch tensor into a jax array (64-bit types narrowed to what jax is configured to
-    hold).
+    """Copy a CPU torch tensor into a jax array.
+
+    64-bit types are narrowed to what jax is configured to hold.
 
     Raises:
         OverflowError: an int64 value does not fit in the 32 bits that jax holds without x64.
@@ -128,7 +130,7 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
 
 
 def key_of(seed: int) -> jax.Array:
-    """A key made of all of a 64-bit seed.
+    """Return a random key made of all bits of a 64-bit seed.
 
     `jax.random.key` alone keeps 32 bits of it where 64-bit types are off.
     """

@@ -1,4 +1,4 @@
-"""Finding the first module whose output differs between eager PyTorch and the port."""
+"""The search for the first module whose output differs between eager PyTorch and the port."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +24,11 @@ def first_difference(
     key: jax.Array,
     before: dict[str, Any],
 ) -> Divergence | None:
-    """Run both sides recording every module's output in call order.
+    """Find the first module whose output differs beyond tolerance; return None if none does.
 
-    The first leaf-most one beyond tolerance, or None.
-
-    The port runs operation by operation on concrete values here, so a difference that only XLA's
-    fusion makes is not found.
+    Both sides run once and record every module's output when its call ends, so of nested modules
+    the innermost comes first. The port runs operation by operation on concrete values here: a
+    difference that only XLA's fusion makes is not found.
     """
     ported = verifier.ported
     if ported._program.master is None:

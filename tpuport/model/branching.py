@@ -1,9 +1,9 @@
-"""Python control flow on traced values: what rewritten code calls.
+"""Python control flow on traced values, as rewritten code calls it.
 
 A branch that a rule can rewrite becomes `tpuport.ops.cond` on its own lines. Any other is explored
-at the innermost module (or at the whole function): the call is run once for each outcome and the
-two results meet in `lax.cond`. An outcome that raises is a check: it is lifted out of the program,
-and raises at the caller when the condition holds.
+at the innermost module (or at the ported function): the call is run once for each outcome and
+`lax.cond` merges the two results. An outcome that raises is a check: it is lifted out of the
+program, and raises at the caller when the condition holds.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,9 @@ from tpuport.model.values import value_of
 def traced_cond(
     test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
-    """`then(*operands)` if the traced `test` holds, else `orelse(*operands)`, decided on the
-    device.
+    """Return `then(*operands)` if the traced `test` holds, else `orelse(*operands)`.
+
+    The device decides, by `lax.cond`.
 
     Args:
         test: a traced tensor with one element, or a traced number.
@@ -43,7 +44,7 @@ def traced_cond(
     if not isinstance(value, jax.core.Tracer) or trace is None:
         return then(*operands) if bool(value) else orelse(*operands)
     site = user_line()
-    # A side may change a list or dict among its operands in place.
+    # A side may change a list or dict among its operands in place, and both sides are run.
     snapshot = Snapshot([operands])
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
@@ -62,7 +63,7 @@ def traced_cond(
 
 
 def truth(test: Any) -> jax.Array:
-    """The 0-d boolean jax value of a one-element tensor or traced number."""
+    """Return the truth of a one-element tensor or a number, as a 0-d boolean jax value."""
     if isinstance(test, torch.Tensor):
         refuse_ambiguous(test)
         value = value_of(test).reshape(())

@@ -1,4 +1,4 @@
-"""Calls of an op from inside the handling of another one."""
+"""Calls of an op from the code that handles another op."""
 
 from typing import Any
 

@@ -24,7 +24,8 @@ _SHARED = (
     types.GeneratorType,
 )
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
-# What torch keeps in dicts and sets on each module, most of them empty; nothing else holds one.
+# The dicts and sets that torch keeps on each module, most of them empty. No other object holds one,
+# so an empty one needs no entry in the memo.
 _OF_MODULES = frozenset(n for n, v in torch.nn.Module().__dict__.items() if type(v) in _BUILT_IN)
 
 
@@ -37,11 +38,11 @@ class Cloner:
         self.keep: list[Any] = []
 
     def clone(self, value: Any) -> Any:
-        """A copy of a value; the same copy each time."""
+        """Return the copy of a value; the same copy each time."""
         kind = type(value)
         if kind in structure.ATOMIC:
             return value
-        # Most of what there is, and what no test below holds for.
+        # First, for speed: these are the most frequent, and no test below holds for them.
         if kind in _BUILT_IN or isinstance(value, torch.nn.Module):
             known = self.memo.get(id(value))
             if known is None:
@@ -62,7 +63,7 @@ class Cloner:
         if isinstance(value, _SHARED):
             return value
         if isinstance(value, weakref.ref):
-            # Recurrent layers know their weights by such references, and look whether they changed.
+            # Recurrent layers keep weak references to their weights, to notice that one changed.
             referent = value()
             is_tensor = isinstance(referent, torch.Tensor)
             return weakref.ref(self.clone(referent)) if is_tensor else value
@@ -89,10 +90,10 @@ class Cloner:
         return self._object(value)
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
-        """What takes the hook off the copy that the handle takes off the original."""
+        """Return a handle that removes from the copy the hook that `value` removes."""
 
         def copied(of: Any) -> Any:
-            # Of a module that is gone nothing is left to take it off.
+            # The handle refers to the hooks weakly; those of a deleted module are gone.
             return OrderedDict() if of is None else self.clone(of)
 
         hooks, number, *extra = value.__getstate__()
@@ -127,6 +128,7 @@ class Cloner:
 
     def _fill(self, made: Any, value: Any) -> None:
         if isinstance(value, dict):
+            # By dict's own methods: a subclass may override its own, as ModelOutput does.
             for name, part in list(dict.items(value)):
                 dict.__setitem__(made, name, self.clone(part))
         elif isinstance(value, list):
@@ -164,12 +166,12 @@ class Cloner:
 def clone_module(
     module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.nn.Module, dict[int, Any]]:
-    """A copy of a module and of the Python state below it.
+    """Copy a module and the Python state below it.
 
     Each tensor is replaced by `tensor_map(tensor)`.
 
     Returns:
-        The copy, and the copies by id of the original (tensors included).
+        The copy, and all copies by the id of the original (tensors included).
     """
     cloner = Cloner(tensor_map)
     return cloner.clone(module), cloner.memo

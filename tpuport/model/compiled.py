@@ -1,4 +1,4 @@
-"""Compiled programs: what one was compiled for, how it is called, and why another was needed."""
+"""The program cache: signatures, cached programs, and the causes of retraces."""
 
 import contextlib
 import dataclasses
@@ -24,9 +24,9 @@ from tpuport.model.request import Outcome
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call is compiled for.
+    """The kind of call that a program is compiled for: its key in the program cache.
 
-    `parts` names each argument with its type, for explaining a retrace.
+    `parts` names each argument with its type, to explain a retrace.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Signature:
 
 @dataclass
 class Compiled:
-    """One compiled program: for one method and one signature of arguments and state."""
+    """A cached program, for one method and one signature of arguments and state."""
 
     run: "Executable"
     outcome: Outcome
@@ -47,15 +47,15 @@ class Compiled:
 
 @dataclass
 class Prepared:
-    """One call of a compiled program, ready to run.
+    """A call that is bound to its cached program, ready to run.
 
     Attributes:
         compiled: the program.
-        leaves: the call's arguments, taken apart.
+        leaves: the leaves of the call's arguments.
         spec: their structure.
-        paths: their names.
+        paths: their paths.
         values: their arrays.
-        state: the model's whole state before the call, by name.
+        state: all state of the model before the call, by name.
         key: the base key of the call's randomness.
         timing: a context that times the compilation, on the first call.
     """
@@ -71,7 +71,7 @@ class Prepared:
 
     @property
     def picked(self) -> dict[str, Any]:
-        """The state that the program takes."""
+        """Return the state that the program takes."""
         return {name: self.state[name] for name in self.compiled.names}
 
 
@@ -84,7 +84,7 @@ def signature_of(
     version: Any,
     host: frozenset[int],
 ) -> Signature:
-    """What a call is compiled for: its arguments, the version of the state, torch's modes.
+    """Return the signature of a call: its arguments, the version of the state, torch's modes.
 
     The values of the arguments in `host` are part of it.
     """
@@ -114,7 +114,7 @@ def signature_of(
 
 
 def _is_class(meta: Any) -> bool:
-    """Whether the meta of an argument is the class of a generator."""
+    """Return whether the meta of an argument is the class of a generator."""
     return isinstance(meta, type)
 
 
@@ -125,7 +125,7 @@ def _shown(value: np.ndarray) -> str:
 def retrace_causes(
     last: Signature, signature: Signature, state_changes: Iterable[str]
 ) -> tuple[str, ...]:
-    """Why a call needed another program than the last one of its method."""
+    """Say why a call could not use the program of the last call of its method."""
     was, now = dict(last.parts), dict(signature.parts)
     causes = [
         f"{path}: {was.get(path, 'absent')} -> {now.get(path, 'absent')}"
@@ -156,10 +156,10 @@ class Executable:
     """A jitted callable of (state, key, values); large constants are arguments of it, not literals.
 
     Args:
-        closed: The program.
+        closed: The traced program, a closed jaxpr.
         shape: The structure of its results.
-        name: What it is called in profiles and in the compile cache.
-        donate_state: Whether the results take over the memory of the state.
+        name: Its name in profiles and in the compile cache.
+        donate_state: Whether the state is donated: its memory is used for the results.
     """
 
     def __init__(self, closed: Any, shape: Any, name: str, *, donate_state: bool = False) -> None:
@@ -172,6 +172,7 @@ class Executable:
             elif (element := uniform(const)) is None:
                 big.append(const)
             else:
+                # One element and a broadcast take no memory until XLA needs the array.
                 small[i] = (element, const.shape)
         treedef = jax.tree.structure(shape)
 
@@ -187,15 +188,15 @@ class Executable:
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
         self.hoisted = big
         self._jitted = jax.jit(run, donate_argnums=(1,) if donate_state else ())
-        # Programs made of this one, its second derivative for example.
+        # Programs derived from this one, its second derivative for example.
         self.derived: dict[Any, Any] = {}
 
     def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
-        """One run of the program, compiled if it has not been yet."""
+        """Run the program, and compile it if it has not been yet."""
         return self._jitted(self.hoisted, state, key, values)
 
     def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
-        """The program lowered for such arguments; shapes will do for `values`."""
+        """Lower the program for arguments of such shapes; `values` may be shapes only."""
         return self._jitted.lower(self.hoisted, state, key, values)
 
 

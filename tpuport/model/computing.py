@@ -20,7 +20,7 @@ from tpuport.model.values import flat, grad_frozen, map_tensors, value_of, wrap_
 
 
 def _known_masks(indices: Any) -> list[Any]:
-    """An index list with its host masks as positions: how many they select is known."""
+    """Convert the host masks of an index list to positions: how many they select is known."""
     out: list[Any] = []
     for item in indices:
         if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -31,7 +31,7 @@ def _known_masks(indices: Any) -> list[Any]:
 
 
 def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op that writes nothing and gives no views."""
+    """Run an op that writes to no operand and returns no view."""
     trace = current()
     if func._opname in ("index", "index_put", "_unsafe_index_put"):
         args = (args[0], _known_masks(args[1]), *args[2:])
@@ -70,7 +70,7 @@ _MARKS = {
 
 
 def _mark(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Keep what is known of a result: which mask it negates, the range of an index."""
+    """Record facts about a result: the mask that it negates, the bounds of a count or an index."""
     source, name = args[0], func._opname
     if name in ("bitwise_not", "logical_not"):
         if isinstance(source, TracedTensor) and source.dtype is torch.bool:
@@ -96,7 +96,7 @@ def _mark(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of one argument of an op, its default if it was not given."""
+    """Return the value of one argument of an op, its default if it was not given."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             given = args[position] if position < len(args) else argument.default_value

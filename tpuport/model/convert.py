@@ -1,4 +1,4 @@
-"""`tpuport.convert`: the way in."""
+"""`tpuport.convert`, which makes a `PortedModel` of a module or function."""
 
 import inspect
 from collections.abc import Callable
@@ -27,8 +27,7 @@ def convert(
     matmul_precision: str | None = "highest",
     blocks: str = "auto",
 ) -> PortedModel:
-    """Port a PyTorch module or function to one jitted JAX program, and check it against eager
-    PyTorch.
+    """Port a PyTorch module or function to a jitted JAX program, checked against eager PyTorch.
 
     Args:
         target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only) or a
@@ -46,8 +45,8 @@ def convert(
             the call. False drops them, which saves a wait for the device at each call.
         matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch;
             None leaves jax's setting).
-        blocks: what becomes of repeated blocks. "auto" traces one for all that are like it, and on
-            TPU makes them a loop if no weights are copied for that (`tpuport.stack_blocks`);
+        blocks: how repeated blocks are traced. "auto" traces one for all that are like it, and on
+            TPU runs them as a loop if no weights are copied for that (`tpuport.stack_blocks`);
             "scan" always makes the loop; "once" never does; "unroll" traces each block.
 
     Returns:
@@ -83,7 +82,7 @@ def _check_blocks(blocks: str) -> None:
 def _named(
     methods: tuple[str | Callable[..., Any], ...],
 ) -> tuple[tuple[str, ...], dict[str, Callable[..., Any]]]:
-    """The names of methods, and the functions among them."""
+    """Return the names of methods, and the functions among them by name."""
     if isinstance(methods, str):
         msg = (
             f"methods must be a tuple of names, got the string {methods!r};"
@@ -96,8 +95,8 @@ def _named(
         if name is not one:
             if not name.isidentifier() or name in functions:
                 msg = (
-                    f"methods has {one!r}: a function is called by its name, which must be a name"
-                    " of Python's and stand there once; write it as def loss(model, ...): ..."
+                    f"methods has {one!r}: a function is called by its name, which must be a Python"
+                    " identifier and occur once; write it as def loss(model, ...): ..."
                 )
                 raise UsageError(msg)
             functions[name] = one

@@ -1,4 +1,4 @@
-"""Where Python needs a traced value now: its truth, a number, an error to raise or not."""
+"""Concrete answers that Python needs of a traced value: its truth, a number, a raised error."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tpuport.model.plan import Restart
 
 
 def decide(value: jax.Array) -> bool:
-    """The truth of a 0-d jax value: known, or by exploring.
+    """Return the truth of a 0-d jax value: of a traced one, its outcome on the explored path.
 
     Raises:
         PortError: the value is traced and nothing can explore it here.
@@ -30,9 +30,9 @@ def decide(value: jax.Array) -> bool:
 
 
 def raise_if(failed: jax.Array, error: Exception) -> None:
-    """Fail as eager does where `failed`.
+    """Raise an error where `failed` holds, as eager does.
 
-    As a lifted check, or as a branch where the user's code catches exceptions.
+    It is a lifted check, or a branch where the user's code catches exceptions.
     """
     trace = innermost()
     assert trace is not None
@@ -44,7 +44,7 @@ def raise_if(failed: jax.Array, error: Exception) -> None:
 
 
 def concrete_number(value: jax.Array, kind: type) -> Any:
-    """A Python number that must be known while tracing (a size, a range, an index of a list).
+    """Return a Python number that must be known while tracing (a size, a range, a list index).
 
     Raises:
         PortError: it depends on the program's inputs.
@@ -55,6 +55,7 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
     if trace is not None and trace.explorer is not None:
         plan = trace.explorer.plan
         plan.ask_for_rewrite()
+        # It may depend on the state alone: trace again with small state kept concrete.
         if not plan.host_state:
             raise Restart(host_state=True)
     raise port_error(

@@ -1,4 +1,4 @@
-"""Every ATen op on a traced tensor comes through here.
+"""The dispatch of ATen ops: every op on a traced tensor comes through here.
 
 An op is first run on meta tensors, which gives torch's own shapes, dtypes, strides, aliasing and
 errors; then its value comes from a lowering: ours (`lowerings/`), else torchax's, else torch's
@@ -25,8 +25,7 @@ aten = torch.ops.aten
 
 @op_handler
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one ATen op of which at least one tensor is traced (or which draws random numbers in a
-    trace).
+    """Run one ATen op that has a traced operand, or draws random numbers in a trace.
 
     Raises:
         PortError: no lowering, or a form of the op that cannot be kept exact.
@@ -55,7 +54,7 @@ _SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter
 
 
 def _selects(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an indexing op picks elements by a mask whose values are not known."""
+    """Return whether an op selects or counts by traced values."""
     if func._opname in ("nonzero", "bincount"):
         return True
     masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]

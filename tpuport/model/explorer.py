@@ -1,7 +1,7 @@
 """Branches that no rule could rewrite, explored at the innermost module call.
 
-The call is run once for each outcome of the traced value that it asked for, and the results of the
-two meet in `lax.cond`.
+The call is run once for each outcome of the traced value that it branches on, and `lax.cond` merges
+the two results.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 @dataclass(eq=False)
 class Unit:
-    """A module call (or the whole function) being explored path by path."""
+    """A module call (or the ported function) being explored path by path."""
 
     name: str
     path: tuple[bool, ...] = ()
@@ -32,19 +32,19 @@ class Unit:
 
 
 class Explorer:
-    """Decides what the truth of a traced value is, in one trace."""
+    """The explorer of branches on traced values, in one trace."""
 
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace, self.plan = trace, plan
         self.calls: list[str] = ["<function>"]
         self.units: list[Unit] = []
-        # How many units are outside the body of a jax primitive that is running: a value of the
-        # body must not leave it, so its branches are no business of theirs.
+        # The number of units that began outside the jax primitive whose body is running. A tracer
+        # of the body must not leave it, so those units cannot explore its branches.
         self.outside = 0
         self.branches: dict[str, str] = {}
 
     def decide(self, value: jax.Array) -> bool:
-        """The outcome on the path being explored, else a request to explore or rewrite."""
+        """Return the outcome on the path being explored; if there is none, ask for a new trace."""
         self.plan.ask_for_rewrite()
         if len(self.units) > self.outside:
             unit = self.units[-1]
@@ -63,9 +63,7 @@ class Explorer:
         return outcome
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
-        """Run a module call, exploring it if an earlier attempt found that it branches on traced
-        values.
-        """
+        """Run a module call, explored if an earlier attempt saw it branch on traced values."""
         if name not in self.plan.explore or any(
             unit.name == name for unit in self.units[self.outside :]
         ):
@@ -84,7 +82,7 @@ class Explorer:
             self.calls.pop()
 
     def run_inside(self, kind: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
-        """Run the body of a jax primitive, in which its branches have to be explored."""
+        """Run the body of a jax primitive, whose branches have to be explored inside it."""
         depth = sum(name.startswith(f"<{kind}") for name in self.calls)
         before, self.outside = self.outside, len(self.units)
         try:

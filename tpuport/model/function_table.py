@@ -1,4 +1,4 @@
-"""The table of torch functions that are handled while a trace runs, and what handlers ask first."""
+"""The table of torch functions that are handled while a trace runs, and tests for handlers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ FUNCTIONS: dict[Any, Handler] = {}
 def function(*targets: Any) -> Callable[[Handler], Handler]:
     """Register a handler for torch functions.
 
-    It may return NotImplemented to let the call go its way.
+    A handler may return NotImplemented: torch then runs the call.
     """
 
     def register(handler: Handler) -> Handler:
@@ -30,19 +30,19 @@ def function(*targets: Any) -> Callable[[Handler], Handler]:
 
 
 def traced(trace: Trace, value: Any) -> TracedTensor | None:
-    """`value` as a traced tensor if it is one or stands for one."""
+    """Return `value` if it is traced, else its traced alias, or None if it has none."""
     if isinstance(value, TracedTensor):
         return value
     return trace.alias(value) if isinstance(value, torch.Tensor) else None
 
 
 def holds_traced(trace: Trace, data: Any) -> bool:
-    """Whether nested lists hold a traced tensor or number."""
+    """Return whether nested lists hold a traced tensor or number."""
     if isinstance(data, (list, tuple)):
         return any(holds_traced(trace, item) for item in data)
     return isinstance(data, numbers.SYMBOLIC) or traced(trace, data) is not None
 
 
 def any_traced(trace: Trace, values: Any) -> bool:
-    """Whether a tensor among these values is traced or stands for one."""
+    """Return whether one of these values is a traced tensor, or one with a traced alias."""
     return any(traced(trace, v) is not None for v in values if isinstance(v, torch.Tensor))

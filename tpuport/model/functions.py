@@ -1,6 +1,6 @@
-"""Calls of the torch Python API that must not reach C++ as they are while a trace runs.
+"""Handlers of torch functions that must not reach C++ unchanged while a trace runs.
 
-They would ask a traced value for a Python number, or act outside the program.
+C++ would ask a traced value for a Python number, or act outside the program.
 """
 
 from typing import Any
@@ -125,9 +125,9 @@ def _index_parts(index: Any) -> list[Any]:
 
 
 def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
-    """An index with its 0-d traced integers (and slice ends) as traced Python numbers.
+    """Convert the 0-d traced integers (and slice ends) of an index to traced Python numbers.
 
-    None if it has none.
+    Return None if it has none.
     """
     parts = _index_parts(index)
     changed = False
@@ -167,14 +167,14 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if parts is None:
         return NotImplemented
     if traced(trace, source) is None:
-        # Only read: a copy is traced, and the host tensor stays a host constant.
+        # It is only read: a copy is traced, and the host tensor stays a host constant.
         source = wrap_as(None, value_of(source), to_meta(source), trace, True)
     view, rest = _select_numbers(source, parts)
     return view[rest] if rest else view
 
 
 def _stacked(trace: Trace, index: Any) -> Any:
-    """An index in which sequences of traced tensors are tensors: C++ would read their values."""
+    """Stack the sequences of traced tensors in an index: C++ would read their values."""
 
     def one(part: Any) -> Any:
         sequence = isinstance(part, (list, tuple)) and holds_traced(trace, part)
@@ -190,7 +190,7 @@ def _stacked(trace: Trace, index: Any) -> Any:
 def _select_numbers(
     source: torch.Tensor, parts: tuple[Any, ...]
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Apply the traced integers of an index as selects (views); gives the index that remains."""
+    """Apply the traced integers of an index as selects (views); return the index that remains."""
     used = sum(
         1 if not _is_mask(p) else p.dim() for p in parts if p is not None and p is not Ellipsis
     )

@@ -1,6 +1,6 @@
 """Torch functions whose C++ checks values before it computes: inverse STFT and weighted covariance.
 
-The checks would be branches on traced values; the computation has none.
+The checks would be branches on traced values. The formulas here have none.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def _istft(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if complex_out:
         pieces = torch.fft.ifft(columns, n_fft, dim=-1, norm=norm)
     else:
-        # Of a two-sided spectrum ATen reads one half too.
+        # ATen too reads only one half of a two-sided spectrum.
         pieces = torch.fft.irfft(columns[..., : n_fft // 2 + 1], n_fft, dim=-1, norm=norm)
     total = n_fft + hop * (frames - 1)
     signal = _overlapped(pieces * window, hop, total)
@@ -58,7 +58,7 @@ def _istft(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _overlapped(pieces: torch.Tensor, hop: int, total: int) -> torch.Tensor:
-    """Sum of pieces [B, T, n], each `hop` after the one before, as [B, total]."""
+    """Add up pieces [B, T, n], each placed `hop` after the one before, to [B, total]."""
     steps = torch.arange(pieces.shape[1]) * hop
     places = (steps[:, None] + torch.arange(pieces.shape[2])).reshape(-1)
     flat = pieces.reshape(pieces.shape[0], -1)

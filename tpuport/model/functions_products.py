@@ -1,6 +1,6 @@
-"""Functions that C++ would take apart into pieces that XLA compiles worse.
+"""Linear, matmul, einsum and attention, each lowered as one operation.
 
-Linear, matmul, einsum and attention, each lowered whole.
+C++ would decompose them into ops that XLA compiles worse.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ _NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in 
 
 
 def _autocast() -> bool:
-    """Whether autocast is on: then C++ must see the call, to cast its operands."""
+    """Return whether autocast is on: C++ must then see the call, to cast its operands."""
     return autocast_dtype() is not None
 
 
 def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
     tensors = [o for o in operands if isinstance(o, torch.Tensor)]
     if any(extents_of(t) for t in tensors):
-        raise AssertionError("an operand of data-dependent size reached a whole op")
+        raise AssertionError("an operand of data-dependent size reached an op lowered as one")
     value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
     if isinstance(meta, torch.dtype):
         meta = torch.empty(value.shape, dtype=meta, device="meta")
@@ -102,8 +102,8 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if len(operands) > 1:
         check_one_dtype(operands)
     dtypes = {o.dtype for o in operands}
-    # Of one dtype the result has it too, and its shape is what jax computes: torch need not be
-    # asked.
+    # If the operands have one dtype so has the result, and jax computes its shape: torch, which is
+    # slow, is not asked.
     meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
     return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
 

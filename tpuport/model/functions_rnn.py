@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain recurrent layers as one `lax.scan` a layer and direction.
+"""LSTM, GRU and plain recurrent layers, as one `lax.scan` per layer and direction.
 
 C++ would unroll the time steps into the program, which XLA then compiles one by one.
 """
@@ -28,7 +28,7 @@ Cell = Callable[[jax.Array, State, "_Weights"], State]
 
 @dataclass(frozen=True)
 class _Weights:
-    """One layer and direction.
+    """The weights of one layer and direction.
 
     Input [G, I] and hidden [G, H] weights, their biases, and LSTM's projection [P, H].
     """
@@ -40,19 +40,19 @@ class _Weights:
     projection: jax.Array | None = None
 
     def gates(self, x: jax.Array) -> jax.Array:
-        """The inputs' part of the gates for all steps at once."""
+        """Return the inputs' part of the gates, for all steps at once."""
         y = x @ self.inputs.T
         return y if self.input_bias is None else y + self.input_bias
 
     def recurrent(self, h: jax.Array) -> jax.Array:
-        """The state's part of the gates."""
+        """Return the state's part of the gates."""
         y = h @ self.hidden.T
         return y if self.hidden_bias is None else y + self.hidden_bias
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What the torch call says besides tensors."""
+    """The arguments of the torch call besides tensors, in its order."""
 
     has_biases: bool
     num_layers: int
@@ -112,7 +112,7 @@ def _scan(
 ) -> tuple[jax.Array, State]:
     """Run one direction of one layer over x [T, B, I].
 
-    `running` [T, B] says which rows a step moves.
+    `running` [T, B] says which rows a step updates; the others keep their state. None is all.
     """
 
     def step(state: State, now: Any) -> tuple[State, jax.Array]:
@@ -135,7 +135,7 @@ def _run(
     running: jax.Array | None,
     dropped: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, State]:
-    """All layers and directions; `states` are [layers * directions, B, H] each."""
+    """Run all layers and directions; `states` are [layers * directions, B, H] each."""
     directions = 2 if options.bidirectional else 1
     ends: list[State] = []
     for layer in range(options.num_layers):
@@ -153,7 +153,7 @@ def _run(
 
 
 def _grouped(params: Sequence[Any], has_biases: bool, projected: bool) -> list[_Weights]:
-    """torch's flat list of parameters, one `_Weights` a layer and direction."""
+    """Group torch's flat list of parameters into one `_Weights` per layer and direction."""
     names = ["inputs", "hidden", *(["input_bias", "hidden_bias"] if has_biases else [])]
     names += ["projection"] if projected else []
     values = [value_of(p) for p in params]
@@ -218,7 +218,7 @@ def _padded(
     params: Sequence[torch.Tensor],
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """A batch of sequences of one length: [T, B, I], or [B, T, I] with batch_first."""
+    """Run a batch of sequences of one length: [T, B, I], or [B, T, I] with batch_first."""
     *first, batch_first = options
     chosen = _Options(*first)
     states = _states(hx)
@@ -244,7 +244,7 @@ def _packed(
     params: Sequence[torch.Tensor],
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """A `PackedSequence`: `data` [sum of batch_sizes, I], step by step, longest sequence first."""
+    """Run a `PackedSequence`: `data` [sum of batch_sizes, I] by steps, longest sequence first."""
     chosen = _Options(*options)
     states = _states(hx)
     weights = _grouped(params, chosen.has_biases, _is_projected(states))
@@ -266,16 +266,16 @@ def _packed(
 
 
 def _pack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    """`pack_padded_sequence` after its checks: rows that count, step by step.
+    """Handle the C++ part of `pack_padded_sequence`: gather the rows that count, step by step.
 
-    The batch sizes stay host numbers.
+    The batch sizes stay a host tensor.
     """
     x, lengths, batch_first = args
     if traced(trace, x) is None or traced(trace, lengths) is not None:
         return NotImplemented
     counts = backend.to_numpy_array(lengths)
     if (counts <= 0).any() or (np.diff(counts) > 0).any():
-        # torch says which of the two it is.
+        # torch raises here, and says which of the two it is.
         torch._VF._pack_padded_sequence(torch.empty(x.shape), lengths, batch_first)
     running = np.arange(counts.max())[:, None] < counts
     value = value_of(x)
@@ -287,9 +287,9 @@ def _pack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unpack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    """`pad_packed_sequence`: rows back in [T, B, ...], the rest filled.
+    """Handle the C++ part of `pad_packed_sequence`: rows back in [T, B, ...], the rest filled.
 
-    The lengths are host numbers.
+    The lengths are a host tensor.
     """
     data, batch_sizes, batch_first, padding_value, total_length = args
     if traced(trace, data) is None or traced(trace, batch_sizes) is not None:

@@ -1,5 +1,6 @@
-"""Torch functions that read sizes in C++, which sees the padded ones of tensors of data-dependent
-size.
+"""Handlers of torch functions that read sizes in C++.
+
+C++ would see the padded sizes of tensors whose size depends on data.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def _shaped_as(
 def _reshape(
     trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """A view where eager gives one, else a copy: C++ would compare the sizes with padded ones."""
+    """Return a view where eager does, else a copy: C++ would compare with padded sizes."""
     if not extents_of(args[0] if args else kwargs.get("input")):
         return NotImplemented
     source, *rest = args or (kwargs["input"],)

@@ -1,6 +1,7 @@
-"""What a traced program read from outside: tensors and modules in closures, globals and arguments.
+"""Guards on what a traced program read from outside its module.
 
-Their values are part of the program. A guard notices, at a later call, that one has changed.
+These are tensors and modules in closures, globals and arguments. Their values are part of the
+program. A guard notices, at a later call, that one has changed.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ def _held(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
-    """Everything on a module, its registries copied."""
+    """Return the attributes of a module, with copies of its registries."""
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in module.__dict__.items()
@@ -32,7 +33,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass
 class Guards:
-    """Collected by one trace, checked before each later call of its program.
+    """The guards of one program: collected by its trace, checked before each later call.
 
     Attributes:
         tensors: host tensors from outside by id, with their version when they were read.
@@ -45,17 +46,17 @@ class Guards:
     )
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
-        """A host tensor from outside is read."""
+        """Note that a host tensor from outside is read."""
         if id(tensor) not in self.tensors and not tensor.is_inference():
             self.tensors[id(tensor)] = (tensor, tensor._version)
 
     def note_module(self, module: torch.nn.Module) -> None:
-        """A module from outside is called."""
+        """Note that a module from outside is called."""
         if id(module) not in self.modules:
             self.modules[id(module)] = (module, _held(module), _contents(module))
 
     def restore(self) -> list[str]:
-        """Set attributes of modules from outside back; the names of those that had changed."""
+        """Restore the attributes of modules from outside; return the names of the changed ones."""
         changed: list[str] = []
         for module, _, before in self.modules.values():
             now = _contents(module)
@@ -86,7 +87,7 @@ class Guards:
             )
 
     def changed(self) -> str | None:
-        """What is no longer as it was read, or None."""
+        """Say what has changed since it was read, or return None."""
         for tensor, version in self.tensors.values():
             if tensor._version != version:
                 return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"

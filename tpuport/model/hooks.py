@@ -1,7 +1,7 @@
-"""Hooks that a call puts on modules, or takes off: they are state, as attributes are.
+"""Hooks that a call registers on modules or removes: they are state, as attributes are.
 
-Hugging Face's models put some on their layers at the first call that asks for hidden states, and
-note in an attribute that they have.
+Hugging Face's models register some on their layers at the first call that asks for hidden states,
+and set an attribute that says so.
 """
 
 import copy
@@ -15,14 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from tpuport.model.locate import port_error
 
-# Functions that torch runs around a module's own.
+# Registries of the functions that torch runs around a module's forward and backward.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# And what it notes of them.
+# These, and the attributes in which torch keeps the options of a hook.
 _OF_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if "hook" in name)
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """The hooks on a module, to be compared; None if there are none."""
+    """Return the hooks on a module, for comparison; None if there are none."""
     held = module.__dict__
     if not any(held.get(name) for name in HOOKS):
         return None
@@ -30,15 +30,16 @@ def hooks_of(module: torch.nn.Module) -> tuple[Any, ...] | None:
 
 
 def kept_hooks(module: torch.nn.Module, fqn: str, before: tuple[Any, ...] | None) -> dict[str, Any]:
-    """What a traced copy of a module has of hooks, for the module that it is a copy of.
+    """Return the hook attributes of a module's traced copy, to be set on the module itself.
 
     Args:
         module: the copy, after a call.
-        fqn: its name.
+        fqn: its fqn.
         before: its hooks before the call.
 
     Raises:
-        PortError: one that the call has put on holds a module or a tensor: those of the copy.
+        PortError: a hook that the call registered holds a module or a tensor, which belong to the
+            copy.
     """
     old = {id(function) for hooks in before or () for _, function in hooks}
     for hooks in hooks_of(module) or ():
@@ -56,10 +57,13 @@ def kept_hooks(module: torch.nn.Module, fqn: str, before: tuple[Any, ...] | None
 
 
 def refuse_handles(changed: dict[str, Any]) -> None:
-    """Refuse attributes, by name, to which a call has given the handle of a hook.
+    """Refuse attributes to which a call has assigned the handle of a hook.
+
+    Args:
+        changed: values of the attributes that the call changed, by name.
 
     Raises:
-        PortError: there is one: it would take hooks off the traced copy.
+        PortError: there is one; it would remove a hook of the traced copy.
     """
     for name, value in changed.items():
         if _holds(value, (RemovableHandle,)):
@@ -74,7 +78,7 @@ _STATE = (torch.nn.Module, torch.Tensor)
 
 
 def _holds(whole: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether an object, or what it refers to, is of some kind."""
+    """Return whether an object, or one that it refers to, is an instance of `kinds`."""
     stack, seen = [whole], set[int]()
     while stack:
         value = stack.pop()
@@ -107,9 +111,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """What a function's closure holds."""
+    """Yield the contents of a function's closure."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing yet
+        except ValueError:  # an empty cell: its variable is not assigned yet
             continue

@@ -1,4 +1,4 @@
-"""Refusing random numbers drawn on the host while tracing: each call would see the same ones."""
+"""Refusal of random numbers drawn on the host while tracing: each call would see the same ones."""
 
 import contextlib
 import random
@@ -16,15 +16,15 @@ from tpuport.model.tensor import TracedTensor
 _NUMPY = (np.random.Generator, np.random.RandomState)
 
 
-# Nothing hangs on these.
+# These types hold no other objects.
 _BARE = (torch.Tensor, np.ndarray, *structure.ATOMS)
-# Most of what there is, told by its exact type; and what holds nothing if it is empty.
+# For speed: frequent types of that kind, skipped by exact type, and containers, skipped if empty.
 _PASSED = structure.ATOMIC | {TracedTensor, torch.nn.Parameter}
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 
 
 def _sources(roots: list[Any]) -> list[Any]:
-    """The random generators of Python and numpy that hang on modules and arguments."""
+    """Find the random generators of Python and numpy that modules and arguments refer to."""
     found: list[Any] = []
     seen: set[int] = set()
     stack = list(roots)
@@ -52,7 +52,7 @@ def _sources(roots: list[Any]) -> list[Any]:
 
 
 def state_of(source: Any) -> tuple[str, str]:
-    """What a generator of Python or numpy is, and its state."""
+    """Return the kind of a Python or numpy generator, in words, and its state."""
     if isinstance(source, np.random.Generator):
         return "a numpy random Generator", repr(source.bit_generator.state)
     if isinstance(source, np.random.RandomState):
@@ -73,14 +73,14 @@ def _states(sources: list[Any]) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def unchanged(roots: list[Any]) -> Iterator[None]:
-    """Refuse a trace that drew from a generator of the host.
+    """Refuse a trace, run inside the block, that draws from a generator of the host.
 
     Args:
-        roots: the module and the arguments, on which a generator may hang; the global ones are
-            watched in any case.
+        roots: the module and the arguments, which may refer to generators; the global generators
+            are watched in any case.
 
     Raises:
-        PortError: it did.
+        PortError: the trace drew from one.
     """
     sources = _sources(roots)
     before = _states(sources)

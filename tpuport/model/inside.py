@@ -1,4 +1,4 @@
-"""What goes into a trace and comes out of it: tensors around arrays, and arrays out of tensors."""
+"""The inputs and outputs of a trace: traced tensors made of arrays, and arrays taken from them."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from tpuport.model.values import value_of
 
 
 def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The array of each result, and its meta tensor (or which kind of number it is).
+    """Return the array of each result, and its meta tensor (of a number its symbolic type).
 
-    For one whose size depends on data, the padded array with its sizes, and an `Unsized`.
+    A result whose size depends on data gives the padded array with its sizes, and an `Unsized`.
     """
     values: list[Any] = []
     metas: list[Any] = []
@@ -38,11 +38,11 @@ def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
-    """A tensor of the model's state with a traced value, and what else is on it."""
+    """Make a traced tensor for a tensor of the model's state, with the attributes set on that."""
     frozen = not (
         tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
     )
-    # The tensor itself has what is asked of its meta tensor; making one for each takes time.
+    # The tensor itself answers what is asked of a meta tensor, and making one for each takes time.
     whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
     like = tensor if whole else meta_of(tensor)
     made = TracedTensor(Storage(value, trace), (), like, value, frozen)
@@ -55,7 +55,7 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
 def traced_arguments(
     trace: Trace, request: Request, host: frozenset[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
-    """The traced call's own arguments, its leaves and its containers."""
+    """Make the traced call's own arguments; return them with their leaves and containers."""
     made: list[Any] = []
     for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
         if isinstance(meta, type):
@@ -73,10 +73,10 @@ def traced_arguments(
 
 
 def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
-    """A write may reach arguments and the module's own tensors, nothing else: it would be lost.
+    """Refuse writes to tensors other than arguments and the module's own: they would be lost.
 
     Raises:
-        PortError: it reached another tensor (a global, one in a closure).
+        PortError: the call wrote to another tensor (a global, or one in a closure).
     """
     if not trace.promoted:
         return
@@ -99,7 +99,7 @@ def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: li
 
 
 def version(value: Any) -> int:
-    """How often a tensor has been written."""
+    """Return how often a tensor has been written to."""
     if isinstance(value, TracedTensor):
         return value._storage.version
     return value._version if isinstance(value, torch.Tensor) else 0

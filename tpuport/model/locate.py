@@ -1,4 +1,4 @@
-"""Where in the user's code we are, and errors that say so."""
+"""The line of the user's code that is running, and errors that name it."""
 
 import ast
 import functools
@@ -16,9 +16,7 @@ _INSIDE = inside_prefixes()
 
 
 def inside_try() -> bool:
-    """Whether an exception raised now would meet an `except` of the user's before it leaves the
-    program.
-    """
+    """Return whether an `except` in the user's code would meet an exception raised now."""
     frame = user_frame()
     while frame is not None and frame.f_code.co_filename != _PROGRAM:
         if frame.f_lineno in _guarded_lines(frame.f_code):
@@ -29,7 +27,7 @@ def inside_try() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _guarded_lines(code: CodeType) -> frozenset[int]:
-    """Lines of a function that lie in the body of a `try` with an `except`."""
+    """Return the lines of a function's file that are in the body of a `try` with an `except`."""
     if code.co_filename.startswith(_INSIDE):
         return frozenset()
     try:
@@ -46,7 +44,7 @@ def _guarded_lines(code: CodeType) -> frozenset[int]:
 def port_error(
     message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
 ) -> PortError:
-    """A PortError at the user's line that is running now."""
+    """Return a PortError at the user's line that is running now."""
     site = user_site()
     file, line = (site[0], site[1]) if site else (None, None)
     source = linecache.getline(file, line).strip() if file and line else None

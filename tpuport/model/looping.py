@@ -21,7 +21,7 @@ _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
 
 
 class _Loop:
-    """One loop: what it carries, and its condition and body on that."""
+    """A loop: the variables that it carries, and its condition and body on them."""
 
     def __init__(
         self,
@@ -38,13 +38,14 @@ class _Loop:
         self.drawn = False
 
     def run(self) -> Any:
-        """The variables after the loop."""
+        """Run the loop and return its variables."""
         draws = self.trace.draws
         counts = [jnp.asarray(count, jnp.int32) for count in draws]
         code = None if self.failures is None else self.failures.value
         final, counts, code = jax.lax.while_loop(
             self._holds, self._step, (self.initial, counts, code)
         )
+        # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
         return self._variables(final)
 
@@ -101,7 +102,11 @@ class _Loop:
         return after, counts, None if self.failures is None else self.failures.value
 
     def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
-        """What the body gives for a value, which the next round takes in the dtype it had."""
+        """Return a new value from the body in the dtype that the loop carries.
+
+        `lax.while_loop` needs one dtype for all rounds. A tensor has to keep its dtype; a number
+        of a narrower kind is cast.
+        """
         value = leaf_value(leaf, None)
         both_tensors = isinstance(leaf, torch.Tensor) and isinstance(meta, torch.Tensor)
         changed = leaf.dtype != meta.dtype if both_tensors else False
@@ -115,7 +120,7 @@ class _Loop:
         return value.astype(before.dtype)
 
     def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: structure.Spec) -> None:
-        """Refuse a body that does more than give new values of what the loop carries."""
+        """Refuse a body that does more than return new values of the variables."""
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
@@ -129,7 +134,7 @@ class _Loop:
 
 
 def _breadth(value: jax.Array) -> int:
-    """How much a dtype holds: a truth less than an integer, that less than a fraction."""
+    """Rank the dtype of an array: bool, then integers, then floats, then complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(value.dtype, kind))
 
@@ -137,7 +142,7 @@ def _breadth(value: jax.Array) -> int:
 def traced_while(
     test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
-    """`while test(*operands): operands = body(*operands)` on the device.
+    """Run `while test(*operands): operands = body(*operands)` on the device.
 
     Raises:
         PortError: an operand changes its shape, dtype or Python value in the body, the body writes

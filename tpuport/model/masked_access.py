@@ -30,14 +30,14 @@ class Inverse:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a mask selects.
+    """The elements that an index with a mask selects.
 
     Attributes:
         basic: The index without the mask: slices and numbers.
-        axis: The first axis of the mask in what `basic` gives.
+        axis: The first axis of the mask in the result of `basic`.
         rank: How many axes the mask covers.
-        keep: bool[M]: which rows it selects, its axes joined.
-        piece: What the selection is known by.
+        keep: bool[M]: which rows the mask selects, its axes joined.
+        piece: The identity of the selection.
     """
 
     basic: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Place:
 
 
 class Access:
-    """Stands for a tensor in `masked(x)[mask]`."""
+    """A proxy of a tensor, for `masked(x)[mask]`."""
 
     def __init__(self, tensor: Any, *, cut: bool = False) -> None:
         self.tensor, self.cut = tensor, cut
@@ -81,7 +81,7 @@ def _plain(index: Any) -> Any:
 
 
 def find_place(tensor: Any, index: Any) -> Place | None:
-    """Where a traced mask selects; None if there is none in the index."""
+    """Return what an index with a traced mask selects; None if it has no such mask."""
     items = list(index) if isinstance(index, tuple | list) else [index]
     masks = [n for n, item in enumerate(items) if _is_traced_mask(item)]
     if not masks:
@@ -128,19 +128,20 @@ def _is_traced_mask(item: Any) -> bool:
 
 
 def _key(mask: Any) -> tuple[Any, ...]:
-    """The array of a mask; of a view that of its source, and how it looks at that."""
+    """Return the array of a mask; for a view the array of its source, and the steps of the view."""
     if hasattr(mask, "get_transformation_chain"):
         return (mask.source_jax(), *mask.get_transformation_chain())
     return (array_of(mask),)
 
 
 def select(array: jax.Array, place: Place) -> Rows:
-    """The rows that a mask selects of an array."""
+    """Return the rows of an array that a mask selects."""
     part = array[place.basic]
     joined = _joined(part, place)
     right = joined.ndim - place.axis
     keep = place.keep
     if keep.shape[0]:
+        # What is not selected becomes a copy of the first selected row (`masked_rows` says why).
         filler = jnp.take(joined, jnp.argmax(keep), axis=place.axis)
         filler = jnp.expand_dims(filler, place.axis)
         filler = jnp.where(jnp.any(keep), filler, jnp.ones_like(filler))
@@ -150,7 +151,7 @@ def select(array: jax.Array, place: Place) -> Rows:
 
 
 def _joined(part: jax.Array, place: Place) -> jax.Array:
-    """With the axes that the mask covers joined into one."""
+    """Join the axes that the mask covers into one."""
     shape = part.shape
     return part.reshape(
         *shape[: place.axis], place.keep.shape[0], *shape[place.axis + place.rank :]
@@ -158,7 +159,7 @@ def _joined(part: jax.Array, place: Place) -> jax.Array:
 
 
 def count(tensor: Any, mask: Any) -> torch.Tensor:
-    """int32[]: how many rows a mask selects."""
+    """Return how many rows a mask selects, as int32[]."""
     place = find_place(tensor, mask)
     keep = array_of(mask) if place is None else place.keep
     return wrap(jnp.sum(keep, dtype=jnp.int32))
@@ -167,10 +168,10 @@ def count(tensor: Any, mask: Any) -> torch.Tensor:
 def written(
     part: jax.Array, place: Place, value: Any, *, cut: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """An array after `part[mask] = value`, and whether the number of rows was wrong.
+    """Return an array after `part[mask] = value`, and whether the number of rows was wrong.
 
-    A tensor of integers that does not fit is the one thing that goes unnoticed: there is no NaN to
-    write, and torchax does not notice it for the plain `x[mask] = rows` either.
+    Only integers that do not fit go unnoticed: there is no NaN to write, and torchax does not
+    notice it for the plain `x[mask] = rows` either.
     """
     joined = _joined(part, place)
     target = Rows(wrap(joined), place.keep, joined.ndim - place.axis, (place.piece,))
@@ -196,7 +197,7 @@ def written(
 
 
 def _matched(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
-    """Rows at the places that a mask selects."""
+    """Put rows at the places that a mask selects."""
     if value.right != target.right:
         raise refuse("be written along another axis than the mask selects")
     if is_same_selection(value, target):
@@ -205,7 +206,7 @@ def _matched(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _in_place(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
-    """Rows moved to the places that another mask selects, in order."""
+    """Move rows to the places that another mask selects, in order."""
     if not value.bound:
         return array_of(target.values), target.count != 0
     front = compact(value, value.bound)
@@ -219,5 +220,5 @@ def _in_place(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
 
 
 def chosen(wrong: jax.Array, value: Any, otherwise: Any) -> torch.Tensor:
-    """`value if wrong else otherwise`, for two numbers."""
+    """Return `value if wrong else otherwise`, for two numbers."""
     return wrap(jnp.where(wrong, value, otherwise))

@@ -22,17 +22,17 @@ from tpuport.model.masked_rows import (
 )
 from tpuport.source.rowwise import ELEMENTWISE, JOINS, LOSS_MODULES, LOSSES, REDUCTIONS
 
-# What our own code and torchax ask any value for, to know what it is.
+# Attributes by which tpuport and torchax tell what kind of value they have.
 PROBED = frozenset({"is_traced", "jax", "node"})
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
 def method(rows: Rows, name: str) -> Any:
-    """A method of a tensor, for rows.
+    """Return a method of a tensor, bound to rows.
 
     Raises:
-        PortError: its result is not known of rows whose number is not.
+        PortError: its result is not defined for an unknown number of rows.
     """
     if name.startswith("_") or name in PROBED:
         raise AttributeError(name)
@@ -48,10 +48,10 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Any:
-    """A function of torch's with rows among its arguments.
+    """Call a torch function (or a loss module) that has rows among its arguments.
 
     Raises:
-        PortError: its result is not known of rows whose number is not.
+        PortError: its result is not defined for an unknown number of rows.
     """
     if isinstance(function, torch.nn.Module):
         function, kwargs = _function_of(function, kwargs)
@@ -68,7 +68,7 @@ def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywor
 
 
 def _function_of(module: torch.nn.Module, kwargs: Keywords) -> tuple[Callable[..., Any], Keywords]:
-    """The function that a module of a loss calls, and the options that it gives it."""
+    """Return the function that a loss module calls, and the options that it passes."""
     name = LOSS_MODULES.get(type(module).__name__)
     if name is None:
         raise refuse(f"be given to {type(module).__name__}")
@@ -87,7 +87,7 @@ def _function_of(module: torch.nn.Module, kwargs: Keywords) -> tuple[Callable[..
 
 
 def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Rows:
-    """A function that computes each row of its result from the same row of its arguments."""
+    """Call a function that computes each row of its result from the same row of its arguments."""
     values = [*args, *kwargs.values()]
     right = next(value.right for value in values if isinstance(value, Rows))
     made = [_as_rows(value, right) for value in values]
@@ -102,7 +102,7 @@ def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords)
 
 
 def _as_rows(value: Any, right: int) -> Any:
-    """A tensor that has a row for each that is selected, as rows; anything else as it is."""
+    """Convert a tensor that has a row for each selected row to `Rows`; return others unchanged."""
     if isinstance(value, Rows) or not isinstance(value, torch.Tensor):
         return value
     axis = value.ndim - right
@@ -115,7 +115,7 @@ def _as_rows(value: Any, right: int) -> Any:
 def reduce(
     name: str, rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """A reduction of the selected rows: over all of it, or along one axis."""
+    """Reduce the selected rows, over all axes or along one."""
     array = array_of(rows.values if dtype is None else rows.values.to(dtype))
     if dim is not None:
         if not isinstance(dim, int) or name in ("max", "min"):
@@ -182,10 +182,10 @@ def loss(
     reduction: str = "mean",
     **options: Any,
 ) -> Any:
-    """A loss over the selected rows.
+    """Compute a loss over the selected rows.
 
     Raises:
-        PortError: it is not a plain mean or sum of what each row gives.
+        PortError: its reduction is unknown, or it is weighted.
     """
     if reduction not in ("mean", "sum", "none"):
         raise refuse(f"be reduced by {reduction}")
@@ -209,7 +209,7 @@ def loss(
 def _cross_entropies(
     each: Callable[..., Any], input: Any, target: Any, options: Keywords
 ) -> tuple[Rows, jax.Array]:
-    """The cross entropy of each row, and its class."""
+    """Compute the cross entropy of each row; return it with the class of the row."""
     scores = input if isinstance(input, Rows) else fixed(input, input.ndim)
     classes = target if isinstance(target, Rows) else fixed(target, target.ndim)
     if scores.ndim != 2 or classes.ndim != 1 or scores.axis or classes.axis:
@@ -224,10 +224,10 @@ def _cross_entropies(
 
 
 def join(tensors: Any, dim: int = 0) -> Any:
-    """`torch.cat` of rows and tensors along the axis of the rows.
+    """Join rows and tensors along the axis of the rows, as `torch.cat` does.
 
-    The result is a tensor if for each mask both what it selects and what it leaves out are there:
-    then it has all rows, in another order.
+    The result is a tensor if both the rows that a mask selects and those that it leaves out are
+    present, for each mask: it then has all rows, in another order.
     """
     parts = [part if isinstance(part, Rows) else fixed(part, part.ndim) for part in tensors]
     if dim % parts[0].ndim or any(part.axis for part in parts):
@@ -243,7 +243,7 @@ def join(tensors: Any, dim: int = 0) -> Any:
 
 
 def _whole_size(parts: list[Rows], tensors: Any) -> int | None:
-    """How many rows there are, if that does not depend on the masks."""
+    """Return how many rows there are; None if that depends on the masks."""
     size, pieces = 0, list[Piece]()
     for part, given in zip(parts, tensors, strict=True):
         if not isinstance(given, Rows):

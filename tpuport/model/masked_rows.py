@@ -1,10 +1,10 @@
 """Rows selected by a mask in a program of plain torchax, where no size can depend on data.
 
-`Rows` holds every row that might be selected, in order, and which of them are. What is not selected
-holds a copy of the first selected row, so that no function and no gradient of one meets a value
-that eager PyTorch would not have shown it. Where two masks meet, rows move to the front: a stable
-sort, the first `count` of them being real. If two counts differ that eager PyTorch needs to be
-equal, the result is NaN.
+`Rows` holds every row that might be selected, in order, and which of them are. A row that is not
+selected is a copy of the first selected one, so that no function, and no gradient of one, meets a
+value that it would not meet in eager PyTorch. Where two masks meet, a stable sort moves the
+selected rows to the front: the first `count` rows are real. If two counts differ that eager PyTorch
+needs to be equal, the result is NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ REMEDY = "use tpuport.convert, which carries such sizes, or rewrite it with torc
 
 
 def refuse(what: str) -> PortError:
-    """The error for something that rows of unknown number cannot do."""
+    """Return the error for an operation that an unknown number of rows does not support."""
     return PortError(f"rows that a traced mask selects cannot {what}", code="TPU210", remedy=REMEDY)
 
 
 def wrap(array: jax.Array) -> torch.Tensor:
-    """An array as a tensor of torchax."""
+    """Wrap an array in a tensor of torchax."""
     from torchax import default_env
     from torchax.tensor import Tensor
 
@@ -34,7 +34,7 @@ def wrap(array: jax.Array) -> torch.Tensor:
 
 
 def array_of(value: Any) -> jax.Array:
-    """The array of a tensor; one of the CPU becomes a constant of the program."""
+    """Return the array of a tensor; a CPU tensor becomes a constant of the program."""
     if hasattr(value, "jax"):
         return value.jax()
     if isinstance(value, torch.Tensor):
@@ -46,7 +46,8 @@ def array_of(value: Any) -> jax.Array:
 class Piece:
     """A run of rows: those of one mask, or with `negated` those that it leaves out.
 
-    `key` is what the mask is known by: its array, and for a view how that looks at the array.
+    `key` identifies the mask: its array, or for a view the array of its source and the steps of the
+    view.
     """
 
     key: tuple[Any, ...]
@@ -54,11 +55,11 @@ class Piece:
     size: int
 
     def is_same(self, other: "Piece") -> bool:
-        """Whether both select the same rows."""
+        """Return whether both select the same rows."""
         return self.negated == other.negated and self.is_of_same_mask(other)
 
     def is_of_same_mask(self, other: "Piece") -> bool:
-        """Whether both come from one mask."""
+        """Return whether both come from one mask."""
         (array, *steps), (other_array, *other_steps) = self.key, other.key
         return array is other_array and steps == other_steps
 
@@ -71,8 +72,8 @@ class Rows:
         values: All rows, [..., M, ...].
         keep: bool[M]: which of them are selected.
         right: The axis of the rows, counted from the right: 1 is the last.
-        pieces: What the rows were put together from, if that is known.
-        wrong: bool[]: whether numbers of rows differ that have to be equal; None if they cannot.
+        pieces: The selections that the rows were joined from, if they are known.
+        wrong: bool[]: whether counts of rows differ that have to be equal; None if they cannot.
     """
 
     values: torch.Tensor
@@ -85,62 +86,62 @@ class Rows:
 
     @property
     def axis(self) -> int:
-        """The axis of the rows."""
+        """Return the axis of the rows."""
         return self.values.ndim - self.right
 
     @property
     def bound(self) -> int:
-        """How many rows there are at most."""
+        """Return how many rows there are at most."""
         return self.keep.shape[0]
 
     @property
     def count(self) -> jax.Array:
-        """int32[]: how many rows are selected."""
+        """Return how many rows are selected, as int32[]."""
         return jnp.sum(self.keep, dtype=jnp.int32)
 
     def spread(self, flags: jax.Array) -> jax.Array:
-        """Flags of the rows, shaped so that they broadcast against the values."""
+        """Reshape flags of the rows so that they broadcast against the values."""
         return flags.reshape((-1,) + (1,) * (self.right - 1))
 
     # What Python and torch ask of a tensor.
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The sizes; that of the rows is not known."""
+        """Return the sizes; that of the rows is an `UnknownSize`."""
         sizes: list[Any] = list(self.values.shape)
         sizes[self.axis] = UnknownSize()
         return tuple(sizes)
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """Return the number of axes."""
         return self.values.ndim
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """Return the dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device that they are on."""
+        """Return the device of the values."""
         return self.values.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether they take part in gradients."""
+        """Return whether the values take part in gradients."""
         return self.values.requires_grad
 
     def dim(self) -> int:
-        """The number of axes."""
+        """Return the number of axes."""
         return self.values.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """One size, or all of them."""
+        """Return one size, or all of them."""
         return self.shape if dim is None else self.shape[dim]
 
     def reshape(self, *shape: Any) -> "Rows":
-        """With each row cut into several: the first size has to be -1."""
+        """Cut each row into several: the first size has to be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if self.axis != 0 or not sizes or not isinstance(sizes[0], int) or sizes[0] != -1:
             raise refuse("be given a size, except that the first one may be -1")
@@ -161,7 +162,7 @@ class Rows:
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Rows":
-        """With axes joined."""
+        """Join axes, beginning with the first."""
         end = end_dim % self.ndim
         if start_dim % self.ndim != 0:
             raise refuse("be flattened from another axis than the first")
@@ -194,7 +195,7 @@ class Rows:
 
 
 class UnknownSize:
-    """How many rows a mask selects: it can be printed, and nothing else."""
+    """The number of rows that a mask selects: it is unknown, and can only be printed."""
 
     def __repr__(self) -> str:
         return "?"
@@ -209,7 +210,7 @@ class UnknownSize:
 
 
 def as_tensor(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of its own, where torchax gives a view."""
+    """Return a tensor of its own, where torchax returns a view."""
     return wrap(array_of(value))
 
 
@@ -241,13 +242,13 @@ _install_operators()
 
 
 def fixed(value: torch.Tensor, right: int) -> Rows:
-    """Rows all of which count."""
+    """Convert a tensor to `Rows` that are all selected."""
     size = value.shape[value.ndim - right]
     return Rows(as_tensor(value), jnp.ones(size, bool), right)
 
 
 def compact(rows: Rows, bound: int) -> Rows:
-    """With the selected rows first, in order, padded with copies to a number of rows."""
+    """Move the selected rows to the front, in order, and pad to `bound` rows with copies."""
     order = jnp.argsort(~rows.keep, stable=True)
     order = jnp.pad(order, (0, bound - rows.bound), mode="constant")
     values = jnp.take(array_of(rows.values), order, axis=rows.axis) if rows.bound else None
@@ -260,10 +261,10 @@ def compact(rows: Rows, bound: int) -> Rows:
 
 
 def align(parts: Sequence[Rows]) -> tuple[list[Rows], Rows]:
-    """The same rows of several selections beside each other, and a model for the result.
+    """Line up the rows of several selections; return them, and a template for the result.
 
-    As in eager PyTorch their numbers must be equal, or one: a single row goes with all of the
-    others. What else they are is known only when the program runs, and noted in `wrong`.
+    As in eager PyTorch their counts must be equal, or one: a single row is broadcast to all of the
+    others. A mismatch is known only when the program runs, and is recorded in `wrong`.
     """
     first = parts[0]
     if any(part.right != first.right for part in parts):
@@ -286,7 +287,7 @@ def align(parts: Sequence[Rows]) -> tuple[list[Rows], Rows]:
 
 
 def _repeated(rows: Rows, count: jax.Array) -> Rows:
-    """With a single row in all places."""
+    """Repeat the first row at all places, if `count` is one."""
     array = array_of(rows.values)
     if not rows.bound:
         return rows
@@ -295,7 +296,7 @@ def _repeated(rows: Rows, count: jax.Array) -> Rows:
 
 
 def is_same_selection(first: Rows, second: Rows) -> bool:
-    """Whether two selections surely take the same rows of the same number of rows."""
+    """Return whether two selections surely take the same rows of the same number of rows."""
     if first.keep is second.keep:
         return True
     if first.pieces is None or second.pieces is None or first.bound != second.bound:
@@ -305,7 +306,7 @@ def is_same_selection(first: Rows, second: Rows) -> bool:
 
 
 def any_of(flags: Sequence[jax.Array]) -> jax.Array | None:
-    """Whether any of several traced flags holds; None if there are none."""
+    """Return whether any of several traced flags holds; None if there are none."""
     result = None
     for flag in flags:
         result = flag if result is None else result | flag
@@ -313,7 +314,7 @@ def any_of(flags: Sequence[jax.Array]) -> jax.Array | None:
 
 
 def poisoned(array: jax.Array, wrong: jax.Array | None) -> jax.Array:
-    """NaN where eager PyTorch would have raised."""
+    """Replace an array by NaN where eager PyTorch would have raised."""
     if wrong is None:
         return array
     if not jnp.issubdtype(array.dtype, jnp.inexact):

@@ -1,7 +1,7 @@
 """Two sides of a branch as one `lax.cond`: their results, what they write and what they raise.
 
-Each side is run abstractly first, to see whether the two agree in structure, shapes and dtypes. A
-side that raises is no side: the condition becomes a check, and the other one is the program.
+Each side is run abstractly first, to see whether the two agree in structure, shapes and dtypes. If
+a side raises, the condition becomes a check and the other side is the program.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tpuport.model.values import value_of
 
 @dataclass
 class Forced:
-    """One side of a branch raises: the other one is the program."""
+    """The one outcome that is left of a branch, because the other side raises."""
 
     outcome: bool
 
@@ -50,9 +50,9 @@ def merge(
     site: str,
     snapshot: Snapshot | None = None,
 ) -> Any:
-    """Both sides of a branch as one `lax.cond`.
+    """Run both sides of a branch as one `lax.cond`.
 
-    `Forced` if one side raises (the condition becomes a check).
+    Return `Forced` if one side raises (the condition becomes a check).
 
     Raises:
         PortError: the sides differ in structure, shape, dtype or Python values.
@@ -66,7 +66,8 @@ def merge(
         return forced
     written = _written_union(sides)
     _check_sides(sides, site)
-    # After sides that draw differently often the number of draws depends on the side.
+    # If the sides draw different numbers of times, how often the program drew depends on the side:
+    # the counts become results of the cond.
     same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
         sides[0].draws == sides[1].draws
     )
@@ -110,7 +111,7 @@ def _discover_sides(
 
 
 def _lift_error(trace: Trace, test: jax.Array, sides: list[_Side], site: str) -> Forced | None:
-    """Make a check of the condition if one side raises: the other outcome is then the only one."""
+    """Make a check of the condition if one side raises: only the other outcome is left then."""
     for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
         if side.error is not None:
             if other.error is not None:
@@ -122,7 +123,7 @@ def _lift_error(trace: Trace, test: jax.Array, sides: list[_Side], site: str) ->
 
 
 def branch_leaf(value: Any) -> bool:
-    """Whether a value is one that the sides of a branch may give differently."""
+    """Return whether the sides of a branch may return different values in place of this one."""
     return isinstance(value, (torch.Tensor, *numbers.SYMBOLIC)) or type(value) in (bool, int, float)
 
 
@@ -130,7 +131,7 @@ _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 def number_kind(meta: Any, other: Any = bool) -> type:
-    """The Python type of a number that has one type or another by the side of a branch."""
+    """Return the Python type for a number whose type differs between the sides of a branch."""
     kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
     return float if float in kinds else int if int in kinds else bool
 
@@ -169,7 +170,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
     finally:
         trace.error_code = code
         del trace.checks[errors:]
-        # What was decided here registered no check: the real run must come to it again.
+        # Decisions made here registered no check, so the real run has to make them again.
         for unit, before in known:
             unit.known = before
     return side
@@ -188,12 +189,12 @@ def _written_union(sides: list[_Side]) -> list[Any]:
 
 
 def leaf_meta(leaf: Any) -> Any:
-    """What the other side has to match: a meta tensor, or the type of a number."""
+    """Return what the other side has to match: a meta tensor, or the type of a number."""
     return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def leaf_value(leaf: Any, meta: Any) -> jax.Array:
-    """The array of a tensor or number, in the dtype of what both sides give."""
+    """Return the array of a tensor or number, of a number in the dtype that both sides give."""
     if isinstance(leaf, torch.Tensor):
         return value_of(leaf)
     value = numbers.node_value(leaf) if isinstance(leaf, numbers.SYMBOLIC) else jnp.asarray(leaf)

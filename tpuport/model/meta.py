@@ -1,10 +1,8 @@
-"""What torch would give for an op.
-
-The sizes, strides and dtypes of its result, without computing it.
+"""Meta tensors for the result of an op: its sizes, strides and dtypes without its values.
 
 torch's own meta functions are the reference. For the ops that models are made of they are Python
-decompositions that take longer than tracing the op in JAX (and import dynamo), so those have a rule
-in `meta_rules` for the plain case; anything else asks torch, once per signature.
+decompositions that take longer than tracing the op in JAX (and import dynamo), so those ops have a
+rule in `meta_rules` for the plain case. Anything else asks torch, once per signature.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +22,7 @@ _KNOWN: dict[Any, Any] = {}
 
 
 def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Meta tensors for the result of an op on traced and host tensors.
+    """Return meta tensors for the result of an op on traced and host tensors.
 
     Raises:
         RuntimeError: what torch raises in eager (shapes or dtypes that do not fit).
@@ -72,7 +70,7 @@ def check_one_dtype(operands: Iterable[Any]) -> None:
 
 
 def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op run on meta tensors."""
+    """Run the op on meta tensors."""
     if func in _ONE_DTYPE:
         check_one_dtype(args[:3])
     if func in _LIKE_FIRST:
@@ -99,8 +97,9 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op makes a tensor from numbers alone: it would make a real one (and draw real
-    random numbers).
+    """Return whether an op makes a tensor from numbers alone.
+
+    Unless it is told the meta device it makes a real one (and draws real random numbers).
     """
     return not any(isinstance(a, torch.Tensor) for a in args) and any(
         a.name == "device" for a in func._schema.arguments
@@ -108,7 +107,7 @@ def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def to_meta(value: Any) -> Any:
-    """A stand-in without data for an operand."""
+    """Return a stand-in without data for an operand."""
     if isinstance(value, numbers.SYMBOLIC):
         return numbers.placeholder(value)
     if isinstance(value, TracedTensor):

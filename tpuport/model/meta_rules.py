@@ -1,6 +1,6 @@
-"""Sizes and dtypes of the results of common ops in the plain case, worked out here.
+"""Rules for the sizes and dtypes of the results of common ops in the plain case.
 
-A rule gives None where it is not sure: then torch decides.
+A rule returns None where it is not sure: torch then decides.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ BOOLEAN = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
     "isnan", "isinf", "isfinite", "isposinf", "isneginf",
 }  # fmt: skip
-# What eager computes of bools, as bools.
+# Ops whose result on bools is bool in eager.
 _OF_BOOLS = BOOLEAN | {
     "add", "mul", "where", "masked_fill", "fill", "bitwise_not", "bitwise_and", "bitwise_or",
     "bitwise_xor", "maximum", "minimum",
@@ -52,8 +52,10 @@ FLOATING = {
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operands of one dtype (and Python scalars that do not widen it), one of them of the full
-    size, contiguous.
+    """Infer the result of a pointwise op.
+
+    The plain case is operands of one dtype (and Python scalars that do not widen it), one of them
+    of the full size, contiguous.
     """
     name = func._opname
     if kwargs and any(
@@ -81,7 +83,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
-    """Whether eager computes an op in a dtype; torch decides (and refuses) the rare ones."""
+    """Return whether eager computes an op in a dtype; torch decides (and refuses) the rare ones."""
     if dtype.is_floating_point:
         taken = not name.startswith("bitwise")
     elif dtype is torch.bool:
@@ -96,7 +98,7 @@ def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
 
 
 def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
-    """The dtype of all tensor operands (0-d ones aside), if scalars among them do not change it."""
+    """Return the dtype of all tensor operands, None if they differ or a scalar would change it."""
     dtype: torch.dtype | None = None
     for value in operands:
         if isinstance(value, torch.Tensor):
@@ -126,8 +128,9 @@ def _keeps_dtype(value: Any, dtype: torch.dtype) -> bool:
 
 
 def _full_shape(tensors: list[torch.Tensor]) -> torch.Size | None:
-    """The broadcast size, if one contiguous operand has it and every operand of several elements is
-    contiguous.
+    """Return the size of the largest operand if the others broadcast to it, else None.
+
+    None too if an operand of several elements is not contiguous.
     """
     largest = max(tensors, key=lambda t: (t.dim(), torch.Tensor.numel(t)))
     shape = torch.Tensor.size(largest)
@@ -142,7 +145,7 @@ def _full_shape(tensors: list[torch.Tensor]) -> torch.Size | None:
 
 
 def rule(*names: str) -> Callable[[_Rule], _Rule]:
-    """Register the rule of ops by name; it gives None to let torch decide."""
+    """Register a rule for ops by name; the rule returns None to let torch decide."""
 
     def register(function: _Rule) -> _Rule:
         for name in names:
@@ -181,7 +184,7 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = _made(size, source.dtype)
     if func._opname != "native_dropout":
         return made
-    # Of nothing, torch makes the mask in the dtype of the values.
+    # For an empty tensor, torch makes the mask in the dtype of the values.
     plain = source.dtype.is_floating_point and 0 not in size
     return (made, _made(size, torch.bool)) if plain else None
 
@@ -340,13 +343,13 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _made((*torch.Tensor.size(index), torch.Tensor.size(weight)[1]), weight.dtype)
 
 
-# -- functions that are lowered whole --------------------------------------------------------------
+# -- functions that are lowered as one op ----------------------------------------------------------
 
 
 def linear_meta(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The result of `F.linear` where the operands fit."""
+    """Infer the result of `F.linear` where the operands fit."""
     size, matrix = torch.Tensor.size(x), torch.Tensor.size(weight)
     fits = len(size) >= 1 and len(matrix) == 2 and size[-1] == matrix[1] and x.dtype == weight.dtype
     if not fits or (
@@ -357,7 +360,7 @@ def linear_meta(
 
 
 def matmul_meta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
-    """The result of `torch.matmul` of matrices (with batch dims) of one dtype."""
+    """Infer the result of `torch.matmul` of matrices (with batch dims) of one dtype."""
     left, right = torch.Tensor.size(a), torch.Tensor.size(b)
     if len(left) < 2 or len(right) < 2 or left[-1] != right[-2] or a.dtype != b.dtype:
         return None
@@ -371,7 +374,7 @@ def matmul_meta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor | None:
 def attention_meta(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, grouped: bool
 ) -> torch.Tensor | None:
-    """The result of attention over [..., heads, length, width] operands of one dtype."""
+    """Infer the result of attention over [..., heads, length, width] operands of one dtype."""
     sizes = [torch.Tensor.size(t) for t in (q, k, v)]
     if grouped or any(len(s) < 3 for s in sizes) or not q.dtype == k.dtype == v.dtype:
         return None

@@ -1,4 +1,4 @@
-"""The modes in force while a trace runs: they see every ATen op and every torch function."""
+"""The modes that are active while a trace runs: they see every ATen op and torch function."""
 
 import sys
 from typing import Any
@@ -26,12 +26,11 @@ aten = torch.ops.aten
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every ATen op while a trace runs."""
+    """The mode that sees every ATen op while a trace runs."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled by dynamo here, and guarding each op against it costs more than the
-        # op.
+        # dynamo compiles nothing here, and torch's guard against it costs more than the op itself.
         return False
 
     def __init__(self, trace: Trace) -> None:
@@ -69,9 +68,10 @@ class DispatchMode(TorchDispatchMode):
 def needs_dispatch(
     trace: Trace, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether an op concerns the traced program.
+    """Return whether an op concerns the traced program.
 
-    A traced operand, a promoted one, or fresh randomness.
+    It does if an operand is traced, or a host tensor with a traced alias, or a traced number, or if
+    the op draws fresh random numbers.
     """
     if any(issubclass(t, TracedTensor) for t in types):
         return True
@@ -85,14 +85,14 @@ def needs_dispatch(
     return any(trace.alias(t) is not None for t in operands)
 
 
-# What gives a tensor's values without an ATen op.
+# Functions that read a tensor's values without an ATen op.
 _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees every call of the torch Python API while a trace runs.
+    """The mode that sees every call of the torch Python API while a trace runs.
 
-    Handles the few that must not reach C++ as they are.
+    It handles the few that must not reach C++ unchanged.
     """
 
     def __init__(self, trace: Trace) -> None:

@@ -1,4 +1,4 @@
-"""Filling the port report from what conversion and tracing found."""
+"""Entries of the port report, made from what conversion and tracing found."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ _PACKAGES = ("tpuport", "torch", "torchax", "jax", "jaxlib", "libtpu", "transfor
 
 
 def new_report(target: torch.nn.Module | Callable[..., Any]) -> PortReport:
-    """A report that knows what is being ported and with which versions."""
+    """Make a report that names what is being ported, its size, and the versions of the packages."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -58,7 +58,7 @@ def _file(thing: Any) -> str:
 
 
 def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> None:
-    """Add what one trace did; what an earlier trace already said is not repeated."""
+    """Add what one trace did, except entries that an earlier trace already made."""
     trace = outcome.trace
     for rewrite in outcome.rewrites:
         for one in rewrite.applied:
@@ -108,7 +108,7 @@ def _record_branches(report: PortReport, trace: Any) -> None:
 
 
 def _record_attention(report: PortReport, trace: Any) -> None:
-    """A line for each sort of call; those of an earlier trace are counted again in its stead."""
+    """Record one line per kind of call, in place of an earlier trace's lines for the same calls."""
     found: dict[Any, AttentionCall] = {}
     for one in trace.counters.attention:
         key = dataclasses.replace(one, module="")
@@ -120,7 +120,7 @@ def _record_attention(report: PortReport, trace: Any) -> None:
 
 
 def _record_blocks(report: PortReport, trace: Any) -> None:
-    """A line for each family of blocks that was called; a later trace's stands for all."""
+    """Record one line per family of blocks that was called, in place of an earlier trace's."""
     if trace.blocks is None:
         return
     for one in trace.blocks.records.values():

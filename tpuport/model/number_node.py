@@ -31,7 +31,7 @@ _ATOMS = itertools.count()
 
 @dataclass(frozen=True)
 class Linear:
-    """A whole-number combination of unknown counts.
+    """A linear combination of unknown counts, with integer factors.
 
     Equal expressions are equal numbers in every run.
     """
@@ -40,7 +40,7 @@ class Linear:
     terms: tuple[tuple[int, int], ...] = ()
 
     def plus(self, other: "Linear", sign: int = 1) -> "Linear":
-        """This plus `sign` times the other."""
+        """Return this plus `sign` times the other."""
         merged = dict(self.terms)
         for atom, factor in other.terms:
             merged[atom] = merged.get(atom, 0) + sign * factor
@@ -48,14 +48,12 @@ class Linear:
         return Linear(self.const + sign * other.const, kept)
 
     def times(self, factor: int) -> "Linear":
-        """This times a known number."""
+        """Return this times a known number."""
         return Linear(self.const * factor, tuple((a, f * factor) for a, f in self.terms if factor))
 
 
 class NumberNode:
-    """The node behind a traced number.
-
-    A 0-d jax value, its Python type, and bounds where they are known.
+    """The node behind a traced number: a 0-d jax value, its Python type, and known bounds.
 
     `low` and `high` (inclusive) let comparisons that can only go one way be decided while tracing.
     """
@@ -213,9 +211,9 @@ def _compare(name: str) -> Callable[..., NumberNode]:
 
 
 def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
-    """(low, high) of a comparison from the bounds of its sides.
+    """Return (low, high) of a comparison, from the bounds of its sides.
 
-    Equal where it can only go one way.
+    They are equal where it can only go one way.
     """
     if a.expr is not None and a.expr == b.expr:
         same = name in ("less_equal", "greater_equal", "equal")

@@ -1,6 +1,4 @@
-"""Python numbers whose value is traced.
-
-What `.item()`, `int(...)` and sizes of data-dependent tensors give.
+"""Traced Python numbers: results of `.item()` and `int(...)`, and sizes that depend on data.
 
 They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that
 holds a 0-d jax value, so torch's argument parser takes them wherever it takes a Python number. A
@@ -21,12 +19,12 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> Any:
-    """A traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
+    """Return a traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
     return from_node(NumberNode(value, kind, low, high))
 
 
 def from_node(node: NumberNode) -> Any:
-    """The Python number of a node: a plain int where its value is known."""
+    """Return the Python number of a node: a plain int where its value is known."""
     kind = node.kind
     if kind is int and node.low == node.high:
         return int(node.low)
@@ -34,7 +32,7 @@ def from_node(node: NumberNode) -> Any:
 
 
 def node_value(number: Any) -> jax.Array:
-    """The 0-d jax value of a traced number."""
+    """Return the 0-d jax value of a traced number."""
     node = number.node
     if isinstance(node, NumberNode):
         return node.value
@@ -46,5 +44,5 @@ def node_value(number: Any) -> jax.Array:
 
 
 def placeholder(number: Any) -> Any:
-    """A Python number to stand for a traced one where only dtypes and shapes matter."""
+    """Return a Python number to use for a traced one where only dtypes and shapes matter."""
     return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]
