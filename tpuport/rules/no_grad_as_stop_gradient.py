@@ -25,7 +25,7 @@ class NoGradAsStopGradient(Rule):
 
     ## Why is this bad?
     The block switches PyTorch's autograd off. `jax.grad` knows nothing of that: the gradient flows
-    through the target network, the teacher or the statistics, and training is silently another.
+    through the target network, the teacher or the statistics, and training silently changes.
     `.detach()` becomes `jax.lax.stop_gradient`.
 
     ## Fix safety

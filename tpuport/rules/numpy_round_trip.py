@@ -95,7 +95,7 @@ class NumpyRoundTrip(Rule):
                 return x * WAYS[way](x).cpu().item()
             """,
             jit_error="TracerArrayConversionError",
-            left="nothing says what",
+            left="it is not known what it is called on",
         ),
         Example(
             before="""
@@ -131,7 +131,7 @@ class NumpyRoundTrip(Rule):
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
         if node.func.attr in ("item", "tolist"):
-            raise NotFixable("nothing says what it is called on")
+            raise NotFixable("it is not known what it is called on")
         if node.func.attr not in ("cpu", "to"):
             raise NotFixable(f"{ast.unparse(node.func)} is numpy's")
         if len(node.args) + len(node.keywords) > 1 or (node.func.attr == "cpu" and node.args):

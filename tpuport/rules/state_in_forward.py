@@ -26,8 +26,8 @@ class StateInForward(Rule):
 
     ## Fix safety
     There is no automatic fix: state has to enter the step as an argument and leave it as a result.
-    Buffers can do that as they are, if the caller hands in and takes out what `functional_call`
-    changes (`tpuport.convert` does).
+    Registered buffers need no change, if the caller passes in and takes out those that
+    `functional_call` changes (`tpuport.convert` does).
 
     ## References
     https://docs.jax.dev/en/latest/stateful-computations.html
