@@ -1,7 +1,7 @@
 """Helpers that rewritten code calls where the original asked a tensor for its value.
 
 In eager PyTorch every function here does exactly what the Python statement that it replaces does.
-With a traced value it hands the decision to the program that is being traced, whether
+With a traced value it passes the decision to the program that is being traced, whether
 `tpuport.convert` traces it or torchax alone does under `jax.jit`. Nothing is imported until a
 traced value is met.
 """

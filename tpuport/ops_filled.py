@@ -25,6 +25,8 @@ def filled(function: Callable[..., Any]) -> Callable[..., Any]:
 
             traced: Callable[..., Any] = getattr(plain_filled, function.__name__)
             return traced(shape, *args, **kwargs)
+        # PyTorch reads the value of a tensor before it dispatches the call, so the trace would stop
+        # there. A traced number passes.
         if getattr(value, "is_traced", False) is True:
             return function(shape, **{**kwargs, "fill_value": value.item()})
         return function(shape, *args, **kwargs)

@@ -100,6 +100,7 @@ def mismatched(tensor: Any, mask: Any, otherwise: Any, value: Any) -> Any:
         differs from the number of rows that the mask selects.
     """
     del mask
+    # A masked write with `cut=True` leaves it on the tensor, in a program only.
     wrong = getattr(tensor, "_tpuport_mismatched", None)
     if wrong is None:
         return otherwise

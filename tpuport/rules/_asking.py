@@ -1,4 +1,4 @@
-"""Questions about the truth of an expression: evaluating it takes one, or it is part of a test."""
+"""The truth of an expression: whether evaluating it takes one, and whether a test takes its own."""
 
 import ast
 

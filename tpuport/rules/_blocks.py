@@ -129,6 +129,7 @@ class Layout:
         for i, statement in enumerate(statements):
             if statement in self.dropped:
                 start, end = self.module.span(statement)
+                # Of `pass; x = 1` the semicolon has to go, too.
                 if i + 1 < len(statements) and statements[i + 1].lineno == statement.end_lineno:
                     end = self.module.start(statements[i + 1])
                 removed.append(Edit(start, end, Passage.of("", self.module.origin(statement))))
@@ -164,6 +165,7 @@ class Layout:
             if not any(a <= offset < b for a, b in kept)
         ]
         made = Passage.stack([*(self._gap() if gap else []), *comments, *lines])
+        # Nothing can be defined before an `elif`, so it becomes the block of an `else`.
         if isinstance(self.node, ast.If) and self.module.is_elif(self.node):
             made = Passage.stack([self.line("else:"), made.indented(self.unit)])
         return Edit(begin, end, made)

@@ -37,6 +37,7 @@ def is_carried(write: Write, state: ClassState, context: Context) -> bool:
         reader = context.module.outermost_function(read)
         assert isinstance(reader, ast.FunctionDef | ast.AsyncFunctionDef)
         if reader is write.method:
+            # A read that the write does not surely precede may see what the call before left.
             if read.lineno <= write.node.lineno or not _is_followed(write.node, read, context):
                 return True
         elif reader.name not in later and context.in_step(read):

@@ -121,6 +121,7 @@ class Expressions:
         known = 0
         while known < len(values) and _is_known(values[known], self.context):
             known += 1
+        # At least one operand is evaluated first, and at least one is left for the lambda.
         count = min(max(known, 1), len(values) - 1)
         if count > 1:
             word = " and " if isinstance(operator, ast.And) else " or "

@@ -167,6 +167,7 @@ class RowFix:
         """Follow the result of a reduction over another axis than that of the rows: it has rows."""
         dims = [*options, *(k.value for k in call.keywords if k.arg == "dim")]
         known = all(k.arg in ("dim", "dtype", "keepdim") for k in call.keywords)
+        # With a dimension `max` and `min` return indices, too.
         if not known or (dims and name in ("max", "min")):
             raise self._unknown(call)
         over_rows = self.leading and dims and ast.unparse(dims[0]) == "0"

@@ -13,6 +13,7 @@ from tpuport.source.statements import walk_scope
 _BROAD = frozenset({"Exception", "BaseException"})
 # jax's errors for traced values are subclasses of these.
 _OF_TRACERS = frozenset({"TypeError"})
+# Linear algebra raises these for some values, such as a singular matrix.
 _OF_VALUES = frozenset({"RuntimeError", "LinAlgError", "_LinAlgError"})
 _READS = frozenset({"item", "tolist", "numpy", "cpu"})
 _NUMBERS = frozenset({"float", "int", "bool", "complex"})

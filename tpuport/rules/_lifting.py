@@ -65,6 +65,8 @@ class Lift:
         needed: set[str] = set()
         for block in self.blocks:
             bound, _ = self.flow.names(block)
+            # A closure finds names that are only read. A name that some block assigns is local in
+            # its function, and a side that does not assign an output returns its earlier value.
             entering = self.flow.live_into(block, frozenset(self.outputs))
             needed |= entering & (set(bound) | set(self.outputs))
         operands = [name for name in self.assigned if name in needed]
@@ -89,6 +91,8 @@ class Lift:
 
     def _captured_inside_only(self, name: str) -> bool:
         """Return whether closures over a name stay in its block and see the same values."""
+        # A closure sees what later iterations assign to its names, which a local of a new function
+        # would hide.
         if isinstance(self.node, ast.While) or self._in_loop():
             return False
         inside = self._inside

@@ -48,6 +48,7 @@ def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
 
 
 _Bindings = dict[str, tuple[list[ast.expr], int]]
+# Several rules ask about the same function. An entry goes away with the tree of its file.
 _known: "weakref.WeakKeyDictionary[Function, _Bindings]" = weakref.WeakKeyDictionary()
 
 

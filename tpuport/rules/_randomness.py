@@ -106,6 +106,7 @@ def _is_number(node: ast.expr, context: Context) -> bool:
 
 
 def draws_on_device(node: ast.Call, context: Context) -> bool:
+    """Return whether a call draws random numbers with the key of the device."""
     name = context.name(node.func) or ""
     if name in _DRAWN_ON_DEVICE:
         return True

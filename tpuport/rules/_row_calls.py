@@ -58,6 +58,7 @@ def is_plain_loss(call: ast.Call) -> bool:
 
 
 def starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
+    """Return whether the first size of a reshape is -1, which keeps the rows in front."""
     first = args[0] if args else None
     if isinstance(first, ast.Tuple | ast.List):
         first = first.elts[0] if first.elts else None

@@ -69,6 +69,7 @@ class ClassState:
         return [write for write in self.writes if write.method.name in names]
 
 
+# Several rules ask about the same class. An entry goes away with the tree of its file.
 _known: "weakref.WeakKeyDictionary[ast.ClassDef, ClassState]" = weakref.WeakKeyDictionary()
 
 

@@ -29,6 +29,7 @@ def _numbers(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
         case ast.JoinedStr(values=values):
             for value in values:
                 if isinstance(value, ast.FormattedValue) and value.format_spec is not None:
+                    # `!r` and `!s` make text first, which takes no format for numbers.
                     if value.conversion == -1:
                         yield value.value, _field(value)
         case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod(), right=right):

@@ -22,7 +22,7 @@ class BackwardCall(Rule):
     tensors does not require grad`, and an optimizer that finds no `.grad` silently does nothing.
 
     ## Fix safety
-    There is no automatic fix. With `ported = tpuport.convert(model)`, hand a loss that calls
+    There is no automatic fix. With `ported = tpuport.convert(model)`, pass a loss that calls
     `ported.apply(params, buffers, key, ...)` to `jax.value_and_grad`.
 
     ## References

@@ -32,7 +32,7 @@ class GrowingCache(Rule):
     ## Fix safety
     Exact in eager PyTorch. A program cannot make the table longer: build it in `__init__` for the
     longest input, and look for shorter ones with `tpuport.ops.debug_checks`. A cache of all that
-    came before has no fix: hand it in and out of the step as a tensor of fixed size.
+    came before has no fix: pass it in and out of the step as a tensor of fixed size.
 
     ## References
     https://docs.jax.dev/en/latest/stateful-computations.html

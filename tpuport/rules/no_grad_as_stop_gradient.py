@@ -146,6 +146,7 @@ class NoGradAsStopGradient(Rule):
             return
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        # The finding is at the expression, whose parent is the `withitem`.
         block = context.module.parents[context.module.parents[node]]
         assert isinstance(block, ast.With)
         return Fix(tuple(detached(name, value, context) for name, value in leaking(block, context)))

@@ -135,5 +135,5 @@ class NumpyRoundTrip(Rule):
         if node.func.attr not in ("cpu", "to"):
             raise NotFixable(f"{ast.unparse(node.func)} is numpy's")
         if len(node.args) + len(node.keywords) > 1 or (node.func.attr == "cpu" and node.args):
-            raise NotFixable("it asks for another dtype or a copy, too")
+            raise NotFixable("it also changes the dtype or makes a copy")
         return Fix(wrapped(node, f"{OPS}.to_cpu", context), (OPS,))

@@ -179,6 +179,7 @@ class TensorCheck(Rule):
             context.report(self, node, test=node.test)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        # Called for its refusals: a check outside a function, or in one that reads its frame.
         function_around(node, context)
         if isinstance(node, ast.Assert):
             return Fix((passing(node, context),), (OPS,))
