@@ -39,7 +39,7 @@ def refuse_effects(
     Args:
         code: Statements or expressions that would move into a nested function.
         context: The file and what is inferred about it.
-        entering: Names that the code reads before it binds them.
+        entering: Names whose earlier value the code may use.
 
     Raises:
         NotFixable: the code writes to an object that other code may see, or suspends the function.

@@ -28,7 +28,7 @@ class Lift:
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
-        operands: Names that a block reads before it assigns them, so that it takes them.
+        operands: Names whose earlier value a block needs, which become its parameters.
 
     Raises:
         NotFixable: a block would behave differently in a function.

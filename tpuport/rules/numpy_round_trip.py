@@ -106,7 +106,7 @@ class NumpyRoundTrip(Rule):
                 return x.to("cpu", torch.float64)
             """,
             jit_error="TracerArrayConversionError",
-            left="another dtype",
+            left="it also changes the dtype or makes a copy",
         ),
     )
     CLEAN = (
