@@ -1,7 +1,7 @@
-"""What rewritten code calls where the original asked a tensor for its value.
+"""Helpers that rewritten code calls where the original asked a tensor for its value.
 
 In eager PyTorch every function here does exactly what the Python statement that it replaces does.
-With a traced value it hands the decision to the program that is being traced, whether
+With a traced value it passes the decision to the program that is being traced, whether
 `tpuport.convert` traces it or torchax alone does under `jax.jit`. Nothing is imported until a
 traced value is met.
 """
@@ -65,14 +65,14 @@ __all__ = [
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value belongs to a program being traced: a traced tensor or a traced number."""
+    """Return whether a value is traced: a tensor or number of a program being traced."""
     if getattr(value, "is_traced", False) is True:
         return True
     return getattr(getattr(value, "node", None), "is_traced", False) is True or _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor that torchax alone traces."""
+    """Return whether a value is a tensor that torchax alone traces."""
     torchax = sys.modules.get("torchax.tensor")
     if torchax is None or not isinstance(value, torchax.Tensor | torchax.View):
         return False
@@ -87,9 +87,9 @@ _checks_on: ContextVar[bool] = ContextVar("_checks_on", default=False)
 
 @contextlib.contextmanager
 def debug_checks() -> Iterator[None]:
-    """Make programs that torchax alone traces in this context do their checks when they run.
+    """Make programs that torchax alone traces in this context check their tests when they run.
 
-    Otherwise they drop them. A program of `tpuport.convert` always checks.
+    Otherwise such programs drop the checks. A program of `tpuport.convert` always checks.
     """
     token = _checks_on.set(True)
     try:
@@ -99,7 +99,7 @@ def debug_checks() -> Iterator[None]:
 
 
 def are_checks_on() -> bool:
-    """Whether the program being traced by torchax alone does its checks."""
+    """Return whether the program that torchax alone traces now keeps its checks."""
     return _checks_on.get()
 
 
@@ -109,17 +109,17 @@ def cond(
     orelse: Callable[..., Any],
     operands: tuple[Any, ...] = (),
 ) -> Any:
-    """`then(*operands) if test else orelse(*operands)`.
+    """Return `then(*operands) if test else orelse(*operands)`.
 
     Args:
-        test: Any value with a truth; a traced one needs exactly one element.
-        then: Called with the operands if the test holds.
-        orelse: Called with the operands if it does not.
-        operands: The variables that a side may change.
+        test: Any value with a truth value; a traced one needs exactly one element.
+        then: Function called with the operands if the test is true.
+        orelse: Function called with the operands if the test is false.
+        operands: The variables that a branch may change.
 
     Returns:
-        What the side that is taken returns. Under a traced test both sides are traced and must
-        return the same structure, shapes and dtypes.
+        The result of the branch that is taken. Under a traced test both branches are traced and
+        must return the same structure, shapes and dtypes.
     """
     if is_traced(test):
         if _is_plain(test):
@@ -134,15 +134,15 @@ def cond(
 def while_loop(
     test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """`while test(*operands): operands = body(*operands)`.
+    """Run `while test(*operands): operands = body(*operands)`.
 
     Args:
-        test: Called before each round with what the loop carries.
-        body: Called in each round; returns what the loop carries as a tuple.
-        operands: What the loop carries when it starts.
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values at the start.
 
     Returns:
-        What the loop carries when it ends.
+        The carried values at the end.
     """
     while True:
         again = test(*operands)
@@ -159,12 +159,12 @@ def while_loop(
 
 
 def check(test: Any, make_error: Callable[[], Any]) -> None:
-    """`if test: raise make_error()`.
+    """Run `if test: raise make_error()`.
 
     Args:
-        test: Any value with a truth.
-        make_error: Called only if the test holds. It returns the exception to raise, or raises it.
-            While tracing it is called once, to know the exception that the program may raise.
+        test: Any value with a truth value.
+        make_error: Function that returns the exception to raise, or raises it; called only if the
+            test is true. A trace calls it once, to know the exception that may be raised.
     """
     if is_traced(test):
         _traced_check(test, lambda: _error_of(make_error))
@@ -181,7 +181,7 @@ def _traced_check(test: Any, make_error: Callable[[], Any]) -> None:
 
 
 def _error_of(make_error: Callable[[], Any]) -> Any:
-    """The exception that a function returns or raises; our own errors are not the user's."""
+    """Return the exception that a function returns or raises; pass on tpuport's own errors."""
     try:
         return make_error()
     except TpuportError:
@@ -191,11 +191,11 @@ def _error_of(make_error: Callable[[], Any]) -> Any:
 
 
 def report(test: Any, action: Callable[[], Any]) -> None:
-    """`if test: action()`, for an action that only prints, warns or logs.
+    """Run `if test: action()`, for an action that only prints, warns or logs.
 
     Args:
-        test: Any value with a truth. Under a traced one nothing is reported.
-        action: Called only if the test holds.
+        test: Any value with a truth value. Under a traced one nothing is reported.
+        action: Function called only if the test is true.
     """
     if is_traced(test):
         _traced_check(test, lambda: None)
@@ -204,17 +204,17 @@ def report(test: Any, action: Callable[[], Any]) -> None:
 
 
 def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
-    """What `assert` asks in place of `assert test, make_message()`.
+    """Return True, or raise what `assert test, make_message()` raises.
 
     Args:
-        test: Any value with a truth.
-        make_message: Makes the assertion's message; called only if the test does not hold.
+        test: Any value with a truth value.
+        make_message: Function that returns the assertion's message; called only on failure.
 
     Returns:
         True. A traced test is checked when the program runs.
 
     Raises:
-        AssertionError: the test does not hold.
+        AssertionError: the test is false.
     """
 
     def make_error() -> AssertionError:
@@ -228,9 +228,9 @@ def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
 
 
 def both(first: Any, second: Callable[[], Any]) -> Any:
-    """`first and second()` where only the truth of the result counts, as in a test.
+    """Return `first and second()` where only the truth of the result counts, as in a test.
 
-    With a traced `first` the second is always computed, and the two truths are combined.
+    With a traced `first`, `second` is always computed and the two truth values are combined.
     """
     if not is_traced(first):
         return first and second()
@@ -243,9 +243,9 @@ def both(first: Any, second: Callable[[], Any]) -> Any:
 
 
 def either(first: Any, second: Callable[[], Any]) -> Any:
-    """`first or second()` where only the truth of the result counts, as in a test.
+    """Return `first or second()` where only the truth of the result counts, as in a test.
 
-    With a traced `first` the second is always computed, and the two truths are combined.
+    With a traced `first`, `second` is always computed and the two truth values are combined.
     """
     if not is_traced(first):
         return first or second()
@@ -258,9 +258,9 @@ def either(first: Any, second: Callable[[], Any]) -> Any:
 
 
 def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
-    """`first and second()` where the result itself is used.
+    """Return `first and second()` where the result itself is used.
 
-    With a traced `first` the second is always computed, and one of the two is selected.
+    With a traced `first`, `second` is always computed and one of the two is selected.
     """
     if not is_traced(first):
         return first and second()
@@ -271,9 +271,9 @@ def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
 
 
 def first_truthy(first: Any, second: Callable[[], Any]) -> Any:
-    """`first or second()` where the result itself is used.
+    """Return `first or second()` where the result itself is used.
 
-    With a traced `first` the second is always computed, and one of the two is selected.
+    With a traced `first`, `second` is always computed and one of the two is selected.
     """
     if not is_traced(first):
         return first or second()
@@ -284,7 +284,7 @@ def first_truthy(first: Any, second: Callable[[], Any]) -> Any:
 
 
 def _are_truths(*values: Any) -> bool:
-    """Whether values are 0-d boolean tensors, whose `&` is the `and` of Python."""
+    """Return whether all values are 0-d boolean tensors, whose `&` is Python's `and`."""
     import torch
 
     return all(
@@ -294,7 +294,7 @@ def _are_truths(*values: Any) -> bool:
 
 
 def negate(value: Any) -> Any:
-    """`not value`."""
+    """Return `not value`."""
     if not is_traced(value):
         return not value
     if _is_plain(value):
@@ -307,17 +307,17 @@ def negate(value: Any) -> Any:
 
 
 def to_float(value: Any) -> Any:
-    """`float(value)`; of a traced tensor a number that is still part of the program."""
+    """Return `float(value)`; for a traced tensor, a traced number."""
     return _number(value, float)
 
 
 def to_int(value: Any) -> Any:
-    """`int(value)`; of a traced tensor a number that is still part of the program."""
+    """Return `int(value)`; for a traced tensor, a traced number."""
     return _number(value, int)
 
 
 def to_bool(value: Any) -> Any:
-    """`bool(value)`; of a traced tensor a truth that is still part of the program."""
+    """Return `bool(value)`; for a traced tensor, a traced truth value."""
     return _number(value, bool)
 
 
@@ -333,7 +333,7 @@ def _number(value: Any, kind: type) -> Any:
 
 
 def item(value: Any) -> Any:
-    """`value.item()`; of a traced tensor a number that is still part of the program."""
+    """Return `value.item()`; for a traced tensor, a traced number."""
     if _is_plain(value):
         from tpuport.model import plain_torchax
 
@@ -342,7 +342,7 @@ def item(value: Any) -> Any:
 
 
 def to_list(value: Any) -> Any:
-    """`value.tolist()`; of a traced tensor nested lists of numbers that are still part of it."""
+    """Return `value.tolist()`; for a traced tensor, nested lists of traced numbers."""
     if _is_plain(value):
         from tpuport.model import plain_torchax
 
@@ -351,17 +351,17 @@ def to_list(value: Any) -> Any:
 
 
 def to_cpu(value: Any) -> Any:
-    """`value.cpu()`; a traced tensor stays part of the program."""
+    """Return `value.cpu()`; a traced tensor stays on its device, in the program."""
     return value if _is_plain(value) else value.cpu()
 
 
 def largest(*values: Any) -> Any:
-    """`max(*values)`; compared in the program if one of them is traced."""
+    """Return `max(*values)`; if a value is traced, the program compares them."""
     return _chosen(values, max, lambda value, best: value > best)
 
 
 def smallest(*values: Any) -> Any:
-    """`min(*values)`; compared in the program if one of them is traced."""
+    """Return `min(*values)`; if a value is traced, the program compares them."""
     return _chosen(values, min, lambda value, best: value < best)
 
 
@@ -377,7 +377,7 @@ def _chosen(
 
 
 def _selected(test: Any, value: Any, best: Any) -> Any:
-    """`value if test else best`; of a tensor and a number a tensor, since a program has to say."""
+    """Return `value if test else best`; under a traced test, a tensor if either is one."""
     import torch
 
     tensors = [isinstance(part, torch.Tensor) for part in (value, best)]
@@ -387,13 +387,13 @@ def _selected(test: Any, value: Any, best: Any) -> Any:
 
 
 def validate_args(*values: Any) -> bool | None:
-    """What to pass for `validate_args` to a distribution of `torch.distributions`.
+    """Return what to pass as `validate_args` to a distribution of `torch.distributions`.
 
     Args:
-        values: Its parameters.
+        values: The parameters of the distribution.
 
     Returns:
-        None, which asks for PyTorch's default; False if a parameter is traced, because a check
+        None, which selects PyTorch's default; False if a parameter is traced, because a check
         would need its value.
     """
     return False if any(map(is_traced, values)) else None

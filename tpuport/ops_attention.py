@@ -1,4 +1,4 @@
-"""What rewritten code calls where the original computed attention with a mask."""
+"""The helper that rewritten code calls where the original computed attention with a mask."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ __all__ = ["attention"]
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)`.
+    """Return `torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)`.
 
-    In a program of torchax alone, too, a query that may attend to nothing gives zeros.
+    A query that may attend to nothing gives zeros, as in PyTorch, also in a program that torchax
+    alone traces.
     """
     import torch
 
@@ -28,5 +29,6 @@ def attention(*args: Any, **kwargs: Any) -> Any:
         args = (*args[:3], safe, *args[4:])
     else:
         kwargs["attn_mask"] = safe
-    # What such a row attends to instead must not count, nor its gradient.
+    # An empty row attends to everything here, as a softmax over nothing is NaN. `where` drops
+    # its result, and with it the gradient.
     return torch.where(empty, 0.0, function(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""What rewritten code calls where the original named a CUDA device."""
+"""The helper that rewritten code calls where the original moved a value to CUDA."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ __all__ = ["cuda"]
 
 
 def cuda(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """`value.cuda(*args, **kwargs)` where PyTorch has CUDA, and the value as it is elsewhere.
+    """Return `value.cuda(*args, **kwargs)` where PyTorch has CUDA, and the value itself elsewhere.
 
     Args:
         value: A tensor, a module, or anything else with a method `cuda`.
-        args: What `cuda` takes by position, such as the device's number.
-        kwargs: What it takes by name, such as `non_blocking`.
+        args: Positional arguments of `cuda`, such as the device's index.
+        kwargs: Keyword arguments of `cuda`, such as `non_blocking`.
 
     Returns:
-        What `value.cuda` returns, or `value` itself: tensors and modules stay where they are, and
-        a traced tensor stays in its program.
+        The result of `value.cuda`, or `value` itself: tensors and modules stay on their device,
+        and a traced tensor stays in its program.
     """
     import torch
 

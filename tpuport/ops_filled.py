@@ -1,4 +1,4 @@
-"""What rewritten code calls where the original filled a new tensor with a traced number."""
+"""The helper that rewritten code calls where the original filled a tensor with a traced number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +9,13 @@ __all__ = ["filled"]
 
 
 def filled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.full` or `torch.full_like`, for a number or 0-d tensor that may be traced.
+    """Wrap `torch.full` or `torch.full_like` so that the fill value may be traced.
 
     Args:
-        function: One of the two.
+        function: `torch.full` or `torch.full_like`.
 
     Returns:
-        The function itself, except that what it fills the tensor with stays part of a program.
+        A function that does the same as `function` and keeps a traced fill value in the program.
     """
 
     def call(shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -25,6 +25,8 @@ def filled(function: Callable[..., Any]) -> Callable[..., Any]:
 
             traced: Callable[..., Any] = getattr(plain_filled, function.__name__)
             return traced(shape, *args, **kwargs)
+        # PyTorch reads the value of a tensor before it dispatches the call, so the trace would stop
+        # there. A traced number passes.
         if getattr(value, "is_traced", False) is True:
             return function(shape, **{**kwargs, "fill_value": value.item()})
         return function(shape, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What rewritten code calls where the original indexed a tensor with a boolean mask.
+"""Helpers that rewritten code calls where the original indexed a tensor with a boolean mask.
 
 In eager PyTorch, and where tpuport itself traces, every function here does exactly what the code
 that it replaces does. Under plain torchax and `jax.jit`, where no size can depend on data, masks
@@ -22,12 +22,12 @@ __all__ = [
 
 
 def masked(tensor: Any, *, cut: bool = False) -> Any:
-    """The tensor, for `masked(x)[mask]` in the place of `x[mask]`, on both sides of `=`.
+    """Return the tensor, so that `masked(x)[mask]` replaces `x[mask]` on both sides of `=`.
 
     Args:
-        tensor: What is indexed.
-        cut: Whether rows beyond those that a mask selects are left out of what is written, where
-            the program cannot raise the error about their number.
+        tensor: The tensor to index.
+        cut: Whether a write drops the rows beyond those that the mask selects, where the program
+            cannot raise the error about their number.
     """
     if not is_plain_torchax(tensor):
         return tensor
@@ -37,7 +37,7 @@ def masked(tensor: Any, *, cut: bool = False) -> Any:
 
 
 def masked_select(tensor: Any, mask: Any) -> Any:
-    """`torch.masked_select(tensor, mask)`."""
+    """Return `torch.masked_select(tensor, mask)`."""
     import torch
 
     if not is_plain_torchax(mask):
@@ -47,7 +47,7 @@ def masked_select(tensor: Any, mask: Any) -> Any:
 
 
 def count_rows(tensor: Any, mask: Any) -> Any:
-    """`len(tensor[mask])`; in a program of torchax alone int32[], a tensor."""
+    """Return `len(tensor[mask])`; in a program that torchax alone traces, a 0-d int32 tensor."""
     if not is_plain_torchax(mask):
         return tensor[mask].shape[0]
     from tpuport.model.masked_access import count
@@ -56,7 +56,7 @@ def count_rows(tensor: Any, mask: Any) -> Any:
 
 
 def count_elements(tensor: Any, mask: Any) -> Any:
-    """`tensor[mask].numel()`; in a program of torchax alone int32[], a tensor."""
+    """Return `tensor[mask].numel()`; in a program that torchax alone traces, a 0-d int32 tensor."""
     if not is_plain_torchax(mask):
         return tensor[mask].numel()
     from tpuport.model.masked_access import count
@@ -65,7 +65,7 @@ def count_elements(tensor: Any, mask: Any) -> Any:
 
 
 def inverse(mask: Any) -> Any:
-    """`~mask`, as an index."""
+    """Return `~mask`, to be used as an index."""
     if not is_plain_torchax(mask):
         return ~mask
     from tpuport.model.masked_access import Inverse
@@ -74,7 +74,7 @@ def inverse(mask: Any) -> Any:
 
 
 def rowwise(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's that also takes the rows that `masked(x)[mask]` gives in a program."""
+    """Wrap a torch function so that it also takes the rows of `masked(x)[mask]` in a program."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not any(_has_rows(value) for value in (*args, *kwargs.values())):
@@ -87,19 +87,20 @@ def rowwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mismatched(tensor: Any, mask: Any, otherwise: Any, value: Any) -> Any:
-    """What a name holds after a `try` that writes rows, where a program cannot raise.
+    """Return the value of a name after a `try` that writes rows, where a program cannot raise.
 
     Args:
         tensor: The tensor that the `try` wrote to.
         mask: The mask that it wrote through.
-        otherwise: What the name holds where nothing was raised, or what it holds in eager PyTorch.
-        value: What the handler gives the name.
+        otherwise: The value of the name after the `try`, in eager PyTorch or without an exception.
+        value: The value that the handler assigns to the name.
 
     Returns:
-        `otherwise`; in a program a traced value, which is `value` if the number of rows written was
-        not that of the rows that the mask selects.
+        `otherwise`; in a program a traced value, which is `value` if the number of rows written
+        differs from the number of rows that the mask selects.
     """
     del mask
+    # A masked write with `cut=True` leaves it on the tensor, in a program only.
     wrong = getattr(tensor, "_tpuport_mismatched", None)
     if wrong is None:
         return otherwise
@@ -109,7 +110,7 @@ def mismatched(tensor: Any, mask: Any, otherwise: Any, value: Any) -> Any:
 
 
 def is_plain_torchax(value: Any) -> bool:
-    """Whether a value is a tensor of torchax that tpuport does not trace."""
+    """Return whether a value is a torchax tensor that tpuport does not trace."""
     if not type(value).__module__.startswith("torchax."):
         return False
     return hasattr(value, "jax") and getattr(value, "is_traced", False) is not True

@@ -1,4 +1,4 @@
-"""What rewritten code asks before it makes a table in `self` longer."""
+"""The helper that rewritten code calls before it makes a table in `self` longer."""
 
 from typing import Any
 
@@ -8,17 +8,17 @@ __all__ = ["grows"]
 
 
 def grows(test: Any) -> Any:
-    """What a branch asks that makes a table in `self` longer if `test` holds.
+    """Return the test of a branch that makes a table in `self` longer.
 
     Args:
         test: Whether the table is too short.
 
     Returns:
-        The test itself, also where `tpuport.convert` traces, which decides it by what is known of
-        the sizes. In a program of torchax alone a traced test gives False, since the tables of a
-        program keep their sizes: they have to be long enough when it is traced. Past the end of a
-        table that is too short, indexing and `gather` read the last row, and `embedding` and
-        `index_select` NaN; with `tpuport.ops.debug_checks` the program raises an `IndexError`.
+        The test itself, also under `tpuport.convert`, which decides it from the known sizes. Under
+        torchax alone a traced test gives False: the tables of a program keep their sizes, so they
+        have to be long enough when it is traced. Past the end of a table that is too short,
+        indexing and `gather` read the last row, while `embedding` and `index_select` give NaN;
+        with `tpuport.ops.debug_checks` the program raises an `IndexError`.
     """
     from tpuport.ops import is_traced
 

@@ -200,13 +200,13 @@ def test_forked_workers_and_scalers_are_notes():
     [
         (
             "import torch\nfrom x import f\nf = torch.compile(f)  # faster\n",
-            "something else stands on its lines",
+            "something else is on its lines",
         ),
         ("import torch\nif 1 > 0:\n    f = torch.compile(f)\n", "the block would be empty"),
         ("import torch\nf = torch.compile(*fs)\n", "not clear what is wrapped"),
         ("import torch\nf = torch.compile(g)\nf._orig_mod\n", "the wrapped module"),
         ("import torch\nif y: torch.cuda.synchronize()\n", "shares its line"),
-        ("x = (y.  # moved\n     cuda())\n", "a comment stands"),
+        ("x = (y.  # moved\n     cuda())\n", "there is a comment"),
         ("from torch import float16\nimport torch\nx = torch.zeros(3).half().cuda\n", "unsafe"),
     ],
 )

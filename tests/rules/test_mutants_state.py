@@ -93,7 +93,7 @@ def test_a_base_that_others_see_is_left(alias: str):
     source = VIEW.before.replace("    rows = ", f"    {alias}\n    rows = ", 1)
     result = rewrite(source, rules=[WriteThroughView])
     assert result.source == source
-    assert "other names may stand for y" in result.left[0].reason
+    assert "other names may refer to y" in result.left[0].reason
 
 
 def test_a_view_that_may_be_a_copy_is_left():

@@ -1,1 +1,1 @@
-"""One file a rule: why it exists, how it detects, how it fixes, and the examples that prove it."""
+"""The rules, one file each: why it exists, how it detects and fixes, and examples that prove it."""

@@ -1,4 +1,4 @@
-"""Where an argument can be added to a call."""
+"""The fix that adds an argument to a call."""
 
 import ast
 
@@ -10,7 +10,7 @@ from tpuport.source.text import Edit, Passage
 def with_argument(
     call: ast.Call, text: str, context: Context, imports: tuple[str, ...] = ()
 ) -> Fix:
-    """The fix that adds an argument behind the last one of a call, which has some.
+    """Return the fix that adds an argument after the last one of a call, which has some.
 
     Args:
         call: The call.

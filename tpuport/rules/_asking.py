@@ -1,4 +1,4 @@
-"""Who takes the truth of an expression: computing it, or a statement that it is the test of."""
+"""The truth of an expression: whether evaluating it takes one, and whether a test takes its own."""
 
 import ast
 
@@ -6,10 +6,10 @@ from tpuport.source.engine import Context
 
 
 def asks_within(node: ast.expr, context: Context) -> bool:
-    """Whether computing an expression takes the truth of a traced value."""
+    """Return whether evaluating an expression takes the truth of a traced value."""
     match node:
         case ast.BoolOp(values=[*first, last]):
-            # The last operand is the result: nobody asks for its truth here.
+            # The last operand is the result, and `and` and `or` do not take its truth.
             return any(context.asks_traced(v) for v in first) or asks_within(last, context)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return context.asks_traced(operand)
@@ -20,7 +20,7 @@ def asks_within(node: ast.expr, context: Context) -> bool:
 
 
 def is_asked(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is part of a test, whose owner is the one to report."""
+    """Return whether an expression is part of a test; then the owner of the test is reported."""
     parent = context.module.parents[node]
     match parent:
         case (

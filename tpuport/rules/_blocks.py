@@ -18,8 +18,8 @@ class Block:
 
     Attributes:
         statements: The statements.
-        passage: Their lines with comments; None where there is nothing to copy.
-        indent: The indentation of the first level in that passage.
+        passage: The lines of the statements, with comments; None if there is nothing to copy.
+        indent: The indentation of the outermost level in the passage.
     """
 
     statements: tuple[ast.stmt, ...]
@@ -27,7 +27,7 @@ class Block:
     indent: str
 
     def at(self, indent: str) -> Passage | None:
-        """The text moved to another indentation.
+        """Return the text moved to another indentation.
 
         Raises:
             NotFixable: one indentation is no prefix of the other.
@@ -46,7 +46,7 @@ class Layout:
 
     Args:
         node: The statement.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
     """
 
     def __init__(self, node: ast.If | ast.While, context: Context) -> None:
@@ -62,21 +62,22 @@ class Layout:
 
     @property
     def inner(self) -> str:
-        """The indentation of a nested function's body."""
+        """Return the indentation of a nested function's body."""
         return self.indent + self.unit
 
     def body(self, *, nested: bool = True) -> Block:
-        """The block that runs if the test holds.
+        """Return the block that runs if the test is true.
 
         Args:
-            nested: Whether it moves into a nested function, where `super()` needs its arguments.
+            nested: Whether the block moves into a nested function. There a bare `super()` needs
+                its arguments written out.
         """
         body, orelse = self.node.body, self.node.orelse
         end = self._else_line() - 1 if orelse else body[-1].end_lineno or body[-1].lineno
         return self._block(body, self.colon, end, nested)
 
     def orelse(self, *, nested: bool = True) -> Block:
-        """The block after `else:`; an `elif` becomes an `if` in it; nothing if there is none."""
+        """Return the block after `else:`, empty if there is none; an `elif` becomes an `if`."""
         orelse = self.node.orelse
         if not orelse:
             return Block((), None, self.inner)
@@ -92,7 +93,7 @@ class Layout:
         return self._block(orelse, self.module.token_after(offset, ":"), end, nested)
 
     def rest(self) -> Block:
-        """What follows the statement in its own block; from then on it belongs to the edit."""
+        """Return the statements after this one in its block, and make them part of the edit."""
         block, index = self.module.block(self.node)
         following = block[index + 1 :]
         if not following:
@@ -128,6 +129,7 @@ class Layout:
         for i, statement in enumerate(statements):
             if statement in self.dropped:
                 start, end = self.module.span(statement)
+                # Of `pass; x = 1` the semicolon has to go, too.
                 if i + 1 < len(statements) and statements[i + 1].lineno == statement.end_lineno:
                     end = self.module.start(statements[i + 1])
                 removed.append(Edit(start, end, Passage.of("", self.module.origin(statement))))
@@ -146,14 +148,14 @@ class Layout:
     def edit(
         self, lines: Sequence[Passage], expressions: Expressions, *, gap: bool = False
     ) -> Edit:
-        """The edit that puts lines in the place of the statement and what was taken after it.
+        """Return the edit that replaces the statement, and what `rest` took, by lines.
 
-        Comments that stand outside all copied text go above those lines.
+        Comments outside all copied text are kept above those lines.
 
         Args:
             lines: Passages with their indentation.
-            expressions: What copied the test and other expressions.
-            gap: Whether to leave an empty line before, unless the block starts here.
+            expressions: The copier of the test and other expressions, which knows the text it kept.
+            gap: Whether to put an empty line before, unless the block starts here.
         """
         begin, end = self.text.line_start(self.node.lineno), self.text.line_end(self.last_line)
         kept = [*self.kept, *expressions.kept]
@@ -163,16 +165,17 @@ class Layout:
             if not any(a <= offset < b for a, b in kept)
         ]
         made = Passage.stack([*(self._gap() if gap else []), *comments, *lines])
+        # Nothing can be defined before an `elif`, so it becomes the block of an `else`.
         if isinstance(self.node, ast.If) and self.module.is_elif(self.node):
             made = Passage.stack([self.line("else:"), made.indented(self.unit)])
         return Edit(begin, end, made)
 
     def line(self, text: str, indent: str | None = None) -> Passage:
-        """A new line at the statement's indentation, or at the one given."""
+        """Return a new line at the statement's indentation, or at the one given."""
         return Passage.of((self.indent if indent is None else indent) + text, self.origin)
 
     def call(self, before: str, function: str, arguments: Sequence[Passage | str]) -> Passage:
-        """A call on a line of its own, or an argument a line where that would be too long."""
+        """Return a call on one line, or with one argument a line where that would be too long."""
         made = self.line(f"{before}{function}(")
         for index, argument in enumerate(arguments):
             made = made + (", " if index else "") + argument
@@ -183,17 +186,17 @@ class Layout:
         return Passage.stack([self.line(f"{before}{function}("), *each, self.line(")")])
 
     def function(self, name: str, parameters: Sequence[str], *parts: Passage | None) -> Passage:
-        """A nested function made of passages at the inner indentation, then an empty line."""
+        """Return a nested function of passages at the inner indentation, then an empty line."""
         body = [part for part in parts if part is not None] or [self.line("pass", self.inner)]
         head = self.line(f"def {name}({', '.join(parameters)}):")
         return Passage.stack([head, *body, self.blank()])
 
     def blank(self) -> Passage:
-        """An empty line."""
+        """Return an empty line."""
         return Passage.of("", self.origin)
 
     def _gap(self) -> list[Passage]:
-        """An empty line, unless the statement is the first in its block or follows one already."""
+        """Return an empty line, unless the statement starts its block or already follows one."""
         _, index = self.module.block(self.node)
         before = self.text.lines[self.node.lineno - 2] if self.node.lineno > 1 else ""
         if index == 0 or not before.strip() or before.lstrip().startswith("#"):
@@ -202,7 +205,7 @@ class Layout:
 
 
 def _without_blank_ends(passage: Passage) -> Passage | None:
-    """A passage without the empty lines it starts and ends with; None if there are no others."""
+    """Return a passage without leading and trailing empty lines; None if nothing is left."""
     lines = list(passage.lines)
     while lines and not lines[-1].text.strip():
         lines.pop()

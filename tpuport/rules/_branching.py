@@ -1,4 +1,4 @@
-"""The fix of an `if`: which statements become the two sides, and what the call gives."""
+"""The fix of an `if`: its two sides become functions, and `tpuport.ops.cond` calls one of them."""
 
 import ast
 
@@ -13,11 +13,11 @@ from tpuport.source.text import Edit
 
 
 class BranchFix:
-    """Turns one `if` into a call of `tpuport.ops.cond`.
+    """The rewriting of one `if` into a call of `tpuport.ops.cond`.
 
     Args:
         node: The statement.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
     """
 
     def __init__(self, node: ast.If, context: Context) -> None:
@@ -32,10 +32,10 @@ class BranchFix:
         self.ends = False
 
     def edit(self) -> Edit:
-        """The edit that replaces the statement by two functions and a call.
+        """Return the edit that replaces the statement by two functions and a call.
 
         Raises:
-            NotFixable: that would not be the same.
+            NotFixable: the rewritten code might behave differently.
         """
         layout, expressions = self.layout, Expressions(self.context)
         sides = self._sides()
@@ -55,7 +55,7 @@ class BranchFix:
         return layout.edit([*functions, call], expressions, gap=True)
 
     def _sides(self) -> tuple[list[Block], list[Block]]:
-        """The blocks that make up each side."""
+        """Return the blocks that make up each side."""
         body, orelse = self.node.body, self.node.orelse
         for side in (body, orelse):
             if len(side) == 1 and isinstance(side[0], ast.Pass):
@@ -67,7 +67,10 @@ class BranchFix:
         return [self.layout.body()], [self.layout.orelse()]
 
     def _returning_sides(self) -> tuple[list[Block], list[Block]]:
-        """Where a side returns, the other takes along what follows, and both return."""
+        """Return the sides of an `if` of which a side returns: then both have to return.
+
+        The side that does not return takes along the statements that follow the `if`.
+        """
         body, orelse, following = self.node.body, self.node.orelse, self.following
         refuse_loop_exits([*body, *orelse], self.context)
         falls = [not leaves(body), not leaves(orelse)]
@@ -75,7 +78,8 @@ class BranchFix:
             raise NotFixable("one side returns on some of its paths only")
         ends_function = self.parent is self.function and self.is_parent_body
         if any(falls) and not ends_function and not leaves(following):
-            # Once the branch around it is a function of its own, its block ends there.
+            # Once the branch around it is fixed, this block is the body of a function and ends
+            # there: a later pass can fix it.
             around = self.parent
             waits = isinstance(around, ast.If) and self.context.asks_traced(around.test)
             raise NotFixable("it returns, but its block goes on after it", pins=not waits)
@@ -87,7 +91,10 @@ class BranchFix:
         return sides
 
     def _continuing_sides(self) -> tuple[list[Block], list[Block]]:
-        """Where a side ends in `continue`, the other takes along the rest of the loop's body."""
+        """Return the sides of an `if` of which one ends in `continue`.
+
+        The other side takes along the rest of the loop's body, so that no `continue` is needed.
+        """
         body, orelse, following = self.node.body, self.node.orelse, self.following
         skips_in_body = isinstance(body[-1], ast.Continue)
         last = body[-1] if skips_in_body else (orelse or body)[-1]

@@ -1,4 +1,4 @@
-"""Which writes to `self` are state, and whether a later call reads them."""
+"""Writes to `self` that are state, and whether a later call reads them."""
 
 import ast
 
@@ -7,7 +7,7 @@ from tpuport.source.engine import Context
 
 
 def is_state(write: Write, state: ClassState, context: Context) -> bool:
-    """Whether a write is more than a constant that is the same in every call."""
+    """Return whether a write leaves more than a constant that is the same in every call."""
     if write.way == "augment" and isinstance(write.value, ast.Constant):
         return True
     if write.way in ("in_place", "element") and write.attribute in state.buffers:
@@ -18,7 +18,7 @@ def is_state(write: Write, state: ClassState, context: Context) -> bool:
 
 
 def _is_moved(value: ast.expr, attribute: str) -> bool:
-    """Whether a value is the attribute itself on another device, which changes nothing."""
+    """Return whether a value is the attribute itself on another device: the same state."""
     match value:
         case ast.IfExp(body=body):
             return _is_moved(body, attribute)
@@ -29,7 +29,7 @@ def _is_moved(value: ast.expr, attribute: str) -> bool:
 
 
 def is_carried(write: Write, state: ClassState, context: Context) -> bool:
-    """Whether a later call reads what a write leaves behind."""
+    """Return whether a later call reads what a write leaves behind."""
     if write.way in ("augment", "in_place", "element", "append"):
         return not _starts_anew(write, state, context)
     later = state.reached_from(write.method.name)
@@ -37,6 +37,7 @@ def is_carried(write: Write, state: ClassState, context: Context) -> bool:
         reader = context.module.outermost_function(read)
         assert isinstance(reader, ast.FunctionDef | ast.AsyncFunctionDef)
         if reader is write.method:
+            # A read that the write does not surely precede may see what the call before left.
             if read.lineno <= write.node.lineno or not _is_followed(write.node, read, context):
                 return True
         elif reader.name not in later and context.in_step(read):
@@ -45,7 +46,7 @@ def is_carried(write: Write, state: ClassState, context: Context) -> bool:
 
 
 def _starts_anew(write: Write, state: ClassState, context: Context) -> bool:
-    """Whether a step sets the attribute to a first value before it changes it."""
+    """Return whether a step binds the attribute to a first value before it changes it."""
     return any(
         other.attribute == write.attribute
         and other.way == "bind"
@@ -58,6 +59,6 @@ def _starts_anew(write: Write, state: ClassState, context: Context) -> bool:
 
 
 def _is_followed(node: ast.stmt, read: ast.AST, context: Context) -> bool:
-    """Whether a read can only come after a statement of the same call."""
+    """Return whether a read can only come after a statement of the same call."""
     block, _ = context.module.block(node)
     return any(ancestor in block for ancestor in context.module.ancestors(read))

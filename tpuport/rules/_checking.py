@@ -12,7 +12,7 @@ from tpuport.source.text import Edit, Passage
 
 
 def passing(node: ast.Assert, context: Context) -> Edit:
-    """The edit that keeps an `assert` but asks `tpuport.ops.passes` for its outcome."""
+    """Return the edit that keeps an `assert` but lets `tpuport.ops.passes` evaluate its test."""
     expressions = Expressions(context)
     made = Passage.of(f"assert {OPS}.passes(", context.module.origin(node))
     made = made + expressions.truth(node.test)
@@ -22,11 +22,11 @@ def passing(node: ast.Assert, context: Context) -> Edit:
 
 
 class CheckFix:
-    """Turns one `if` that reports into a call of `tpuport.ops.check`.
+    """The rewriting of one `if` that raises or logs into a call of `tpuport.ops.check` or `report`.
 
     Args:
         node: The statement.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
     """
 
     def __init__(self, node: ast.If, context: Context) -> None:
@@ -35,10 +35,10 @@ class CheckFix:
         self.expressions = Expressions(context)
 
     def edit(self) -> Edit:
-        """The edit that replaces the statement.
+        """Return the edit that replaces the statement.
 
         Raises:
-            NotFixable: that would not be the same.
+            NotFixable: the rewritten code might behave differently.
         """
         node = self.node
         if ends_in_raise(node.body):
@@ -60,7 +60,7 @@ class CheckFix:
         return passage if passage is not None else self.layout.line("pass")
 
     def _check(self, statements: list[ast.stmt], *, negated: bool) -> list[Passage]:
-        """The call of `tpuport.ops.check` or `report` and what it needs before it."""
+        """Return the call of `tpuport.ops.check` or `report`, after the function that it needs."""
         test = self.expressions.truth(self.node.test)
         if negated:
             test = self.layout.line(f"{OPS}.negate(", "") + test + ")"
@@ -74,7 +74,7 @@ class CheckFix:
         return [function, self.layout.call("", verb, [test, name])]
 
     def _function(self, statements: list[ast.stmt], *, in_body: bool) -> tuple[str, Passage]:
-        """A nested function of statements that a lambda cannot hold."""
+        """Return the name and text of a nested function of statements that a lambda cannot hold."""
         last = statements[-1]
         if isinstance(last, ast.Raise) and last.exc is None:
             raise NotFixable("it raises again the exception being handled")
@@ -88,7 +88,7 @@ class CheckFix:
         return name, self.layout.function(name, [], block.at(self.layout.inner))
 
     def _logs_first(self) -> list[Passage]:
-        """Log lines that other statements follow become a check ahead of the branch."""
+        """Return the lines that log first and then branch, for an `if` that does both."""
         node, layout = self.node, self.layout
         logs = node.body[: leading_logs(node.body)]
         holds = self.context.module.fresh_name(node, "holds")
@@ -114,7 +114,7 @@ def _verb(statement: ast.stmt) -> str:
 
 
 def _reported(statement: ast.stmt) -> ast.expr | None:
-    """What a lambda can give in place of a statement that raises or logs."""
+    """Return the expression that a lambda can hold in place of a statement that raises or logs."""
     match statement:
         case ast.Raise(exc=ast.expr() as error, cause=None):
             return error

@@ -1,4 +1,4 @@
-"""What becomes of `torch.compile` under torchax."""
+"""The effect of torchax on `torch.compile`."""
 
 import ast
 import re
@@ -8,14 +8,14 @@ from tpuport.rules._unwrapping import has_true
 from tpuport.source.engine import Context
 from tpuport.source.finding import Severity
 
-# Words of a test that chooses whether to compile.
+# Words in a test that decides whether to compile.
 ASKS = re.compile(r"compil|dynamo|inductor|cuda|gpu|available|script|trace", re.IGNORECASE)
 
 _COMPILERS = frozenset({"compile", "script", "script_method", "trace", "trace_module"})
 
 
 def is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
-    """Whether a name may be a compiler's; a quick look, as every name of a file comes here."""
+    """Return whether a name may be a compiler's: a quick look, as every name of a file is asked."""
     if isinstance(node, ast.Attribute):
         return node.attr in _COMPILERS
     full = context.module.imports.get(node.id)
@@ -23,9 +23,12 @@ def is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
 
 
 def fate(node: ast.expr, context: Context) -> tuple[Severity, str]:
-    """What becomes of a use of `torch.compile`, in short and in words."""
+    """Return the severity of a use of `torch.compile`, and what happens to it, in words."""
     if is_guarded(node, context.module, ASKS):
         return Severity.NOTE, "skipped under torchax"
     if has_true(context.module.parents[node], "fullgraph"):
         return Severity.ERROR, "under torchax `fullgraph=True` raises"
-    return Severity.SLOW, "skipped under torchax, and raises in eager PyTorch beside it"
+    return (
+        Severity.SLOW,
+        "skipped under torchax, and raises in eager PyTorch once torchax is imported",
+    )

@@ -1,4 +1,4 @@
-"""`x[mask].numel()` and its kin: they ask for nothing of the rows but their number."""
+"""`x[mask].numel()` and its kin, which need only the number of the rows."""
 
 import ast
 
@@ -12,7 +12,7 @@ _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 
 
 def counted(read: ast.Subscript, context: Context) -> tuple[ast.expr, str] | None:
-    """The expression that counts what a mask selects, and our name for what it counts."""
+    """Return the expression that counts what a mask selects, and our helper for it."""
     parents = context.module.parents
     outer = parents[read]
     if isinstance(outer, ast.Call) and ast.unparse(outer) == f"len({ast.unparse(read)})":
@@ -31,10 +31,10 @@ def counted(read: ast.Subscript, context: Context) -> tuple[ast.expr, str] | Non
 
 
 def count_fix(read: ast.Subscript, count: ast.expr, name: str, context: Context) -> Fix:
-    """Count without selecting.
+    """Return the fix that counts without selecting.
 
     Raises:
-        NotFixable: something may need a Python number.
+        NotFixable: the code around it may need a Python number.
     """
     if not is_mask(read.slice, context) or not _takes_tensor(count, context):
         raise NotFixable(f"`{ast.unparse(count)}` may be needed as a Python number")
@@ -46,7 +46,7 @@ def count_fix(read: ast.Subscript, count: ast.expr, name: str, context: Context)
 
 
 def _takes_tensor(count: ast.expr, context: Context) -> bool:
-    """Whether a number may also be a tensor: beside one, or where other rules see a test of it."""
+    """Return whether a tensor may replace a number: next to a tensor, or in a test."""
     parents = context.module.parents
     node, parent = count, parents[count]
     if isinstance(parent, ast.BinOp) and isinstance(parent.op, _ARITHMETIC):
@@ -54,6 +54,7 @@ def _takes_tensor(count: ast.expr, context: Context) -> bool:
         return is_tensor(other, context)
     if not isinstance(parent, ast.Compare):
         return False
+    # A test of a traced tensor is the business of the rules about branches and checks.
     while isinstance(parent, ast.Compare | ast.BoolOp | ast.UnaryOp):
         node, parent = parent, parents[parent]
     return isinstance(parent, ast.If | ast.Assert | ast.IfExp) and parent.test is node

@@ -1,10 +1,11 @@
-"""Which calls and packages fail on a machine without CUDA, and without a process group.
+"""Calls and packages that fail on a machine without CUDA, or without a process group.
 
-Seen to raise with the CPU build of torch 2.13. Other functions of `torch.cuda` answer there
-(`is_available`, `device_count`, `memory_allocated`) or do nothing (`empty_cache`, `manual_seed`).
+The functions were run, and raise, with the CPU build of torch 2.13. Other functions of `torch.cuda`
+answer there (`is_available`, `device_count`, `memory_allocated`) or do nothing (`empty_cache`,
+`manual_seed`).
 """
 
-# Functions of torch.cuda that only act.
+# Functions of torch.cuda that are called for their effect only.
 CUDA_ACTIONS = frozenset(
     {
         *("synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"),
@@ -13,7 +14,7 @@ CUDA_ACTIONS = frozenset(
         *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
     }
 )
-# Functions and classes of torch.cuda that give something.
+# Functions and classes of torch.cuda whose result is used.
 CUDA_VALUES = frozenset(
     {
         *("current_device", "get_device_properties", "get_device_name", "get_device_capability"),
@@ -28,8 +29,8 @@ CUDA_VALUES = frozenset(
     }
 )
 
-# Packages of kernels for NVIDIA GPUs. Without one they cannot be installed, or fail to import or
-# at the first call.
+# Packages of kernels for NVIDIA GPUs. Without such a GPU they cannot be installed, or fail when
+# they are imported or first called.
 CUDA_PACKAGES = frozenset(
     {
         *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
@@ -44,9 +45,9 @@ CUDA_PACKAGES = frozenset(
     }
 )
 
-# In one process they leave their tensor as it is.
+# With a single process these leave their tensor unchanged.
 NOTHING_ALONE = frozenset({"barrier", "monitored_barrier", "all_reduce", "broadcast"})
-# What they give there.
+# The results of these with a single process, as source text.
 VALUES_ALONE = {"get_rank": "0", "get_world_size": "1"}
 # Functions and classes of torch.distributed that raise without a process group.
 NEED_GROUP = frozenset(

@@ -1,4 +1,4 @@
-"""Where the name of a device is used as one, and what becomes of that on a TPU machine."""
+"""Uses of a device's name, and what happens to them on a TPU machine."""
 
 import ast
 import re
@@ -15,19 +15,19 @@ from tpuport.source.text import Edit
 
 _NAME = re.compile(r"^cuda(:\d+)?$")
 _DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$", re.IGNORECASE)
-# Calls that take the name of a device by position, and where.
+# Calls that take the name of a device by position, with that position.
 _POSITIONS = {
     **dict.fromkeys(("torch.device", "torch.Generator", "torch.set_default_device"), 0),
     **{"torch.distributed.device_mesh.init_device_mesh": 0, "torch.load": 1},
 }
-# Calls that only ask, or that other rules look after.
+# Calls that only ask about a device, or that other rules report.
 _OTHERS = re.compile(
     r"autocast|amp\.|GradScaler|custom_fwd|add_argument|library|profil|skip|mark\."
 )
 
 
 def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
-    """Whether a string reads `cuda`, `cuda:0` or f"cuda:{...}"."""
+    """Return whether a string reads `cuda`, `cuda:0` or f"cuda:{...}"."""
     match node:
         case ast.Constant(value=str(text)):
             return _NAME.match(text) is not None
@@ -38,9 +38,9 @@ def is_device_name(node: ast.Constant | ast.JoinedStr) -> bool:
 
 
 def choice(node: ast.expr, context: Context) -> Edit:
-    """The edit that makes a device's name a choice between it and the CPU.
+    """Return the edit that makes a device's name a choice between it and the CPU.
 
-    A traced tensor that is moved stays where it is instead: it cannot leave its program.
+    A traced tensor that is moved stays on its own device instead, as it cannot leave its program.
     """
     match context.module.parents[node]:
         case ast.Call(
@@ -53,11 +53,11 @@ def choice(node: ast.expr, context: Context) -> Edit:
 
 
 def device_use(node: ast.expr, context: Context) -> Severity | None:
-    """What happens in the step or in set-up where a string names a device; None where it does not.
+    """Return the severity of a string that names a device in the step or in set-up, or None.
 
     Args:
-        node: A string for which `is_device_name` holds.
-        context: What may be asked about the file.
+        node: A string for which `is_device_name` is true.
+        context: The file and what is inferred about it.
     """
     inner, parent = _outermost_choice(node, context)
     match parent:
@@ -79,7 +79,7 @@ def device_use(node: ast.expr, context: Context) -> Severity | None:
 
 
 def _outermost_choice(node: ast.expr, context: Context) -> tuple[ast.expr, ast.AST]:
-    """The choice between values that an expression is part of, and what that is part of."""
+    """Return the outermost `or` or `x if t else y` that offers a value, and its parent."""
     parent = context.module.parents[node]
     while isinstance(parent, ast.BoolOp) or (
         isinstance(parent, ast.IfExp) and parent.test is not node
@@ -101,7 +101,7 @@ def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Sever
 
 
 def _parameter(call: ast.Call, place: int, context: Context) -> str:
-    """The name of the parameter that takes an argument, where this file has the function."""
+    """Return the name of the parameter that takes an argument, if this file has the function."""
     match call.func:
         case ast.Name(id=name):
             skipped = 0
@@ -117,7 +117,7 @@ def _parameter(call: ast.Call, place: int, context: Context) -> str:
 
 
 def _call_use(call: ast.Call, context: Context) -> Severity | None:
-    """What a call makes of the name: torchax puts new tensors where it likes, inside the step."""
+    """Return the severity of a call with a CUDA device, which torchax may ignore in the step."""
     written = ast.unparse(call.func)
     if _OTHERS.search(context.name(call.func) or written):
         return None
@@ -160,11 +160,11 @@ def _default_use(arguments: ast.arguments, default: ast.expr) -> Severity | None
 
 
 def default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:
-    """The argument with which a constructor puts something on its parameter's default CUDA device.
+    """Return the argument that puts something on a constructor's default CUDA device.
 
     Args:
         call: A call of `.to(...)`, or one that takes `device=` or `device_map=`.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
     """
     argument = _device_argument(call)
     if argument is None or context.role(call) is not Role.SETUP:
@@ -191,7 +191,7 @@ def _device_argument(call: ast.Call) -> ast.expr | None:
 
 
 def _parameter_behind(argument: ast.expr, function: Function) -> str | None:
-    """The parameter that a name, or an attribute of `self` set from it, stands for."""
+    """Return the parameter that a name, or an attribute of `self`, was set from."""
     if isinstance(argument, ast.Name):
         return argument.id
     written = ast.unparse(argument)

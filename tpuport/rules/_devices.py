@@ -1,4 +1,4 @@
-"""What the rules about devices share: who runs the code, and whether it asks for the device."""
+"""Helpers of the rules about devices: who runs the code, and whether a test guards it."""
 
 import ast
 import re
@@ -9,28 +9,28 @@ from tpuport.source.finding import Severity
 from tpuport.source.module import Module
 from tpuport.source.roles import Role
 
-# Words of a test after which code may take CUDA for granted.
+# Words in a test after which code may take CUDA for granted.
 ASKS_CUDA = re.compile(
     r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size|\bddp\b",
     re.I,
 )
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
-# Streams are there to move weights to a GPU and back.
+# Streams are used to move weights to a GPU and back, so a test of offloading guards them, too.
 ASKS_STREAMS = re.compile(
     rf"{ASKS_CUDA.pattern}|offload|stream|pin_memory|torch_greater", re.IGNORECASE
 )
-# Exceptions that code without CUDA, without a package or without a process group raises.
+# Exceptions raised where CUDA, a package or a process group is missing.
 CATCHING = {
     *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
     *("RuntimeError", "ValueError", "AttributeError", "OSError"),
 }
-# Host code that a port does without, or that looks for devices itself.
+# Names of host code that a port can leave out, or that looks for devices itself.
 _ASIDE = re.compile(
     r"(^|_)(tests?|bench\w*|demo|evals?|evaluat\w*|example|profile\w*|plot\w*|debug)(_|$)"
 )
 _PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
-# Functions that are for CUDA alone, and calls that raise unless there is CUDA.
+# Names of functions for CUDA alone, of classes that measure, and of calls that require CUDA.
 FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia|nvtx|nsys|_dist(_|$)|distribut|slurm|ddp", re.I)
 _MEASURES = re.compile(r"nvtx|nsys|profil|timer", re.I)
 REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
@@ -39,9 +39,9 @@ AVAILABLE = "torch.cuda.is_available()"
 
 
 def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR) -> Severity:
-    """What a site means for a port: `reached` in the step and in set-up, a note elsewhere.
+    """Return the severity of a site: `reached` in the step and in set-up, a note elsewhere.
 
-    It is a note, too, in a function whose name says that it is for CUDA.
+    In a function whose name says that it is for CUDA, the site is a note, too.
     """
     module = context.module
     if context.role(node) is Role.HOST or is_aside(node, module):
@@ -53,7 +53,7 @@ def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR
 def severity_anywhere(
     node: ast.AST, context: Context, reached: Severity = Severity.ERROR
 ) -> Severity:
-    """What a site means that raises on a TPU machine whoever runs it: host code, too.
+    """Return the severity of a site that raises on a TPU machine in any code, host code included.
 
     It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, in classes
     that measure, and in functions that are for CUDA, start processes or find out about devices.
@@ -72,7 +72,7 @@ def severity_anywhere(
 
 
 def is_aside(node: ast.AST, module: Module) -> bool:
-    """Whether a port does without code: tests and benchmarks, and what runs a file alone."""
+    """Return whether a port can leave code out: tests, benchmarks, or a `__main__` block."""
     path = PurePath(module.file)
     folder = _ASIDE.fullmatch(path.parent.name) is not None
     return folder or _ASIDE.search(path.stem) is not None or _in_main(node, module)
@@ -89,15 +89,15 @@ def _in_main(node: ast.AST, module: Module) -> bool:
 
 
 def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA) -> bool:
-    """Whether code around a node, or an exit before it, asks for what the node needs.
+    """Return whether a test around a node, or an exit before it, asks for what the node needs.
 
-    Which side of the test the node is on does not count, as whoever asks knows about machines that
-    have none; but `if x.device != cuda:` asks whether `x` is there yet.
+    The side of the test that the node is on does not count, since code that asks knows of machines
+    that have none. But `if x.device != cuda:` only asks whether `x` has been moved yet.
 
     Args:
-        node: The node that needs something.
+        node: The node that needs CUDA, or what `words` is about.
         module: The file.
-        words: What the source of a test that asks contains.
+        words: The pattern that the source of such a test contains.
     """
     child = node
     for parent in module.ancestors(node):
@@ -121,7 +121,7 @@ def _asks(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
 
 
 def _says_not_there(test: ast.expr) -> bool:
-    """Whether a test holds for what is not on a CUDA device yet."""
+    """Return whether a test is true for a value that is not on a CUDA device yet."""
     match test:
         case ast.Compare(ops=[ast.NotEq() | ast.NotIn()]):
             return _mentions(test, _CUDA)
@@ -150,7 +150,7 @@ def _is_caught(parent: ast.AST, child: ast.AST) -> bool:
 
 
 def _exits(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
-    """Whether a statement before `child` in its block leaves unless its test holds."""
+    """Return whether an earlier statement of `child`'s block exits, depending on a test."""
     for field in ("body", "orelse", "finalbody", "handlers"):
         block: list[ast.AST] | ast.AST = getattr(parent, field, [])
         if isinstance(block, list) and child in block:
@@ -176,13 +176,13 @@ def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
 
 
 def within(node: ast.AST, module: Module, name: str) -> bool:
-    """Whether a node is inside a function with this name."""
+    """Return whether a node is inside a function with this name."""
     function = module.function(node)
     return function is not None and function.name == name
 
 
 def insists_on_cuda(node: ast.Assert, context: Context) -> bool:
-    """Whether an assertion that always runs says that there is CUDA."""
+    """Return whether an assertion that always runs requires CUDA."""
     asks = isinstance(node.test, ast.Call) and context.name(node.test.func) == AVAILABLE[:-2]
     around = context.module.ancestors(node)
     return asks and not any(isinstance(parent, ast.If | ast.Try) for parent in around)

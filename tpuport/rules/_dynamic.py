@@ -1,12 +1,12 @@
-"""Which calls give a tensor whose shape depends on traced values."""
+"""Calls that return a tensor whose shape depends on traced values."""
 
 import ast
 
 from tpuport.rules._masks import is_number
 from tpuport.source.engine import Context
 
-# By name: which argument decides the size (0 is also the tensor that a method is called on), and
-# under which keywords it may be given.
+# For each name the position of the argument that decides the size (0 is also the tensor that a
+# method is called on), and the keywords under which it may be passed.
 _COUNTED: dict[str, tuple[int, tuple[str, ...]]] = {
     "argwhere": (0, ("input",)),
     "bincount": (0, ("input",)),
@@ -22,7 +22,7 @@ _KNOWN = _METHODS | {"combinations", "one_hot", "where"}
 
 
 def why_dynamic(call: ast.Call, context: Context) -> str | None:
-    """What the size of a call's result depends on, or None if that is known while tracing."""
+    """Return the source of what the size of a call's result depends on, or None if it is static."""
     name, arguments = _called(call, context)
     if name is None:
         return None
@@ -36,7 +36,7 @@ def why_dynamic(call: ast.Call, context: Context) -> str | None:
 
 
 def _called(call: ast.Call, context: Context) -> tuple[str | None, list[ast.expr]]:
-    """The name of torch's function and all its arguments, the tensor of a method first."""
+    """Return the name of torch's function and all its arguments, a method's tensor first."""
     function = call.func
     last = function.attr if isinstance(function, ast.Attribute) else ""
     if isinstance(function, ast.Name):

@@ -1,4 +1,4 @@
-"""What code does besides computing values: tracing both sides of a branch does all of it."""
+"""Effects of code besides computing values. Tracing both sides of a branch performs them all."""
 
 import ast
 from collections import Counter
@@ -9,7 +9,7 @@ from tpuport.source.finding import NotFixable
 from tpuport.source.module import own_bindings
 from tpuport.source.statements import is_ops_call, walk_scope
 
-# Methods that change the object they are called on, of lists, dicts, sets, deques and files.
+# Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
 MUTATORS = frozenset(
     {
         *("append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
@@ -34,15 +34,15 @@ _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zer
 def refuse_effects(
     code: Sequence[ast.AST], context: Context, *, entering: Iterable[str] = ()
 ) -> None:
-    """Make sure that code only computes values and binds names.
+    """Raise unless code only computes values and binds names.
 
     Args:
         code: Statements or expressions that would move into a nested function.
-        context: What may be asked about the file.
-        entering: Names whose value from before the code it uses.
+        context: The file and what is inferred about it.
+        entering: Names whose earlier value the code may use.
 
     Raises:
-        NotFixable: it writes to an object that others may see, or suspends the function.
+        NotFixable: the code writes to an object that other code may see, or suspends the function.
     """
     fresh = fresh_names(code) - set(entering)
     for node in walk_scope(code):
@@ -78,7 +78,7 @@ def _effect(node: ast.AST, fresh: set[str]) -> str | None:
 
 
 def _augmented_effect(target: ast.expr, value: ast.expr) -> str | None:
-    # A tensor's `+=` is carried out of the branch by the tracer; a list's would not be.
+    # The tracer carries a tensor's `+=` out of the branch. A list's would happen on both sides.
     if not isinstance(target, ast.Name):
         return f"writes to {quote(ast.unparse(target))}"
     if isinstance(value, ast.List | ast.ListComp | ast.Tuple | ast.Dict | ast.Set):
@@ -116,7 +116,7 @@ def _changes_only_fresh(call: ast.expr, fresh: set[str]) -> bool:
 
 
 def fresh_names(code: Iterable[ast.AST]) -> set[str]:
-    """Names that code binds to new objects only, which nobody else can see yet."""
+    """Return the names that code binds only to new objects, which no other code can see yet."""
     new: Counter[str] = Counter()
     bound: Counter[str] = Counter()
     for node in walk_scope(code):

@@ -1,4 +1,4 @@
-"""Expressions taken out of their place: as the test of a helper call, or as a lambda."""
+"""Expressions that move: into the test of a helper call, or into a lambda."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ _VALUES: _Names = {ast.And: "first_falsy", ast.Or: "first_truthy"}
 
 
 class Expressions:
-    """Copies expressions of one statement and remembers which text it has kept.
+    """The copier of one statement's expressions, which remembers the text that it has kept.
 
     Attributes:
         kept: Offsets of the start and end of everything copied.
@@ -40,7 +40,7 @@ class Expressions:
         self._moving = False
 
     def copy(self, node: ast.expr) -> Passage:
-        """An expression as written.
+        """Return an expression as written.
 
         Raises:
             NotFixable: it yields, which needs its own parentheses elsewhere.
@@ -56,10 +56,10 @@ class Expressions:
 
     @contextmanager
     def moving(self, *nodes: ast.expr) -> Iterator[None]:
-        """For copies that end up in a nested function.
+        """Copy expressions for a nested function as long as the context lasts.
 
         Raises:
-            NotFixable: one of the expressions would do something else there.
+            NotFixable: an expression would behave differently there.
         """
         for node in nodes:
             refuse_lambda(node)
@@ -70,14 +70,15 @@ class Expressions:
             self._moving = before
 
     def delayed(self, node: ast.expr, *, effects: bool = False) -> Passage:
-        """A lambda that evaluates an expression.
+        """Return a lambda that evaluates an expression.
 
         Args:
             node: The expression.
-            effects: Whether it may write to objects: it may if it runs exactly when it did.
+            effects: Whether it may write to objects, which is safe only if it still runs exactly
+                when it did before.
 
         Raises:
-            NotFixable: in a lambda it would do something else.
+            NotFixable: the expression would behave differently in a lambda.
         """
         if not effects:
             refuse_effects([node], self.context)
@@ -85,9 +86,9 @@ class Expressions:
             return self._new("lambda: ", node) + self.copy(node)
 
     def truth(self, test: ast.expr) -> Passage:
-        """An expression that is true when `test` is, and asks no traced value for its truth.
+        """Return an expression that is true when `test` is, and takes the truth of no traced value.
 
-        Parts that are known while tracing keep deciding in Python which other parts run.
+        Parts that are known while tracing still decide in Python which other parts run.
 
         Raises:
             NotFixable: a part cannot be moved into a lambda, or would run twice.
@@ -95,7 +96,7 @@ class Expressions:
         return self._lowered(test, _TRUTHS)
 
     def value(self, node: ast.expr) -> Passage:
-        """An expression with the value of `node` that asks no traced value for its truth.
+        """Return an expression with the value of `node` that takes the truth of no traced value.
 
         Raises:
             NotFixable: a part cannot be moved into a lambda, or would run twice.
@@ -116,10 +117,11 @@ class Expressions:
                 return self.copy(node)
 
     def _chain(self, operator: ast.boolop, values: list[ast.expr], names: _Names) -> Passage:
-        """`a and b and c` as `both(a, lambda: both(b, lambda: c))`; known parts stay together."""
+        """Return `a and b and c` as `both(a, lambda: both(b, lambda: c))`; join known parts."""
         known = 0
         while known < len(values) and _is_known(values[known], self.context):
             known += 1
+        # At least one operand is evaluated first, and at least one is left for the lambda.
         count = min(max(known, 1), len(values) - 1)
         if count > 1:
             word = " and " if isinstance(operator, ast.And) else " or "
@@ -136,14 +138,14 @@ class Expressions:
         return call + first + ", lambda: " + second + ")"
 
     def _comparisons(self, node: ast.Compare, names: _Names) -> Passage:
-        """`a < b < c` as `both(a < b, lambda: b < c)`."""
+        """Return `a < b < c` as `both(a < b, lambda: b < c)`."""
         parts = [node.left, *node.comparators]
         symbols = [f" {_SYMBOLS[type(operator)]} " for operator in node.ops]
         if len(symbols) == 1:
             return self._joined(symbols[0], parts)
         middle = parts[1]
         if not isinstance(middle, ast.Name | ast.Constant):
-            # Both comparisons need it, and it may be evaluated only once.
+            # Both comparisons need the middle part, which Python evaluates only once.
             if any(isinstance(p, COMPREHENSIONS) for p in self.module.ancestors(middle)):
                 raise NotFixable("its chained comparison would evaluate a part twice")
             name = self.module.fresh_name(middle, "middle")
@@ -158,7 +160,7 @@ class Expressions:
         return self._new(f"{OPS}.{names[ast.And]}(", parts[0]) + first + ", lambda: " + second + ")"
 
     def _joined(self, operator: str, operands: list[ast.expr]) -> Passage:
-        """Operands with an operator between them, in parentheses where they might need them."""
+        """Return operands with an operator between them, in parentheses where needed."""
         made = self._new("", operands[0])
         for i, operand in enumerate(operands):
             if isinstance(operand, ast.Name) and operand not in self.module.parents:
@@ -174,7 +176,7 @@ class Expressions:
         return Passage.of(text, self.module.origin(node))
 
     def edit(self, node: ast.expr | ast.stmt, passage: Passage) -> Edit:
-        """The edit that puts a passage in the place of an expression or a simple statement.
+        """Return the edit that replaces an expression or a simple statement by a passage.
 
         Raises:
             NotFixable: a comment inside it would be lost.
@@ -187,21 +189,21 @@ class Expressions:
 
 
 def _is_known(node: ast.expr, context: Context) -> bool:
-    """Whether Python can decide an operand while tracing, whatever the oracle saw on its line."""
+    """Return whether Python decides an operand while tracing, whatever the oracle says of it."""
     return is_surely_host(node) or context.kind(node) is Kind.HOST
 
 
 def _binds_tighter(operand: ast.expr, operator: str) -> bool:
-    """Whether an operand needs no parentheses beside `and` and `or`, which bind least of all."""
+    """Return whether an operand needs no parentheses next to `and` or `or`, which bind loosest."""
     loose = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)
     return operator.strip() in ("and", "or") and not isinstance(operand, loose)
 
 
 def function_around(node: ast.AST, context: Context) -> Function:
-    """The function whose scope a node runs in.
+    """Return the function whose scope a node runs in.
 
     Raises:
-        NotFixable: there is none, or it looks at its own local variables by name.
+        NotFixable: there is none, or the function reads its own frame, as `locals()` does.
     """
     function = context.module.function(node)
     scope = context.module.scope(node)
@@ -214,7 +216,7 @@ def function_around(node: ast.AST, context: Context) -> Function:
 
 
 def refuse_lambda(node: ast.expr) -> None:
-    """Make sure that an expression does the same inside a lambda.
+    """Raise unless an expression does the same inside a lambda.
 
     Raises:
         NotFixable: it binds a name, or suspends the function.
@@ -231,7 +233,7 @@ def _is_async(node: ast.AST) -> bool:
 
 
 def super_edits(nodes: Iterable[ast.AST], context: Context) -> list[Edit]:
-    """Edits that keep `super()` working in code that moves into a nested function.
+    """Return edits that keep `super()` working in code that moves into a nested function.
 
     Raises:
         NotFixable: Python would not find the arguments of a `super()` there either.

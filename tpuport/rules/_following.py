@@ -1,8 +1,8 @@
-"""Proves that code using the rows that a mask selects works where their number is unknown.
+"""The proof that code works on the rows that a mask selects when their number is unknown.
 
-The rows are followed from where they are read, through elementwise work, reshapes and names, to
-where they end: written through a mask, reduced to a number, or joined with the rows left out. The
-edits that this needs are collected on the way. Anything else ends the proof.
+The rows are followed from the read, through elementwise operations, reshapes and names, to their
+end: written through a mask, reduced to a number, or joined with the rows left out. The edits that
+this needs are collected on the way. Anything else ends the proof.
 """
 
 import ast
@@ -44,11 +44,11 @@ class RowFix:
 
     Args:
         read: The expression that reads the rows.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
 
     Attributes:
-        edits: What the proof needs, by place.
-        joined: The joins that put the rows beside those that their mask leaves out.
+        edits: The edits that the proof needs, by offsets.
+        joined: The joins that put the rows together with those that their mask leaves out.
     """
 
     def __init__(self, read: ast.expr, context: Context) -> None:
@@ -61,7 +61,7 @@ class RowFix:
         self.joined: list[ast.Call] = []
 
     def fix(self) -> Fix:
-        """All edits."""
+        """Return the fix of all edits."""
         return Fix(tuple(self.edits.values()), (OPS,))
 
     # Edits.
@@ -79,7 +79,7 @@ class RowFix:
             self.around(node.value, f"{OPS}.masked(", ", cut=True)" if cut else ")")
 
     def inverted(self, node: ast.Subscript) -> None:
-        """Make `x[~mask]` remember the mask."""
+        """Write the index of `x[~mask]` as `tpuport.ops.inverse(mask)`, which keeps the mask."""
         if isinstance(node.slice, ast.UnaryOp):
             start, end = self.module.span(node.slice)
             operand = self.module.copy_node(node.slice.operand)
@@ -96,10 +96,10 @@ class RowFix:
     # Following the rows.
 
     def follow(self, rows: ast.expr) -> None:
-        """Make sure that whoever takes the value of an expression can take rows.
+        """Raise unless every user of an expression's value can take rows of unknown number.
 
         Raises:
-            NotFixable: somebody may not.
+            NotFixable: a user of the value may need the number of rows.
         """
         if rows in self._seen:
             return
@@ -164,9 +164,10 @@ class RowFix:
             raise self._unknown(call)
 
     def _reduction(self, name: str, call: ast.Call, options: Sequence[ast.expr]) -> None:
-        """One over another axis than that of the rows leaves them."""
+        """Follow the result of a reduction over another axis than that of the rows: it has rows."""
         dims = [*options, *(k.value for k in call.keywords if k.arg == "dim")]
         known = all(k.arg in ("dim", "dtype", "keepdim") for k in call.keywords)
+        # With a dimension `max` and `min` return indices, too.
         if not known or (dims and name in ("max", "min")):
             raise self._unknown(call)
         over_rows = self.leading and dims and ast.unparse(dims[0]) == "0"
@@ -230,7 +231,7 @@ class RowFix:
             self.follow(call)
 
     def _is_whole(self, call: ast.Call) -> bool:
-        """Whether both sides of every mask are there, so that the result has a known size."""
+        """Return whether both sides of every mask are joined, so that the size is known."""
         pieces = call.args[0].elts if isinstance(call.args[0], ast.List | ast.Tuple) else []
         sides: Counter[tuple[str, bool]] = Counter()
         for piece in pieces:
@@ -248,7 +249,7 @@ class RowFix:
         return all(sides[mask, not side] == count for (mask, side), count in sides.items())
 
     def _read_of(self, node: ast.expr) -> ast.Subscript | None:
-        """The masked read that has the rows of an expression."""
+        """Return the masked read that an expression has its rows from."""
         match node:
             case ast.Subscript():
                 return node
@@ -287,7 +288,7 @@ class RowFix:
                     raise self._unknown(node)
 
     def _takes_rows(self, target: ast.Subscript) -> bool:
-        """Whether rows written to a target have the axis that its mask selects along."""
+        """Return whether a target's mask selects along the axis of the rows written to it."""
         if len(masks(target, self.context)) != 1:
             return False
         is_same = ast.unparse(target.slice) == self.index
@@ -308,7 +309,7 @@ class RowFix:
                 raise self._unknown(self.module.parents[use])
 
     def _uses(self, name: str, statement: ast.stmt, function: ast.AST) -> Sequence[ast.Name]:
-        """Wherever a name may still hold what a statement gave it."""
+        """Return all uses of a name that may still hold the value that a statement gave it."""
         own = self.module.span(statement)
         first, end = own[1], self._rebound(name, statement)
         loops = [
@@ -318,7 +319,7 @@ class RowFix:
         ]
         if loops:
             first = min(self.module.start(loop) for loop in loops)
-            end = None  # the next round, or a `break`, may come before
+            end = None  # the next iteration, or a `break`, may skip the rebinding
         return [
             node
             for node in ast.walk(function)
@@ -330,7 +331,7 @@ class RowFix:
         ]
 
     def _rebound(self, name: str, statement: ast.stmt) -> int | None:
-        """Where a name surely gets another value, after which the first is gone."""
+        """Return the offset where a name surely gets another value; None if there is none."""
         node: ast.AST = statement
         for parent in [*self.module.ancestors(statement)]:
             for field in ("body", "orelse", "finalbody"):
@@ -354,7 +355,7 @@ def _assigns(statement: ast.AST, name: str) -> bool:
 
 
 def _is_elementwise(node: ast.AST) -> bool:
-    """Whether an operator works on each row by itself."""
+    """Return whether an operator works on each row by itself."""
     match node:
         case ast.BinOp(op=operator):
             return isinstance(operator, _ELEMENTWISE_OPERATORS)
@@ -367,7 +368,7 @@ def _is_elementwise(node: ast.AST) -> bool:
 
 
 def _is_special(call: ast.Call, name: str) -> bool:
-    """Whether a call does something else than its name says."""
+    """Return whether a call's keywords make it do something other than its name says."""
     options = {keyword.arg for keyword in call.keywords}
     in_place = bool(options & {"out", "inplace", None})
     is_where = name == "where" and len(call.args) + isinstance(call.func, ast.Attribute) < 3
@@ -375,7 +376,7 @@ def _is_special(call: ast.Call, name: str) -> bool:
 
 
 def _is_plain(part: ast.expr) -> bool:
-    """Whether a part of an index is written as a number, a slice between numbers, or None."""
+    """Return whether a part of an index is a number, a slice between numbers, or None."""
     return all(
         isinstance(node, ast.Slice | ast.Constant | ast.UnaryOp | ast.USub)
         for node in ast.walk(part)

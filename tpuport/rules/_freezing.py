@@ -1,4 +1,4 @@
-"""What an optimizer is built over, and what the code around it freezes."""
+"""The parameters that an optimizer is built over, and those that the code around it freezes."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from tpuport.source.engine import Context
 
 
 def all_parameters(node: ast.expr) -> ast.Call | None:
-    """The call of `parameters()` if an expression gives all parameters of a model."""
+    """Return the call of `parameters()` if an expression gives all parameters of a model."""
     match node:
         case ast.Call(func=ast.Name(id="list" | "tuple"), args=[inner]):
             return all_parameters(inner)
@@ -18,7 +18,7 @@ def all_parameters(node: ast.expr) -> ast.Call | None:
 
 
 def frozen(node: ast.Call, context: Context) -> Iterator[tuple[str, ast.AST]]:
-    """What the code around freezes, as source text, and where."""
+    """Yield what the code around a call freezes, as source text, and the node that does it."""
     around = context.module.outermost_function(node)
     parent = context.module.parents.get(around)
     for inner in ast.walk(parent if isinstance(parent, ast.ClassDef) else around):
@@ -38,7 +38,7 @@ def frozen(node: ast.Call, context: Context) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _owner(node: ast.expr, place: ast.AST, context: Context) -> str:
-    """The model that a frozen thing belongs to: of a loop's parameter, what the loop goes over."""
+    """Return the model that a frozen thing belongs to; for a loop's parameter, the loop's model."""
     text = ast.unparse(node)
     for parent in context.module.ancestors(place):
         match parent:

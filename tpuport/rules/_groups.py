@@ -1,14 +1,17 @@
-"""Whether code deals with groups of processes: then it knows that there may be none."""
+"""Signs that code deals with groups of processes.
+
+Such code knows that there may be no group, so its calls are not faults.
+"""
 
 import ast
 import re
 
 from tpuport.source.module import Module
 
-# What code that has a group calls it.
+# Names that code gives to a process group.
 _GROUP = re.compile(r"\b(\w*_)?(group|mesh|pg)\b")
 _STARTS = re.compile(r"\b(init_process_group|init_dist\w*|PartialState|Accelerator)\(")
-# Words of a test after which code may take a process group for granted.
+# Words in a test after which code may take a process group for granted.
 ASKS_GROUP = re.compile(
     r"initiali[sz]ed|is_available|world_size|rank|group|distributed|parallel|ddp|fsdp|dist\b"
     r"|num_processes|enable_sp|use_sp|multi_?(gpu|node|process)|torchrun|launch|WORLD|RANK",
@@ -17,7 +20,7 @@ ASKS_GROUP = re.compile(
 
 
 def is_chosen(call: ast.Call, module: Module) -> bool:
-    """Whether a call is for a configuration with several processes only."""
+    """Return whether a call is meant only for a configuration with several processes."""
     child: ast.AST = call
     for parent in module.ancestors(call):
         if isinstance(parent, ast.If) and child in parent.orelse and _speaks_of_group(parent.body):
@@ -35,7 +38,7 @@ def _speaks_of_group(statements: list[ast.stmt]) -> bool:
 
 
 def deals_with_groups(node: ast.AST, module: Module) -> bool:
-    """Whether the function around a node speaks of a group of processes."""
+    """Return whether the function around a node mentions a group of processes."""
     function = module.function(node)
     if function is None:
         return False
@@ -48,6 +51,6 @@ def _makes_group(call: ast.Call) -> bool:
 
 
 def has_group(call: ast.Call) -> bool:
-    """Whether a call is handed a group, by name or as an argument that is called one."""
+    """Return whether a call is passed a group, judging by the names in its arguments."""
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     return any(_GROUP.search(ast.unparse(value)) for value in values)

@@ -1,4 +1,4 @@
-"""Puts a test before a statement or an expression."""
+"""Fixes that put a test before a statement or an expression."""
 
 import ast
 
@@ -6,7 +6,7 @@ from tpuport.source.engine import Context
 from tpuport.source.finding import Fix, NotFixable
 from tpuport.source.text import Edit, Passage
 
-# Around an expression here a conditional expression needs no parentheses.
+# Parents under which a conditional expression needs no parentheses.
 _FREE_PARENTS = (
     *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
     *(ast.Dict, ast.List, ast.Tuple, ast.Set),
@@ -16,7 +16,7 @@ _FREE_PARENTS = (
 def guarded_statement(
     statement: ast.stmt, test: str, context: Context, *, imports: tuple[str, ...] = ()
 ) -> Fix:
-    """The fix that makes a statement run only if a test holds.
+    """Return the fix that makes a statement run only if a test is true.
 
     Args:
         statement: The statement.
@@ -25,7 +25,7 @@ def guarded_statement(
         imports: Modules that the test needs.
 
     Raises:
-        NotFixable: something else stands on the same line.
+        NotFixable: the statement shares its line with other code.
     """
     module = context.module
     start, end = module.span(statement)
@@ -40,7 +40,7 @@ def guarded_statement(
 
 
 def chosen(node: ast.expr, test: str, otherwise: str, context: Context) -> Edit:
-    """The edit that makes an expression `expression if test else otherwise`."""
+    """Return the edit that makes an expression `expression if test else otherwise`."""
     module, origin = context.module, context.module.origin(node)
     start, end = module.span(node)
     made = module.copy(start, end) + f" if {test} else {otherwise}"

@@ -1,4 +1,4 @@
-"""The branches around a write to `self`: what they ask before it happens."""
+"""The branches around a write to `self`, and what they test before it happens."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _SIZES = (ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.NotEq)
 
 
 def guards(node: ast.stmt, context: Context) -> Iterator[ast.If]:
-    """The `if` statements around a statement of the same function whose side it stands on."""
+    """Yield the `if` statements of the same function that a statement is a side of."""
     child: ast.AST = node
     for parent in context.module.ancestors(node):
         if isinstance(parent, FUNCTIONS):
@@ -23,7 +23,7 @@ def guards(node: ast.stmt, context: Context) -> Iterator[ast.If]:
 
 
 def lazy_guard(write: Write, context: Context) -> ast.If | None:
-    """The `if` that lets a write happen only as long as its attribute is not there yet."""
+    """Return the `if` that lets a write happen only while its attribute is missing."""
     owner = self_name(write.method)
     if owner is None:
         return None
@@ -38,7 +38,7 @@ def lazy_guard(write: Write, context: Context) -> ast.If | None:
 
 
 def lazy_return(write: Write) -> bool:
-    """Whether the method has already returned where its attribute is there."""
+    """Return whether the method has already returned if the attribute is set."""
     owner = self_name(write.method)
     return owner is not None and any(
         isinstance(statement, ast.If)
@@ -50,7 +50,7 @@ def lazy_return(write: Write) -> bool:
 
 
 def negated(test: ast.expr) -> ast.expr:
-    """The opposite of a test."""
+    """Return the opposite of a test."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return operand
@@ -61,7 +61,7 @@ def negated(test: ast.expr) -> ast.expr:
 
 
 def missing(test: ast.expr, owner: str) -> set[str]:
-    """The attributes that a test asks to be None, absent or false, by any of its operands."""
+    """Return the attributes that a test, in any operand, asks to be None, absent or false."""
     match test:
         case ast.BoolOp(values=values):
             return {name for value in values for name in missing(value, owner)}
@@ -91,7 +91,7 @@ def _one(name: str | None) -> set[str]:
 
 
 def _turns_on(guard: ast.If, asked: set[str], owner: str) -> bool:
-    """Whether a branch sets the flag that it asks for, as `self.ready = True` does."""
+    """Return whether a branch sets the flag that its test asks for, as `self.ready = True` does."""
     return any(
         isinstance(statement, ast.Assign)
         and isinstance(statement.value, ast.Constant)
@@ -106,7 +106,7 @@ def _holds(statements: list[ast.stmt], node: ast.stmt) -> bool:
 
 
 def may_compare_sizes(test: ast.expr) -> bool:
-    """Whether a test compares anything by size: a quick look before a thorough one."""
+    """Return whether a test compares anything by size: a quick look before `compares_size`."""
     return any(
         isinstance(part, ast.Compare) and any(isinstance(op, _SIZES) for op in part.ops)
         for part in ast.walk(test)
@@ -114,7 +114,7 @@ def may_compare_sizes(test: ast.expr) -> bool:
 
 
 def compares_size(test: ast.expr, written: set[str], owner: str) -> bool:
-    """Whether a test compares sizes and one of them is an attribute, or the size of one."""
+    """Return whether a test compares the size of an attribute, or an attribute as a size."""
     return any(
         isinstance(compare, ast.Compare)
         and any(isinstance(op, _SIZES) for op in compare.ops)
@@ -124,7 +124,7 @@ def compares_size(test: ast.expr, written: set[str], owner: str) -> bool:
 
 
 def _sized(node: ast.expr, owner: str) -> str | None:
-    """The attribute that is, or whose size is, a side of a comparison."""
+    """Return the attribute that a side of a comparison is, or is the size of."""
     match node:
         case ast.Subscript(value=ast.Attribute(value=inner, attr="shape")):
             return _sized(inner, owner)
@@ -137,7 +137,7 @@ def _sized(node: ast.expr, owner: str) -> str | None:
 
 
 def is_growing(write: Write) -> bool:
-    """Whether a write makes its attribute longer, as `self.x = torch.cat([self.x, y])` does."""
+    """Return whether a write makes its attribute longer: `self.x = torch.cat([self.x, y])`."""
     owner = self_name(write.method)
     if owner is None or write.way != "bind" or write.value is None:
         return False

@@ -1,4 +1,4 @@
-"""What an exception handler around traced code does to the program."""
+"""Exception handlers around traced code, and what each does to the program."""
 
 import ast
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from tpuport.source.statements import walk_scope
 _BROAD = frozenset({"Exception", "BaseException"})
 # jax's errors for traced values are subclasses of these.
 _OF_TRACERS = frozenset({"TypeError"})
+# Linear algebra raises these for some values, such as a singular matrix.
 _OF_VALUES = frozenset({"RuntimeError", "LinAlgError", "_LinAlgError"})
 _READS = frozenset({"item", "tolist", "numpy", "cpu"})
 _NUMBERS = frozenset({"float", "int", "bool", "complex"})
@@ -21,7 +22,7 @@ _FACTORIZATIONS = frozenset({"cholesky", "inverse", "solve", "inv", "pinverse", 
 
 @dataclass(frozen=True)
 class Danger:
-    """What is wrong with a handler, as parts of a message around the code concerned."""
+    """A fault of a handler, as parts of a message around the code concerned."""
 
     what: str
     code: str
@@ -30,7 +31,7 @@ class Danger:
 
 
 def danger_of(node: ast.Try, handler: ast.ExceptHandler, context: Context) -> Danger | None:
-    """What a handler does to the program; None if it is harmless or nothing is known."""
+    """Return what a handler does to the program; None if it is harmless or nothing is known."""
     classes = _classes(handler)
     if ends_in_raise(handler.body):
         return None
@@ -58,7 +59,7 @@ def _text(node: ast.expr) -> str:
 
 
 def _classes(handler: ast.ExceptHandler) -> frozenset[str]:
-    """The last parts of the names of the exceptions that a handler catches."""
+    """Return the last parts of the names of the exceptions that a handler catches."""
     match handler.type:
         case None:
             return frozenset({"BaseException"})
@@ -69,7 +70,7 @@ def _classes(handler: ast.ExceptHandler) -> frozenset[str]:
 
 
 def _guarded(node: ast.Try) -> Iterator[ast.AST]:
-    """What a `try` runs itself, in the order written, without what an inner one guards."""
+    """Return the nodes that a `try` guards, in source order, without those of an inner `try`."""
     skipped: set[ast.AST] = set()
     found = [
         inner
@@ -84,7 +85,7 @@ def _guarded(node: ast.Try) -> Iterator[ast.AST]:
 
 
 def _needed(node: ast.AST, context: Context) -> ast.expr | None:
-    """What makes tracing raise an error here, because a traced value is needed now."""
+    """Return the expression whose traced value is needed here, which makes tracing raise."""
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
             return test if context.asks_traced(test) else None
@@ -97,7 +98,7 @@ def _needed(node: ast.AST, context: Context) -> ast.expr | None:
 
 
 def _may_fail(node: ast.AST, context: Context) -> bool:
-    """Whether eager PyTorch raises an error here for some values of a traced tensor."""
+    """Return whether eager PyTorch raises here for some values of a traced tensor."""
     if not isinstance(node, ast.Call) or not context.is_traced(node):
         return False
     name = context.name(node.func)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from tpuport.source.engine import Context
 from tpuport.source.kinds import Kind
 
-# These ask an object for its shape only.
 _METHODS = frozenset({"numpy", "item", "tolist", "cpu", "to"})
+# These read the shape of a tensor only.
 _SHAPES = frozenset({"numpy.shape", "numpy.ndim"})
 
 
 def takes_to_host(node: ast.Call, context: Context) -> bool:
-    """Whether a call moves a traced tensor to the host or hands it to numpy."""
+    """Return whether a call moves a traced tensor to the host or passes it to numpy."""
     function = node.func
     if not isinstance(function, ast.Attribute):
         return False
@@ -25,7 +25,7 @@ def takes_to_host(node: ast.Call, context: Context) -> bool:
 
 
 def _moves(node: ast.Call, function: ast.Attribute, context: Context) -> bool:
-    """Whether a call of one of the methods moves a traced tensor."""
+    """Return whether a call of one of `_METHODS` moves a traced tensor."""
     match function:
         case ast.Attribute(
             attr="numpy" | "item" | "tolist",
@@ -57,7 +57,7 @@ def _names_cpu(node: ast.Call) -> bool:
 
 
 def _becomes_numpy(node: ast.Call, context: Context) -> bool:
-    """Whether a later call of the same chain is `.numpy()`, which is reported in its place."""
+    """Return whether a later call of the chain is `.numpy()`, which is reported instead."""
     parents = context.module.parents
     outer: ast.AST = node
     while isinstance(attribute := parents[outer], ast.Attribute):

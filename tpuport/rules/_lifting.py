@@ -1,4 +1,4 @@
-"""Moves blocks into nested functions: which names go in, which come out, and when that is exact."""
+"""Blocks moved into nested functions: the names that go in and out, and when that is exact."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -16,22 +16,22 @@ Statements = Sequence[ast.stmt]
 
 
 class Lift:
-    """The names that blocks need and give when each becomes a function of its own.
+    """The names that blocks take and return when each becomes a function.
 
     Args:
         node: The `if` or `while` that the blocks come from.
         blocks: The statements of each function.
-        context: What may be asked about the file.
-        ends: Whether the function around them returns right after, so that nothing reads a name.
-        after: The names read after the blocks; found from `node` if left out.
-        effects: Whether the blocks run exactly when they did, so that effects are no obstacle.
+        context: The file and what is inferred about it.
+        ends: Whether the function around them returns right after, so that no name is read.
+        after: The names read after the blocks; by default those live after `node`.
+        effects: Whether the blocks still run exactly when they did, which makes effects safe.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
-        operands: Names whose value from before a block needs.
+        operands: Names whose earlier value a block needs, which become its parameters.
 
     Raises:
-        NotFixable: a block does something that a function of its own would not do the same.
+        NotFixable: a block would behave differently in a function.
     """
 
     def __init__(
@@ -58,13 +58,15 @@ class Lift:
             refuse_effects(block, context, entering=self.operands)
 
     def operands_argument(self) -> list[str]:
-        """The operands as a last argument; nothing if there are none."""
+        """Return the operands as a last argument; an empty list if there are none."""
         return [as_tuple(self.operands)] if self.operands else []
 
     def _operands(self) -> list[str]:
         needed: set[str] = set()
         for block in self.blocks:
             bound, _ = self.flow.names(block)
+            # A closure finds names that are only read. A name that some block assigns is local in
+            # its function, and a side that does not assign an output returns its earlier value.
             entering = self.flow.live_into(block, frozenset(self.outputs))
             needed |= entering & (set(bound) | set(self.outputs))
         operands = [name for name in self.assigned if name in needed]
@@ -88,7 +90,9 @@ class Lift:
                 raise NotFixable(f"it defines the function, class or module {name} for later")
 
     def _captured_inside_only(self, name: str) -> bool:
-        """Whether closures over a name stay in the block that assigns it, and see what they saw."""
+        """Return whether closures over a name stay in its block and see the same values."""
+        # A closure sees what later iterations assign to its names, which a local of a new function
+        # would hide.
         if isinstance(self.node, ast.While) or self._in_loop():
             return False
         inside = self._inside
@@ -111,7 +115,7 @@ class Lift:
 
 
 def as_tuple(names: Sequence[str]) -> str:
-    """Source of a tuple of names."""
+    """Return the source of a tuple of names."""
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
 
 
@@ -129,10 +133,10 @@ def _defines(node: ast.AST, name: str) -> bool:
 
 
 def refuse_loop_exits(statements: Iterable[ast.stmt], context: Context) -> None:
-    """Make sure that statements do not `break` or `continue` a loop around them.
+    """Raise if statements `break` or `continue` a loop around them.
 
     Raises:
-        NotFixable: they do.
+        NotFixable: a statement does.
     """
     found = exits_loop(statements)
     if found is not None:

@@ -1,4 +1,4 @@
-"""The fix of a `while`: its test and body become functions of what the loop carries."""
+"""The fix of a `while`: its test and body become functions of the variables it carries."""
 
 import ast
 
@@ -10,7 +10,7 @@ from tpuport.source.text import Edit
 
 
 def loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
-    """The text of a loop as two functions and a call of `tpuport.ops.while_loop`."""
+    """Return the edit that makes a loop two functions and a call of `tpuport.ops.while_loop`."""
     layout, expressions = Layout(node, context), Expressions(context)
     names = [context.module.fresh_name(node, name) for name in ("loop_test", "loop_body")]
     with expressions.moving(node.test):

@@ -1,4 +1,4 @@
-"""Which in-place writes do not reach a tensor that is read later."""
+"""In-place writes that do not reach a tensor that is read later."""
 
 import ast
 
@@ -17,7 +17,7 @@ from tpuport.source.engine import Context
 
 
 def lost_write(node: ast.stmt, change: Mutation, context: Context) -> tuple[ast.expr, str] | None:
-    """The base that a write does not reach, and the view between them."""
+    """Return the base that a write does not reach, and the view between; None if it is reached."""
     view = view_of(change.target, context)
     if view is None:
         return None
@@ -32,7 +32,7 @@ def lost_write(node: ast.stmt, change: Mutation, context: Context) -> tuple[ast.
 
 
 def _is_seen(view: View, node: ast.stmt, context: Context) -> bool:
-    """Whether anybody reads the base of a view written by an expression of its own."""
+    """Return whether the base of a view without a name is traced and read after the write."""
     if not _is_traced(view.base, context):
         return False
     base = view.base
@@ -48,7 +48,7 @@ def _is_traced(base: ast.expr, context: Context) -> bool:
 def _lost_by_name(
     name: str, node: ast.stmt, change: Mutation, context: Context
 ) -> tuple[ast.expr, str] | None:
-    """The base of a view that a name stands for, if it is read after the write."""
+    """Return the base of a view that a name holds, if it is read after the write."""
     function = context.module.function(node)
     for assign, value in made_before(name, node, context):
         view = view_of(value, context)
@@ -69,7 +69,7 @@ def _lost_by_name(
 def _unseen_by_view(
     base: ast.Name, node: ast.stmt, context: Context
 ) -> tuple[ast.expr, str] | None:
-    """A view made before, which is read after its base is written."""
+    """Return a view that was made before its base is written and is read afterwards."""
     function = context.module.function(node)
     block, place = context.module.block(node)
     for earlier in block[:place]:
@@ -90,7 +90,7 @@ def _unseen_by_view(
 
 
 def is_settled(node: ast.stmt, base: str, name: str, context: Context) -> bool:
-    """Whether the statement after a write rebinds the base to the written view."""
+    """Return whether the statement after a write rebinds the base to the written view."""
     block, place = context.module.block(node)
     following = block[place + 1] if place + 1 < len(block) else None
     match following:

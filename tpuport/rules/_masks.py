@@ -1,4 +1,4 @@
-"""Where code indexes with a boolean mask, and what of an index is a mask, a view or a number."""
+"""Indexing with boolean masks, and whether each part of an index is a mask, a view or a number."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tpuport.source.kinds import Kind
 from tpuport.source.module import FUNCTIONS
 from tpuport.source.statements import is_ops_call
 
-# They give several tensors, so that indexing the result picks one of them.
+# These return several tensors, so that indexing the result picks one of them.
 _SEVERAL = frozenset(
     {
         *("broadcast_tensors", "chunk", "dsplit", "hsplit", "kthvalue", "meshgrid", "mode", "qr"),
@@ -18,8 +18,8 @@ _SEVERAL = frozenset(
         *("unique", "vsplit", "values", "keys", "items", "tolist"),
     }
 )
-# In the names of functions and classes that prepare the input of flash attention's kernels. Models
-# are called Flash, too, for being small.
+# Words in the names of functions and classes that prepare the input of flash attention's kernels.
+# A class needs more than "flash", as small models are called Flash, too.
 _PACKS = re.compile("flash|unpad|upad|varlen|xformers")
 _PACKING_CLASS = re.compile("flash_?[0-9]?_?(attn|att|self|cross|mha)|unpad|varlen|xformers")
 _TO_NUMBER = frozenset({"item", "tolist", "to_int", "to_float", "to_bool"})
@@ -27,12 +27,12 @@ _NUMBER_BUILTINS = frozenset({"int", "float", "bool", "round", "len"})
 
 
 def parts(index: ast.expr) -> list[ast.expr]:
-    """What stands between the brackets, separated by commas."""
+    """Return the parts of an index, separated by commas between the brackets."""
     return index.elts if isinstance(index, ast.Tuple) else [index]
 
 
 def masks(node: ast.Subscript, context: Context) -> list[ast.expr]:
-    """The traced boolean masks in an index; `x[[mask]]` counts as one."""
+    """Return the traced boolean masks in an index; `x[[mask]]` counts as one."""
     found: list[ast.expr] = []
     for part in parts(node.slice):
         inner = part.elts[0] if isinstance(part, ast.List) and len(part.elts) == 1 else part
@@ -42,9 +42,9 @@ def masks(node: ast.Subscript, context: Context) -> list[ast.expr]:
 
 
 def is_mask(node: ast.expr, context: Context) -> bool:
-    """Whether an index is a traced boolean tensor.
+    """Return whether an index is a traced boolean tensor.
 
-    With `--strict` what is written like a mask counts too, as long as it is not known to be none.
+    With `--strict` an expression written like a mask counts too, unless it is known to be none.
     """
     if isinstance(node, ast.Slice | ast.Constant | ast.Starred | ast.List | ast.Tuple):
         return False
@@ -69,14 +69,14 @@ def _looks_like_a_mask(node: ast.expr) -> bool:
 
 
 def takes_one_mask(node: ast.Subscript, context: Context) -> bool:
-    """Whether an index is one mask, and slices or numbers known while tracing."""
+    """Return whether an index is one mask, and otherwise static slices and numbers."""
     found = masks(node, context)
     others = [part for part in parts(node.slice) if part not in found]
     return len(found) == 1 and all(is_basic(part, context) for part in others)
 
 
 def is_leading(node: ast.Subscript, context: Context) -> bool:
-    """Whether what a mask selects is the first axis of the result."""
+    """Return whether a mask's selected rows are the first axis of the result."""
     for part in parts(node.slice):
         if is_mask(part, context):
             return True
@@ -86,12 +86,12 @@ def is_leading(node: ast.Subscript, context: Context) -> bool:
 
 
 def is_ours(node: ast.expr) -> bool:
-    """Whether a mask may stand in the brackets after an expression: a fix put it there."""
+    """Return whether a fix has already wrapped an expression in `tpuport.ops.masked`."""
     return is_ops_call(node) and ast.unparse(node).startswith("tpuport.ops.masked(")
 
 
 def severity(node: ast.AST, context: Context) -> Severity:
-    """What a finding does: code that packs tokens for a CUDA kernel never runs without one."""
+    """Return the severity of a finding: code that packs tokens for a CUDA kernel is a note."""
     for parent in context.module.ancestors(node):
         if isinstance(parent, FUNCTIONS) and _PACKS.search(parent.name.lower()):
             return Severity.NOTE
@@ -101,7 +101,7 @@ def severity(node: ast.AST, context: Context) -> Severity:
 
 
 def is_basic(part: ast.expr, context: Context) -> bool:
-    """Whether a part of an index is a slice, a number or None that is known while tracing."""
+    """Return whether a part of an index is a slice, a number or None that is static."""
     match part:
         case ast.Constant(value=value):
             return value is None or value is Ellipsis or type(value) is int
@@ -117,7 +117,7 @@ def is_basic(part: ast.expr, context: Context) -> bool:
 
 
 def is_counter(name: ast.Name, context: Context) -> bool:
-    """Whether a name only ever counts through a `range` or an `enumerate`."""
+    """Return whether a name only ever counts through a `range` or an `enumerate`."""
     found = list(bindings(name, context))
     return bool(found) and all(_counts(target, value) for target, value in found)
 
@@ -135,7 +135,7 @@ def _counts(target: ast.AST, loop: ast.AST | None) -> bool:
 
 
 def bindings(name: ast.Name, context: Context) -> Iterator[tuple[ast.AST, ast.AST | None]]:
-    """Every place in the function that binds a name, with the value or loop that it comes from.
+    """Yield every place in the function that binds a name, with the value or loop it comes from.
 
     The value is None where it is not one expression. A parameter comes with its `ast.arg`.
     """
@@ -166,7 +166,7 @@ def _bound_value(node: ast.Name, context: Context) -> ast.AST | None:
 
 
 def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
-    """Whether a traced value is one tensor, and not a sequence of them or a number."""
+    """Return whether a traced value is one tensor, not a sequence of them or a number."""
     if not context.is_traced(node) or is_number(node, context) or not depth:
         return False
     match node:
@@ -180,7 +180,7 @@ def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
         case ast.Subscript(value=value):
             return is_tensor(value, context, depth)
         case ast.Call(func=ast.Attribute(attr=name)):
-            # A second argument makes `max` give indices, too.
+            # With a second argument `max` returns indices, too.
             return name not in _SEVERAL and not (name in ("max", "min", "median") and node.args)
         case ast.BinOp(left=left, right=right):
             return is_tensor(left, context, depth) or is_tensor(right, context, depth)
@@ -191,7 +191,7 @@ def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
 
 
 def is_view(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is what torchax calls a view: a tensor by slices or numbers."""
+    """Return whether an expression is a view to torchax: a tensor indexed by slices or numbers."""
     match node:
         case ast.Subscript(value=value, slice=index):
             basic = all(is_basic(part, context) for part in parts(index))
@@ -206,7 +206,7 @@ def is_view(node: ast.expr, context: Context) -> bool:
 
 
 def is_number(node: ast.expr, context: Context, depth: int = 4) -> bool:
-    """Whether an expression was made a Python number: another rule speaks of that."""
+    """Return whether an expression was made a Python number, which another rule reports."""
     if not depth:
         return False
     match node:

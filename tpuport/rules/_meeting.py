@@ -1,4 +1,4 @@
-"""Where CPU tensors that a step makes meet traced ones."""
+"""Operations in which CPU tensors that a step makes meet traced ones."""
 
 import ast
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
 from tpuport.source.values import TRACED
 
-# Methods of a tensor that compute with their arguments; others may only look at shape or dtype.
+# Methods of a tensor that compute with their arguments; others may only read shape or dtype.
 _MEETING = frozenset(
     {
         *("add", "sub", "mul", "div", "matmul", "mm", "bmm", "where", "eq", "ne", "lt", "le", "gt"),
@@ -28,9 +28,9 @@ _LEAVING = frozenset({"cpu", "numpy", "tolist", "item"})
 
 
 def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.expr | None]:
-    """The calls of a function that make a CPU tensor of several elements.
+    """Return the calls of a function that make a CPU tensor of several elements.
 
-    Each with the first operation in which a traced tensor meets it, or None if none is known to.
+    Each comes with the first operation in which a traced tensor meets it, or None if none is known.
     """
     nodes = context.module.inside(function)
     found: dict[ast.Call, ast.expr | None] = {}
@@ -55,7 +55,7 @@ def cpu_creations(function: Function, context: Context) -> dict[ast.Call, ast.ex
 
 
 def _is_moved(node: ast.Call, context: Context) -> bool:
-    """Whether the same expression takes a new tensor to a device, as `.to(x.device)` does."""
+    """Return whether the same expression moves a new tensor to a device: `.to(x.device)`."""
     for parent in context.module.ancestors(node):
         if isinstance(parent, ast.Attribute) and parent.attr in ("to", "type_as", "cuda"):
             return True
@@ -65,7 +65,7 @@ def _is_moved(node: ast.Call, context: Context) -> bool:
 
 
 def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:
-    """Whether an expression is a traced tensor that nobody has taken to the CPU."""
+    """Return whether an expression is a traced tensor that was not moved to the CPU."""
     if not context.is_traced(node) or isinstance(node, ast.List | ast.Tuple):
         return False
     if isinstance(context.kinds, Inference):
@@ -87,9 +87,10 @@ def _is_on_device(node: ast.expr, context: Context, depth: int = 3) -> bool:
 
 
 def _has_traced_root(node: ast.expr, context: Context) -> bool:
-    """Whether a value comes from a traced parameter or attribute, in one step or many.
+    """Return whether a value comes from a traced parameter or attribute, in one step or many.
 
-    A tensor that is traced only because it was made on a device which may be the CPU does not.
+    That is not so for a tensor that is traced only because it was made on a device, which may be
+    the CPU.
     """
     function = context.module.function(node)
     if function is None:
@@ -113,7 +114,7 @@ def _has_traced_root(node: ast.expr, context: Context) -> bool:
 
 
 def _statement(node: ast.AST, context: Context) -> ast.AST:
-    """What binds a name: the value of an assignment, or what a loop goes over."""
+    """Return the node that a name gets its value from: an assigned value, or a loop's iterable."""
     for parent in context.module.ancestors(node):
         match parent:
             case ast.Assign(value=value) | ast.AugAssign(value=value) | ast.For(iter=value):
@@ -126,7 +127,7 @@ def _statement(node: ast.AST, context: Context) -> ast.AST:
 
 
 def _operands(node: ast.AST, context: Context) -> Iterator[ast.expr]:
-    """The tensors that an operation computes with, those in lists included."""
+    """Yield the tensors that an operation computes with, including those in lists."""
     match node:
         case ast.BinOp(left=left, right=right):
             yield from (left, right)
@@ -157,7 +158,7 @@ def _arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
 
 
 def sure_tensor(function: Function, context: Context) -> str | None:
-    """A parameter that is a tensor and never anything else."""
+    """Return a parameter that is always a tensor; None if there is none."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     optional = {a.arg for a in positional[len(positional) - len(arguments.defaults) :]}
@@ -177,7 +178,7 @@ def sure_tensor(function: Function, context: Context) -> str | None:
 
 
 def _may_be_other(node: ast.AST, argument: ast.arg) -> bool:
-    """Whether a node binds a parameter's name, here or in a scope inside, or asks if it is None."""
+    """Return whether a node rebinds a parameter, in any scope inside, or compares it with None."""
     name = argument.arg
     if isinstance(node, ast.Import | ast.ImportFrom):
         return any((alias.asname or alias.name).partition(".")[0] == name for alias in node.names)

@@ -1,4 +1,4 @@
-"""What a name is bound to, and whether a value is a single tensor."""
+"""The expressions that a name is bound to, and whether a value is a single tensor."""
 
 import ast
 import weakref
@@ -9,7 +9,7 @@ from tpuport.source.names import all_arguments
 from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
 from tpuport.source.statements import walk_scope
 
-# Methods of one tensor that give several, or something else than a tensor.
+# Methods of one tensor that return several, or no tensor.
 _SEVERAL = frozenset(
     {
         *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "dsplit", "eig", "eigh"),
@@ -30,14 +30,14 @@ _SEVERAL = frozenset(
 
 
 def last_name(function: ast.expr) -> str | None:
-    """The name that something is called by, whatever it is reached through."""
+    """Return the name that something is called by, whatever it is reached through."""
     if isinstance(function, ast.Name):
         return function.id
     return function.attr if isinstance(function, ast.Attribute) else None
 
 
 def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
-    """The expressions that a local name is bound to; None if it is bound in another way, too."""
+    """Return the expressions that a local name is bound to; None if another construct binds it."""
     function = context.module.function(name)
     if function is None:
         return None
@@ -48,11 +48,12 @@ def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
 
 
 _Bindings = dict[str, tuple[list[ast.expr], int]]
+# Several rules ask about the same function. An entry goes away with the tree of its file.
 _known: "weakref.WeakKeyDictionary[Function, _Bindings]" = weakref.WeakKeyDictionary()
 
 
 def _bindings(function: Function) -> _Bindings:
-    """For each name of a function's scope what is assigned to it, and how often it is bound."""
+    """Return for each name of a function's scope the values assigned and the number of bindings."""
     values: dict[str, list[ast.expr]] = {}
     counts: dict[str, int] = {}
     for node in walk_scope([*function.args.args, *function.args.kwonlyargs, *function.body]):
@@ -71,7 +72,7 @@ def _bindings(function: Function) -> _Bindings:
 
 
 def is_one_tensor(node: ast.expr, context: Context) -> bool:
-    """Whether a value is surely a single traced tensor, not several in a list or tuple."""
+    """Return whether a value is surely a single traced tensor, not several in a list or tuple."""
     return context.is_traced(node) and _is_one(node, context, frozenset())
 
 
@@ -130,7 +131,7 @@ def _is_tensor_parameter(name: str, function: Function, context: Context) -> boo
 
 
 def _asks_for_a_sequence(node: ast.AST, name: str) -> bool:
-    """Whether code asks if a name is a list or tuple: then it may be one."""
+    """Return whether code tests if a name is a list or tuple: then it may be one."""
     match node:
         case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=asked), classes]):
             named = {n.id for n in ast.walk(classes) if isinstance(n, ast.Name)}

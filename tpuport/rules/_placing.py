@@ -1,4 +1,4 @@
-"""Where tensors are made: on the CPU, where traced values cannot meet them, or on the device."""
+"""The device that a tensor is made on: the CPU, where it cannot meet traced ones, or another."""
 
 import ast
 
@@ -16,7 +16,7 @@ RANDOM = frozenset({"rand", "randn", "randint", "randperm"})
 
 
 def creation(node: ast.expr, context: Context) -> tuple[ast.Call, str] | None:
-    """The call and its name if an expression is `torch.zeros(...)` or its like."""
+    """Return the call and its name if an expression is `torch.zeros(...)` or its like."""
     if not isinstance(node, ast.Call):
         return None
     root, _, name = (context.name(node.func) or "").rpartition(".")
@@ -24,13 +24,13 @@ def creation(node: ast.expr, context: Context) -> tuple[ast.Call, str] | None:
 
 
 def device_of(call: ast.Call) -> ast.expr | None:
-    """The value of a call's `device` argument."""
+    """Return the value of a call's `device` argument."""
     values = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
     return values[0] if values else None
 
 
 def is_placed(call: ast.Call) -> bool:
-    """Whether a creation may put its result elsewhere than on the CPU."""
+    """Return whether a creation may put its result elsewhere than on the CPU."""
     device = device_of(call)
     if any(keyword.arg is None for keyword in call.keywords):
         return True
@@ -40,7 +40,7 @@ def is_placed(call: ast.Call) -> bool:
 
 
 def made_on_device(node: ast.expr, context: Context) -> bool:
-    """Whether an expression makes a tensor on the device of a tensor, at any depth."""
+    """Return whether an expression contains a tensor made on the device of another tensor."""
     for inner in ast.walk(node):
         match inner:
             case ast.Call(func=ast.Attribute(attr="to"), args=[ast.Attribute(attr="device"), *_]):
@@ -60,7 +60,7 @@ def made_on_device(node: ast.expr, context: Context) -> bool:
 
 
 def only_value(node: ast.Name, context: Context) -> ast.expr | None:
-    """What a local name is bound to, if it is bound once and by a plain assignment."""
+    """Return the value of a local name that is bound once, by a plain assignment."""
     function = context.module.function(node)
     if not isinstance(function, FUNCTIONS):
         return None
@@ -74,7 +74,7 @@ def only_value(node: ast.Name, context: Context) -> ast.expr | None:
             return None
 
 
-# These keep a tensor on the CPU, and as large as it is.
+# These keep a tensor on the CPU and do not make it smaller.
 _SAME_PLACE = frozenset(
     {
         *("float", "long", "int", "half", "double", "bool", "bfloat16", "unsqueeze", "view"),
@@ -86,7 +86,7 @@ _DEPTH = 8
 
 
 def cpu_tensor(node: ast.expr, context: Context, depth: int = _DEPTH) -> ast.Call | None:
-    """The call that made a tensor which surely is on the CPU and has several elements."""
+    """Return the call that made a tensor which surely is on the CPU and has several elements."""
     if depth == 0:
         return None
     made = creation(node, context)
@@ -113,7 +113,7 @@ def cpu_tensor(node: ast.expr, context: Context, depth: int = _DEPTH) -> ast.Cal
 
 
 def _of_operands(left: ast.expr, right: ast.expr, context: Context, depth: int) -> ast.Call | None:
-    """A CPU tensor that comes from two operands, neither of which is anywhere else."""
+    """Return the call that made a CPU tensor of two operands, neither on another device."""
     for first, second in ((left, right), (right, left)):
         found = cpu_tensor(first, context, depth - 1)
         if found is not None:
@@ -130,7 +130,7 @@ def _is_cpu_creation(call: ast.Call, name: str, context: Context) -> bool:
 
 
 def _on_default_device(node: ast.AST, context: Context) -> bool:
-    """Whether a default device may be in force where a tensor is made."""
+    """Return whether a default device may be set where a tensor is made."""
     if "set_default_device" in context.module.text.text:
         return True
     return any(
@@ -141,7 +141,7 @@ def _on_default_device(node: ast.AST, context: Context) -> bool:
 
 
 def _keeps_all(index: ast.expr) -> bool:
-    """Whether an index only adds dimensions: `[None]`, `[:, None]`."""
+    """Return whether an index only adds dimensions: `[None]`, `[:, None]`."""
     parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return all(
         (isinstance(part, ast.Constant) and part.value in (None, ...))
@@ -151,7 +151,7 @@ def _keeps_all(index: ast.expr) -> bool:
 
 
 def _is_large(call: ast.Call, name: str) -> bool:
-    """Whether a creation surely gives more than one element, sizes that are no numbers aside."""
+    """Return whether a creation has several elements, assuming that unknown sizes are not 1."""
     if not call.args or any(isinstance(argument, ast.Starred) for argument in call.args):
         return False
     first = call.args[0]

@@ -1,11 +1,11 @@
-"""Which calls of a step draw random numbers, and what draws them."""
+"""Calls of a step that draw random numbers, and what draws them."""
 
 import ast
 
 from tpuport.rules._placing import RANDOM, creation, device_of, only_value
 from tpuport.source.engine import Context
 
-# Draw nothing: they set up a generator or ask about it.
+# These draw nothing: they set up a generator or read its state.
 _QUIET = frozenset(
     {
         *("seed", "getstate", "setstate", "get_state", "set_state", "Random", "SystemRandom"),
@@ -18,7 +18,7 @@ _DRAWN_ON_DEVICE = frozenset(
 
 
 def is_start(node: ast.Call, context: Context) -> bool:
-    """Whether a number is the start of a parameter, or a seed."""
+    """Return whether a number is the initial value of a parameter, or a seed."""
     for parent in context.module.ancestors(node):
         match parent:
             case ast.Call(func=ast.Name(id="Parameter") | ast.Attribute(attr="Parameter")):
@@ -33,7 +33,7 @@ def is_start(node: ast.Call, context: Context) -> bool:
 
 
 def drawn_at(node: ast.Call, context: Context) -> str | None:
-    """What draws a number outside the program; None if nothing does."""
+    """Return what draws a number outside the program; None if nothing does."""
     name = context.name(node.func) or ""
     root, _, last = name.rpartition(".")
     if root == "random" or root == "numpy.random":
@@ -59,7 +59,7 @@ def _has_default_device(context: Context) -> bool:
 
 
 def _is_host_distribution(node: ast.expr, context: Context) -> bool:
-    """Whether a distribution has Python numbers as parameters."""
+    """Return whether the parameters of a distribution are Python numbers."""
     made = _made_as(node, context)
     if made is None or not (context.name(made.func) or "").startswith("torch.distributions."):
         return False
@@ -68,7 +68,7 @@ def _is_host_distribution(node: ast.expr, context: Context) -> bool:
 
 
 def _made_as(node: ast.expr, context: Context) -> ast.Call | None:
-    """The call that makes an object, in place, or bound once to a name or attribute."""
+    """Return the call that makes an object, directly or bound once to a name or attribute."""
     if isinstance(node, ast.Call):
         return node
     wanted = ast.unparse(node)
@@ -81,7 +81,7 @@ def _made_as(node: ast.expr, context: Context) -> ast.Call | None:
 
 
 def _around(node: ast.expr, context: Context) -> list[ast.AST]:
-    """The function of a local name, or the class of an attribute, with all that is in it."""
+    """Return all nodes of a local name's function, or of an attribute's class."""
     scope: ast.AST | None = context.module.function(node)
     if isinstance(node, ast.Attribute) and scope is not None:
         scope = context.module.parents.get(context.module.outermost_function(node))
@@ -89,7 +89,7 @@ def _around(node: ast.expr, context: Context) -> list[ast.AST]:
 
 
 def _is_number(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is a Python number, or an attribute such as `config.alpha`."""
+    """Return whether an expression is a Python number, or an attribute such as `config.alpha`."""
     match node:
         case ast.Constant(value=int() | float()):
             return True
@@ -106,6 +106,7 @@ def _is_number(node: ast.expr, context: Context) -> bool:
 
 
 def draws_on_device(node: ast.Call, context: Context) -> bool:
+    """Return whether a call draws random numbers with the key of the device."""
     name = context.name(node.func) or ""
     if name in _DRAWN_ON_DEVICE:
         return True

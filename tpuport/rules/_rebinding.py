@@ -20,9 +20,9 @@ from tpuport.source.module import own_bindings
 from tpuport.source.statements import walk_scope
 from tpuport.source.text import Edit, Passage
 
-# Always views, whose result has the same elements in the same order.
+# These always return a view that has the same elements in the same order.
 _SAME_ORDER = frozenset({"view", "unflatten", "unsqueeze", "squeeze"})
-# In-place methods after which a view has other dimensions, or other memory.
+# In-place methods after which a view has another shape or another storage.
 _RESHAPING = frozenset(
     {
         *("resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
@@ -32,10 +32,10 @@ _RESHAPING = frozenset(
 
 
 def rebinding_fix(node: ast.stmt, context: Context) -> Fix:
-    """The edits that make a write reach its base under torchax, too.
+    """Return the edits that make a write reach its base under torchax, too.
 
     Raises:
-        NotFixable: the view may be a copy, or somebody else may see the base.
+        NotFixable: the view may be a copy, or other code may see the base.
     """
     change = mutation(node)
     assert change is not None
@@ -60,7 +60,7 @@ def _refuse(view: View) -> Fix:
 
 
 def _assignment(node: ast.stmt, context: Context) -> Fix:
-    """`x[i].fill_(v)` as `x[i] = v`, other methods as `x[i] = x[i].clone().method_(v)`."""
+    """Return `x[i].fill_(v)` as `x[i] = v`, others as `x[i] = x[i].clone().method_(v)`."""
     match node:
         case ast.Expr(
             value=ast.Call(
@@ -73,7 +73,7 @@ def _assignment(node: ast.stmt, context: Context) -> Fix:
         case _:
             raise NotFixable("more than one method is called on the subscript")
     if context.module.comments(*context.module.span(node)):
-        raise NotFixable("a comment stands inside the call")
+        raise NotFixable("there is a comment inside the call")
     _refuse_whole(target)
     _refuse_expanded(target, node, context)
     written = context.module.copy_node(target)
@@ -83,7 +83,7 @@ def _assignment(node: ast.stmt, context: Context) -> Fix:
         _refuse_writes(arguments, context)
         made = written + " = " + context.module.copy_node(arguments[0])
     else:
-        # On a copy the method raises what it raises on the view: its result has to fit there.
+        # On a copy the method raises what it raises on the view, as its result has to fit there.
         _refuse_writes(arguments, context)
         start, end = context.module.span(target)[1], context.module.span(call)[1]
         copied = context.module.copy(start, end, [_cloned(start, context, call)])
@@ -97,14 +97,18 @@ def _cloned(place: int, context: Context, call: ast.Call) -> Edit:
 
 
 def _refuse_whole(target: ast.Subscript) -> None:
-    """`x[:]` of a leaf is a view to a method and the leaf itself to an assignment."""
+    """Raise if a subscript is the entire tensor, as `x[:]` is.
+
+    Of a leaf that requires a gradient, a method writes to a view and an assignment to the leaf
+    itself.
+    """
     parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
     if all(ast.unparse(part) in (":", "...") for part in parts):
-        raise NotFixable("the subscript is the whole tensor")
+        raise NotFixable("the subscript is the entire tensor")
 
 
 def _refuse_expanded(target: ast.Subscript, node: ast.stmt, context: Context) -> None:
-    """Elements that share memory may be filled by a method and not by an assignment."""
+    """Raise if elements may share memory: a method may fill them, an assignment may not."""
     base = ast.unparse(target.value)
     for _, value in made_before(base, node, context):
         if any(
@@ -115,7 +119,10 @@ def _refuse_expanded(target: ast.Subscript, node: ast.stmt, context: Context) ->
 
 
 def _refuse_writes(arguments: list[ast.expr], context: Context) -> None:
-    """Arguments are evaluated after the subscript by a method, and before it in an assignment."""
+    """Raise unless arguments only compute.
+
+    A method evaluates them after the subscript, an assignment before it.
+    """
     for node in walk_scope(arguments):
         if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
             raise NotFixable("an argument binds a name or suspends the function")
@@ -124,7 +131,7 @@ def _refuse_writes(arguments: list[ast.expr], context: Context) -> None:
 
 
 def _is_pure(call: ast.Call, context: Context) -> bool:
-    """Whether a call is one of torch's that only computes."""
+    """Return whether a call is one of torch's that only computes."""
     if not isinstance(call.func, ast.Attribute) or is_in_place(call.func.attr):
         return False
     name = context.name(call.func)
@@ -134,18 +141,18 @@ def _is_pure(call: ast.Call, context: Context) -> bool:
 
 
 def _is_single(arguments: list[ast.expr], context: Context) -> bool:
-    """Whether arguments are one, and that a number or a tensor without dimensions."""
+    """Return whether there is one argument, and it is a number or a 0-d tensor."""
     return len(arguments) == 1 and is_number(arguments[0], context)
 
 
 def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, context: Context) -> Fix:
-    """`base = view.view(base.shape)` behind the write."""
+    """Return the fix that adds `base = view.view(base.shape)` after the write."""
     if len(view.steps) > 1 or not isinstance(view.base, ast.Name):
         raise NotFixable("the view is made in several steps")
     if view.losing in MAY_COPY:
         raise NotFixable(f"the result of {view.losing} may be a copy in eager PyTorch")
     if view.losing in PARTS or view.losing not in _SAME_ORDER:
-        raise NotFixable(f"the base cannot be had back from the result of {view.losing}")
+        raise NotFixable(f"the base cannot be recovered from the result of {view.losing}")
     base = view.base.id
     made = _only_assignment(base, assign, node, context)
     _refuse_other_shapes(node)
@@ -156,9 +163,9 @@ def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, contex
     end = module.text.line_end(line)
     rest = module.text.text[module.span(node)[1] : end].strip()
     if rest and not rest.startswith("#"):
-        raise NotFixable("another statement stands on its line")
+        raise NotFixable("another statement is on its line")
     if module.text.text[module.text.line_start(node.lineno) : module.start(node)].strip():
-        raise NotFixable("another statement stands on its line")
+        raise NotFixable("another statement is on its line")
     indent = module.text.indentation(node.lineno)
     added = f"\n{indent}{base} = {name}.view({base}.shape)"
     return Fix((Edit(end, end, Passage.of(added, module.origin(node))),))
@@ -171,7 +178,7 @@ def _refuse_other_shapes(node: ast.stmt) -> None:
 
 
 def _refuse_loops(names: set[str], assign: ast.Assign, node: ast.stmt, context: Context) -> None:
-    """Make sure that no loop around a write makes its names stand for something else."""
+    """Raise if a loop around a write binds the view or its base again."""
     outer = set(context.module.ancestors(assign))
     own = set(ast.walk(node))
     for parent in context.module.ancestors(node):
@@ -182,7 +189,7 @@ def _refuse_loops(names: set[str], assign: ast.Assign, node: ast.stmt, context: 
 
 
 def _refuse_other_withs(made: ast.Assign, node: ast.stmt, context: Context) -> None:
-    """Make sure that gradients are not off where a base is rebound and on where it is made."""
+    """Raise if a base is rebound in a `with` that it is not made in, such as `no_grad`."""
     outer = set(context.module.ancestors(made))
     for parent in context.module.ancestors(node):
         if isinstance(parent, ast.With | ast.AsyncWith) and parent not in outer:
@@ -190,7 +197,7 @@ def _refuse_other_withs(made: ast.Assign, node: ast.stmt, context: Context) -> N
 
 
 def _only_assignment(base: str, assign: ast.Assign, node: ast.stmt, context: Context) -> ast.Assign:
-    """What binds a view's base, for which nothing but this one name may stand."""
+    """Return the assignment of a view's base that no other name refers to."""
     function = context.module.function(node)
     assert function is not None
     flow = context.flow(function)
@@ -199,7 +206,7 @@ def _only_assignment(base: str, assign: ast.Assign, node: ast.stmt, context: Con
     if base in flow.captured or not (
         isinstance(made, ast.Assign) and len(made.targets) == 1 and _is_fresh(made.value)
     ):
-        raise NotFixable(f"other names may stand for {base}")
+        raise NotFixable(f"other names may refer to {base}")
     if rebound({base}, made, assign, function) or made.lineno >= assign.lineno:
         raise NotFixable(f"{base} is bound more than once")
     reads = [
@@ -212,12 +219,12 @@ def _only_assignment(base: str, assign: ast.Assign, node: ast.stmt, context: Con
         and read not in set(ast.walk(assign.value))
     ]
     if reads:
-        raise NotFixable(f"other names may stand for {base}")
+        raise NotFixable(f"other names may refer to {base}")
     return made
 
 
 def _is_fresh(value: ast.expr) -> bool:
-    """Whether an expression makes a tensor that nobody else has."""
+    """Return whether an expression makes a tensor that no other name refers to."""
     match value:
         case ast.BinOp():
             return True
@@ -232,7 +239,7 @@ _KEEPING = frozenset({"detach", "abs", "clone", "float", "exp", "log", "sqrt", "
 
 
 def is_number(node: ast.expr, context: Context) -> bool:
-    """Whether a value surely is a number or a tensor without dimensions."""
+    """Return whether a value surely is a number or a 0-d tensor."""
     match node:
         case ast.UnaryOp(operand=operand):
             return is_number(operand, context)

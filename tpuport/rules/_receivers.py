@@ -8,12 +8,12 @@ from tpuport.source.text import Edit, Passage
 
 
 def wrapped(node: ast.Call, helper: str, context: Context) -> tuple[Edit, Edit]:
-    """The edits that put what a method is called on into a call of a helper.
+    """Return the edits that turn a method call into a call of a helper on the same value.
 
     Args:
         node: The method's call; its arguments are dropped.
         helper: The helper's full name.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
 
     Raises:
         NotFixable: a comment between the value and the method would be lost.
@@ -21,7 +21,7 @@ def wrapped(node: ast.Call, helper: str, context: Context) -> tuple[Edit, Edit]:
     assert isinstance(node.func, ast.Attribute)
     module = context.module
     start, end = module.span(node)
-    # Parentheses around the value are no part of it, and the dot follows them.
+    # Parentheses around the value are not part of its node, and the dot follows them.
     value_end = module.span(node.func.value)[1]
     dot = module.token_after(value_end, ".")
     if module.comments(value_end, end):

@@ -1,8 +1,8 @@
 """A `try` whose handler repairs a masked write that got the wrong number of rows.
 
-In a program nothing can be raised for a number that only the running program knows. What the
-handler would do is done by the same write if it only cuts off the rows that are too many; what it
-tells the code after it, by giving a name another constant, is chosen by the number of rows.
+A program cannot raise for a number that is known only when it runs. The same write does what the
+handler would do if it drops the rows that are too many. Where the handler gives a name another
+constant, the program chooses the constant by the number of rows.
 """
 
 import ast
@@ -20,12 +20,12 @@ _CAUGHT = ("Exception", "RuntimeError", "BaseException")
 
 @dataclass(frozen=True)
 class Guard:
-    """The `try` around a masked write, and the names that tell whether the write went well.
+    """The `try` around a masked write, and the names that tell whether the write succeeded.
 
     Attributes:
         statement: The `try`.
-        target: What is written to.
-        flags: For each name the constant that the handler gives it.
+        target: The subscript that is written to.
+        flags: For each name the constant that the handler assigns.
     """
 
     statement: ast.Try
@@ -33,7 +33,7 @@ class Guard:
     flags: dict[str, str]
 
     def lines(self) -> list[str]:
-        """Statements to run after the `try`."""
+        """Return statements to run after the `try`."""
         tensor, mask = ast.unparse(self.target.value), ast.unparse(self.target.slice)
         return [
             f"{name} = {OPS}.mismatched({tensor}, {mask}, {name}, {value})"
@@ -42,10 +42,10 @@ class Guard:
 
 
 def guard_of(write: ast.Assign | ast.AugAssign, context: Context) -> Guard | None:
-    """The `try` that a masked write stands in, if that could catch a wrong number of rows.
+    """Return the `try` that a masked write is in, if it could catch a wrong number of rows.
 
     Raises:
-        NotFixable: what its handlers would do then is not understood.
+        NotFixable: the handlers are not understood.
     """
     around = _try_around(write, context)
     if around is None or not around.handlers:
@@ -84,7 +84,7 @@ def _try_around(node: ast.stmt, context: Context) -> ast.Try | None:
 
 
 def _constants(statements: Sequence[ast.stmt]) -> dict[str, str] | None:
-    """The constants that statements give to names, if they do nothing else."""
+    """Return the constants that statements give to names, if they do nothing else."""
     found: dict[str, str] = {}
     for statement in statements:
         match statement:
@@ -96,14 +96,14 @@ def _constants(statements: Sequence[ast.stmt]) -> dict[str, str] | None:
 
 
 class _Repair:
-    """Reads a handler that writes again, with as many rows as the mask selects."""
+    """Reader of a handler that writes again, with as many rows as the mask selects."""
 
     def __init__(self, write: ast.Assign, target: ast.Subscript) -> None:
         self.write, self.target = write, target
         self.values: dict[str, ast.expr] = {}
 
     def flags(self, statements: Sequence[ast.stmt]) -> tuple[dict[str, str], set[str]] | None:
-        """The constants that the handler assigns, and the other names that it binds."""
+        """Return the constants that the handler assigns, and the other names that it binds."""
         found: dict[str, str] = {}
         repaired = 0
         for statement in statements:
@@ -127,7 +127,7 @@ class _Repair:
         )
 
     def _resolved(self, value: ast.expr) -> ast.expr:
-        """With the names that the handler has bound replaced by what they stand for."""
+        """Return a value with the names that the handler has bound replaced by their values."""
         return _Substitute(self.values).visit(copy.deepcopy(value))
 
 
@@ -147,5 +147,5 @@ class _Unmask(ast.NodeTransformer):
 
 
 def _plain(node: ast.expr) -> ast.expr:
-    """An expression as it was before rewriting."""
+    """Return an expression as it was before rewriting."""
     return _Unmask().visit(copy.deepcopy(node))

@@ -1,4 +1,4 @@
-"""Loops that call a model again and again, and what they call it with."""
+"""Loops that call a model repeatedly, and the arguments of these calls."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from tpuport.source.engine import Context
 from tpuport.source.statements import walk_scope
 
 Loop = ast.For | ast.While
-# What code calls the network that it runs in a loop.
+# Names that code gives to the network it runs in a loop.
 _MODEL = re.compile(
     r"(^|_)(model|net|network|unet|transformer|denoiser|policy|dit|encoder|decoder|vae"
     r"|step_fn|train_step|model_fn|diffusion|actor|critic)\d*$"
@@ -17,7 +17,7 @@ _JOINING = frozenset({"torch.cat", "torch.concat", "torch.concatenate", "torch.h
 
 
 def model_calls(node: Loop) -> Iterator[ast.Call]:
-    """The calls of models in the body of a loop, those of inner loops left to these."""
+    """Yield the calls of models in the body of a loop, without those of inner loops."""
     pending: list[ast.AST] = [*node.body]
     while pending:
         inner = pending.pop(0)
@@ -37,12 +37,12 @@ def _is_model(node: ast.expr) -> bool:
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:
-    """Everything that a call is given."""
+    """Return all arguments of a call."""
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
 def counters(node: Loop) -> set[str]:
-    """The names that a loop counts with."""
+    """Return the names that a loop counts with."""
     match node:
         case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"))):
             return {name}
@@ -56,7 +56,7 @@ def counters(node: Loop) -> set[str]:
 
 
 def is_varying_number(node: ast.expr, counted: set[str]) -> bool:
-    """Whether an argument is a Python number that each round of a loop changes."""
+    """Return whether an argument is a Python number that each iteration changes."""
     match node:
         case ast.Name(id=name):
             return name in counted
@@ -74,7 +74,7 @@ def is_varying_number(node: ast.expr, counted: set[str]) -> bool:
 
 
 def growing(node: Loop, context: Context) -> set[str]:
-    """The names that each round of a loop makes longer, as `x = torch.cat([x, y])` does."""
+    """Return the names that each iteration makes longer, as `x = torch.cat([x, y])` does."""
     found: set[str] = set()
     for inner in walk_scope(node.body):
         match inner:
@@ -86,7 +86,7 @@ def growing(node: Loop, context: Context) -> set[str]:
                     found.add(name)
             case _:
                 pass
-    # What a round starts anew does not grow from one to the next.
+    # A tensor that each iteration builds anew does not grow from one to the next.
     return {name for name in found if not _starts_anew(name, node)}
 
 

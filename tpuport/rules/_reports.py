@@ -1,4 +1,4 @@
-"""Which branches only report: they raise or log, and compute nothing."""
+"""Branches that only report: they raise or log, and compute nothing."""
 
 import ast
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _LOG_OWNERS = ("log", "logger", "logging", "warnings", "tqdm")
 
 
 def is_log(statement: ast.stmt) -> bool:
-    """Whether a statement only prints, warns or logs, as `logger.info(...)` does."""
+    """Return whether a statement only prints, warns or logs, as `logger.info(...)` does."""
     match statement:
         case ast.Expr(value=ast.Call(func=ast.Name(id=name))):
             return name in ("print", "warn", "warn_once") or name.startswith("rank_zero_")
@@ -36,7 +36,7 @@ def _is_log_owner(owner: ast.expr) -> bool:
 
 
 def leading_logs(statements: Sequence[ast.stmt]) -> int:
-    """How many statements from the first on only log."""
+    """Return the number of statements at the start that only log."""
     count = 0
     while count < len(statements) and is_log(statements[count]):
         count += 1
@@ -44,12 +44,12 @@ def leading_logs(statements: Sequence[ast.stmt]) -> int:
 
 
 def ends_in_raise(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements always end by raising at their last line."""
+    """Return whether statements always end by raising at their last line."""
     if not statements or not isinstance(statements[-1], ast.Raise):
         return False
     return not returns(statements) and exits_loop(statements) is None
 
 
 def is_report(node: ast.If) -> bool:
-    """Whether a side of a branch raises, or the branch starts by logging."""
+    """Return whether a side of a branch raises, or the branch starts by logging."""
     return ends_in_raise(node.body) or leading_logs(node.body) > 0 or ends_in_raise(node.orelse)

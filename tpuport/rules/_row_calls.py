@@ -1,4 +1,4 @@
-"""What calls with rows of unknown number may be: losses, reshapes, sizes of other axes."""
+"""Calls that accept rows of unknown number: losses, reshapes, sizes of other axes."""
 
 import ast
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _LOSS_OPTIONS = ("beta", "delta", "ignore_index", "input", "label_smoothing", "t
 
 
 def loss_modules(function: ast.expr, context: Context) -> str | None:
-    """The function of torch's that a loss module computes, if an expression is surely such one."""
+    """Return the torch function that a loss module computes, if an expression surely is one."""
     match function:
         case ast.Call(func=made, args=[]):
             root, _, last = (context.name(made) or "").rpartition(".")
@@ -26,7 +26,7 @@ def loss_modules(function: ast.expr, context: Context) -> str | None:
 
 
 def _one_of(values: Sequence[ast.AST | None], context: Context) -> str | None:
-    """The function of every one of some modules, if it is the same."""
+    """Return the function of all modules in a list, if it is the same for each."""
     found = {
         loss_modules(value, context) if isinstance(value, ast.Call) else None for value in values
     }
@@ -34,7 +34,7 @@ def _one_of(values: Sequence[ast.AST | None], context: Context) -> str | None:
 
 
 def _given_to_self(name: str, near: ast.expr, context: Context) -> list[ast.AST | None]:
-    """What the class around an expression assigns to an attribute of its instances."""
+    """Return the values that the class around an expression assigns to an attribute."""
     around = (p for p in context.module.ancestors(near) if isinstance(p, ast.ClassDef))
     owner = next(around, None)
     found: list[ast.AST | None] = []
@@ -47,7 +47,7 @@ def _given_to_self(name: str, near: ast.expr, context: Context) -> list[ast.AST 
 
 
 def is_plain_loss(call: ast.Call) -> bool:
-    """Whether a loss sums or averages over all rows."""
+    """Return whether a loss sums or averages over all rows."""
     for keyword in call.keywords:
         if keyword.arg == "reduction":
             if ast.unparse(keyword.value) not in ("'mean'", "'sum'"):
@@ -58,6 +58,7 @@ def is_plain_loss(call: ast.Call) -> bool:
 
 
 def starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
+    """Return whether the first size of a reshape is -1, which keeps the rows in front."""
     first = args[0] if args else None
     if isinstance(first, ast.Tuple | ast.List):
         first = first.elts[0] if first.elts else None
@@ -65,9 +66,9 @@ def starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
 
 
 def is_other_axis(axis: ast.expr) -> bool:
-    """Whether a number names another axis than the first, that of the rows.
+    """Return whether a number names another axis than the first, that of the rows.
 
-    The last one could be the first, too: then the helper refuses the size when it runs.
+    The last axis could be the first, too: then the helper refuses the size when it runs.
     """
     match axis:
         case ast.Constant(value=int(number)):

@@ -13,12 +13,12 @@ Loop = ast.For | ast.comprehension
 
 @dataclass(frozen=True)
 class Rows:
-    """What a loop takes one by one.
+    """The tensor whose rows a loop takes one by one.
 
     Attributes:
         tensor: The tensor.
-        of_batch: Whether it takes them by their index in the first dimension. Such a loop often
-            stands there on purpose, since a batch may be short.
+        of_batch: Whether it indexes the first dimension. Such a loop is often written on purpose,
+            since a batch may be short.
     """
 
     tensor: ast.expr
@@ -26,18 +26,18 @@ class Rows:
 
 
 def rows_of(node: Loop, body: Sequence[ast.AST], context: Context) -> Rows | None:
-    """The traced tensor whose rows a loop takes one by one, if there is one."""
+    """Return the traced tensor whose rows a loop takes one by one, if there is one."""
     tensor = next(_iterated(node.iter, context), None)
     return _indexed(node, body, context) if tensor is None else Rows(tensor)
 
 
 def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
-    """The tensors whose rows a loop runs over."""
+    """Yield the tensors whose rows a loop runs over."""
     match iterated:
         case ast.Call(func=ast.Name(id="enumerate" | "reversed"), args=[part, *_]):
             yield from _iterated(part, context)
         case ast.Call(func=ast.Name(id="zip"), args=parts):
-            # Beside a list, what is annotated as a tensor is often a list of them, too.
+            # Next to a list, a value annotated as a tensor is often a list of tensors, too.
             found = [tensor for part in parts for tensor in _iterated(part, context)]
             if len(found) == len(parts):
                 yield from found
@@ -53,7 +53,7 @@ def _iterated(iterated: ast.expr, context: Context) -> Iterator[ast.expr]:
 
 
 def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> Rows | None:
-    """The tensor that a loop over a range as long as a tensor takes rows of."""
+    """Return the tensor that a loop over its length indexes by the loop's counter."""
     match node:
         case (
             ast.For(target=ast.Name(id=index), iter=iterated)
@@ -80,7 +80,7 @@ def _parts(index: ast.expr) -> list[ast.expr]:
 
 
 def _takes_element(index: ast.expr, name: str) -> bool:
-    """Whether an index takes one element by a name; the bounds of a slice take a tile."""
+    """Return whether an index takes one element by a name; a slice takes a tile instead."""
     return any(
         isinstance(inner, ast.Name) and inner.id == name
         for part in _parts(index)
@@ -90,7 +90,7 @@ def _takes_element(index: ast.expr, name: str) -> bool:
 
 
 def _is_length(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is how long a traced tensor is along some dimension."""
+    """Return whether an expression is the length of a traced tensor along some dimension."""
     match node:
         case ast.Call(func=ast.Name(id="len"), args=[tensor]):
             return is_one_tensor(tensor, context)
@@ -108,7 +108,7 @@ def _is_length(node: ast.expr, context: Context) -> bool:
 
 
 def _is_last(dim: ast.expr) -> bool:
-    """Whether a dimension is the last: the coordinates of a position, never many."""
+    """Return whether a dimension is the last one: often coordinates, so never many."""
     match dim:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
             return True
@@ -117,7 +117,7 @@ def _is_last(dim: ast.expr) -> bool:
 
 
 def _unpacked(name: ast.Name, context: Context) -> bool:
-    """Whether a name is bound once, by unpacking the shape of a traced tensor."""
+    """Return whether a name is bound once, by unpacking the shape of a traced tensor."""
     function = context.module.function(name)
     found = [
         inner.value

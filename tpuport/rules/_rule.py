@@ -1,4 +1,4 @@
-"""What a rule file declares."""
+"""The declarations of a rule file: its rule and its examples."""
 
 import textwrap
 from dataclasses import dataclass
@@ -11,22 +11,23 @@ HEADINGS = ("What it does", "Why is this bad?", "Fix safety", "References")
 
 @dataclass(frozen=True)
 class Example:
-    """Code that a rule finds, and what becomes of it. All strings: rule files import no framework.
+    """Code that a rule finds, and its rewriting. All strings: rule files import no framework.
 
     Attributes:
-        before: A module that holds a function `forward`; common indentation does not count.
+        before: A module that defines a function `forward`; common indentation does not count.
         after: The same module rewritten, to the letter; None where there is no fix.
         inputs: An expression for the tuple of tensors to call `forward` with, such as
             `(torch.randn(3, 4),)`. It is evaluated once for each seed.
         jit_error: The exception that plain torchax raises under `jax.jit` for `before`, or when the
-            module is imported; None where it raises none. A rule that has become needless fails.
-        harm: Where there is no exception, what goes wrong instead: a name of `testing/harms.py`.
+            module is imported; None where it raises none. So a needless rule fails its own test.
+        harm: The fault where there is no exception: a name of `testing/harms.py`.
         reference: A module that computes what `before` does where its devices exist, for code that
             cannot run on a CPU; `before` itself if left out.
         left: Part of the reason why there is no fix, where `after` is None.
-        plain_harm: What plain torchax does wrong with `after`, too: a name of `testing/harms.py`.
-        plain_error: The exception that plain torchax raises for `after`, too, where only
-            `tpuport.convert` runs it.
+        plain_harm: The fault that `after` still has under plain torchax: a name of
+            `testing/harms.py`.
+        plain_error: The exception that plain torchax still raises for `after`, which only
+            `tpuport.convert` can run.
     """
 
     before: str
@@ -62,9 +63,9 @@ class Rule(RuleVisitor):
         CODE: Unique and never reused: TPU1 concretization, TPU2 data-dependent shape, TPU3 host
             transfer, TPU4 trace-time state and randomness, TPU5 device assumptions, TPU6 recompile
             and speed; then two digits.
-        MESSAGE: What the user reads; placeholders are the keyword arguments of `context.report`.
+        MESSAGE: The message; its placeholders are the keyword arguments of `context.report`.
         SAFETY: How close rewritten code stays to the original.
-        SEVERITY: What happens to the program if the finding stays.
+        SEVERITY: The consequence for the program if the finding stays.
         LIVE: Whether `convert` asks the rule to rewrite a line that its trace cannot run.
         PINS: Whether code around a finding without a fix must stay as it is too.
         EXAMPLES: Code that is found and, where there is a fix, rewritten.

@@ -1,4 +1,4 @@
-"""Which arguments of a call are sizes: what becomes a shape, a count or a bound."""
+"""Arguments of a call that are sizes: they become a shape, a count or a bound."""
 
 import ast
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _METHODS: dict[str, range] = {
     "new_full": range(1),
 }
 _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "data", "grad", "imag", "real", "shape"})
-# Nearly every call is of something else.
+# A quick look at the name: nearly every call is of another function.
 _NAMES = frozenset({*_FUNCTIONS, *_FUNCTIONAL, *_METHODS})
 _KEYWORDS = frozenset(
     {
@@ -50,7 +50,7 @@ _KEYWORDS = frozenset(
 
 
 def size_arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
-    """The expressions of a call that decide a size; those of a tuple or list one by one."""
+    """Yield the expressions of a call that decide a size; those of a tuple or list one by one."""
     positions = _positions(node, context)
     if positions is None:
         return
@@ -63,9 +63,9 @@ def size_arguments(node: ast.Call, context: Context) -> Iterator[ast.expr]:
 
 
 def is_of_a_tensor(size: ast.expr, context: Context) -> bool:
-    """Whether a size that counts as traced is surely made of a tensor.
+    """Return whether a size that counts as traced is surely computed from a tensor.
 
-    It is not if it asks for something that no tensor has, such as `attn.num_heads`, or for one of
+    It is not if it reads an attribute that no tensor has, such as `attn.num_heads`, or one of
     several results of an unknown call: `x, height, width = self.embed(x)`.
     """
     called = {node.func for node in ast.walk(size) if isinstance(node, ast.Call)}
@@ -83,7 +83,7 @@ def is_of_a_tensor(size: ast.expr, context: Context) -> bool:
 
 
 def _is_one_of_several(name: ast.Name, context: Context) -> bool:
-    """Whether a name is bound by unpacking what a call of an unknown thing gives."""
+    """Return whether a name is bound by unpacking the result of an unknown call."""
     function = context.module.function(name)
     for node in () if function is None else context.module.inside(function):
         match node:

@@ -1,4 +1,4 @@
-"""What the methods of a class write to `self` and read from it."""
+"""The attributes of `self` that the methods of a class write and read."""
 
 import ast
 import weakref
@@ -21,7 +21,7 @@ class Write:
     Attributes:
         attribute: The attribute's name.
         node: The statement that changes it.
-        value: What is bound to it or goes into it; None where that is not written down.
+        value: The value that is bound to it or written into it; None where it is not in the source.
         method: The method.
         way: `bind`, `augment`, `buffer` (`self.register_buffer`), `element` (`self.x[i] = v`),
             `in_place` (`self.x.mul_(v)`) or `append`.
@@ -40,7 +40,7 @@ class ClassState:
 
     Attributes:
         methods: The methods by name.
-        writes: All changes, in the order of the text.
+        writes: All changes, in source order.
         reads: For each attribute the nodes that read it.
         calls: For each method the names of the class's methods that it calls.
         buffers: Names of registered buffers.
@@ -53,7 +53,7 @@ class ClassState:
     buffers: set[str] = field(default_factory=set[str])
 
     def reached_from(self, method: str) -> set[str]:
-        """The methods that a method calls, directly or through others."""
+        """Return the methods that a method calls, directly or through others."""
         found: set[str] = set()
         pending = [method]
         while pending:
@@ -64,23 +64,24 @@ class ClassState:
         return found
 
     def written_by(self, method: str) -> list[Write]:
-        """What a method and those that it calls write."""
+        """Return the writes of a method and of those that it calls."""
         names = {method, *self.reached_from(method)}
         return [write for write in self.writes if write.method.name in names]
 
 
+# Several rules ask about the same class. An entry goes away with the tree of its file.
 _known: "weakref.WeakKeyDictionary[ast.ClassDef, ClassState]" = weakref.WeakKeyDictionary()
 
 
 def class_state(node: ast.ClassDef, context: Context) -> ClassState:
-    """How the methods of a class use the attributes of `self`."""
+    """Return how the methods of a class use the attributes of `self`."""
     if node not in _known:
         _known[node] = _read_class(node, context)
     return _known[node]
 
 
 def module_class(node: ast.AST, context: Context) -> ast.ClassDef | None:
-    """The class around a method's code, if it is run as a module; None elsewhere."""
+    """Return the class around a method's code if it is run as a module, else None."""
     function = context.module.outermost_function(node)
     around = context.module.parents.get(function)
     if not isinstance(around, ast.ClassDef) or not isinstance(function, FUNCTIONS):
@@ -91,28 +92,28 @@ def module_class(node: ast.AST, context: Context) -> ast.ClassDef | None:
 
 
 def is_module(node: ast.ClassDef) -> bool:
-    """Whether a class has a step of its own or inherits from a class named like a module."""
+    """Return whether a class has a step of its own or inherits from a class named like a module."""
     bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
     named = any(b.endswith(("Module", "Model", "PreTrainedModel", "Layer", "Block")) for b in bases)
     return named or any(isinstance(m, FUNCTIONS) and m.name in _STEPS for m in node.body)
 
 
 def self_name(function: Function) -> str | None:
-    """The first parameter of a method; None of a static method, a class method or a property."""
+    """Return the first parameter of a method; None for a static or class method or a property."""
     names = {ast.unparse(d).rpartition(".")[2] for d in function.decorator_list}
     arguments = [*function.args.posonlyargs, *function.args.args]
     return arguments[0].arg if arguments and not names & _STATIC else None
 
 
 def is_set_up(method: Function, state: ClassState) -> bool:
-    """Whether a method runs before the step: by its name, or because the constructor calls it."""
+    """Return whether a method runs before the step: by its name, or called by the constructor."""
     if method.name.lstrip("_").startswith(_SET_UP):
         return True
     return method.name in state.reached_from("__init__")
 
 
 def runs_in_step(node: ast.AST, context: Context) -> bool:
-    """Whether code is part of a step, and of no method that sets a module up."""
+    """Return whether code is part of a step, and not of a method that sets a module up."""
     if not context.in_step(node):
         return False
     function = context.module.outermost_function(node)
@@ -125,7 +126,7 @@ def runs_in_step(node: ast.AST, context: Context) -> bool:
 
 
 def attribute_of(node: ast.AST, owner: str) -> str | None:
-    """`x` for `self.x`, where `self` is the owner's name."""
+    """Return `x` for `self.x`, where `owner` is the name of `self`."""
     match node:
         case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name == owner:
             return attribute
@@ -205,7 +206,7 @@ def _target_writes(
 
 
 def _is_buffer(value: ast.expr | None) -> bool:
-    """Whether a value is made by `torch.nn.Buffer(...)`."""
+    """Return whether a value is made by `torch.nn.Buffer(...)`."""
     match value:
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return name == "Buffer"

@@ -1,4 +1,4 @@
-"""What `torch.no_grad` keeps gradients from: the values that its body leaves behind."""
+"""Values that leave the body of `torch.no_grad` and would carry a gradient without it."""
 
 import ast
 import re
@@ -11,20 +11,20 @@ from tpuport.source.statements import walk_scope
 from tpuport.source.text import Edit, Passage
 
 STOPPERS = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
-# Functions of these names compute no loss: nobody asks for a gradient there.
+# Functions of these names compute no loss, so no gradient is needed there.
 _SAMPLING = re.compile(
     r"(^|_)(sample|sampling|generate|generation|predict|infer|inference|eval|evaluate|action|act"
     r"|validate|validation|test|log|plot|visuali[sz]e|ema|momentum|update|decode|profile|rollout"
     r"|backward|detect)"
 )
-# What training code calls a model that it does not train.
+# Names that training code gives to a model that it does not train.
 _FROZEN = re.compile(r"(^|_)(teacher|old|ref|reference|target|frozen|ema|momentum)(_|$)")
-# What models call tensors of whole numbers and truths.
+# Names that models give to integer and boolean tensors, which carry no gradient.
 _WHOLE = re.compile(
     r"mask|idx|ids$|^ids|index|indices|position|bucket|coord|order|count|num_|len|token|label|hit"
     r"|match|grid|shape|size|valid|hash|(^|_)ind($|_)"
 )
-# Of a tensor: neither carries a gradient.
+# Methods and functions whose result carries no gradient.
 _NO_GRADIENT = frozenset(
     {
         *("detach", "argmax", "argmin", "argsort", "long", "int", "bool", "nonzero", "multinomial"),
@@ -44,7 +44,7 @@ _NO_GRADIENT = frozenset(
     }
 )
 _LOOKS = frozenset({"detach", "item", "shape", "device", "dtype", "tolist", "size", "dim", "data"})
-# Each gives one tensor.
+# Each of these returns one tensor.
 _ONE_TENSOR = frozenset(
     {
         *("softmax", "sigmoid", "tanh", "exp", "log", "sqrt", "sin", "cos", "mean", "sum", "abs"),
@@ -65,7 +65,7 @@ _SWITCHES = frozenset({"enable_grad", "set_grad_enabled", "inference_mode"})
 
 
 def is_stopper(node: ast.expr, context: Context) -> bool:
-    """Whether an expression of a `with` switches gradients off."""
+    """Return whether an expression of a `with` switches gradients off."""
     match node:
         case ast.Call(func=func, args=[], keywords=[]):
             return context.name(func) in STOPPERS
@@ -76,10 +76,10 @@ def is_stopper(node: ast.expr, context: Context) -> bool:
 
 
 def asks_for_gradients(function: Function, context: Context) -> bool:
-    """Whether a gradient may be asked for in a function: it is no sampling, nor switched off."""
+    """Return whether a gradient may be needed in a function: no sampling, not switched off."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     if arguments and arguments[0].arg == "ctx":
-        return False  # of an autograd.Function, which says itself what its gradient is
+        return False  # of an autograd.Function, which defines its own gradient
     around = [
         function,
         *(p for p in context.module.ancestors(function) if isinstance(p, FUNCTIONS)),
@@ -95,7 +95,7 @@ def asks_for_gradients(function: Function, context: Context) -> bool:
 
 
 def is_evaluation(node: ast.stmt, context: Context) -> bool:
-    """Whether a statement stands on the side of a branch that is not taken in training."""
+    """Return whether a statement is on a side of a branch that training does not take."""
     child: ast.AST = node
     for parent in context.module.ancestors(node):
         if isinstance(parent, ast.If):
@@ -108,7 +108,7 @@ def is_evaluation(node: ast.stmt, context: Context) -> bool:
 
 
 def leaking(node: ast.With, context: Context) -> Iterator[tuple[str, ast.expr]]:
-    """The names that a body binds to traced values which are read after it, with these values."""
+    """Yield the traced values that a body binds and later code reads, each after its name."""
     function = context.module.function(node)
     if function is None:
         return
@@ -129,7 +129,7 @@ def leaking(node: ast.With, context: Context) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _has_gradient(node: ast.expr, context: Context) -> bool:
-    """Whether a value is a traced one that a gradient would flow through."""
+    """Return whether a value is a traced one that a gradient would flow through."""
     if context.is_boolean(node) or isinstance(node, ast.Compare | ast.BoolOp | ast.Constant):
         return False
     match node:
@@ -147,7 +147,7 @@ def _has_gradient(node: ast.expr, context: Context) -> bool:
 
 
 def _gives_detached(name: str, context: Context) -> bool:
-    """Whether the functions of this name in the file detach all that they return."""
+    """Return whether the functions of this name in the file detach all that they return."""
     module = context.module
     results = [
         value
@@ -166,7 +166,7 @@ def _gives_detached(name: str, context: Context) -> bool:
 
 
 def _is_module_call(node: ast.expr, context: Context) -> bool:
-    """Whether an expression calls a module in `self` with a traced value, or a frozen one."""
+    """Return whether an expression calls a module in `self` on a traced value, or a frozen one."""
     if not isinstance(node, ast.Call):
         return False
     called = ast.unparse(node.func).split(".")
@@ -177,7 +177,7 @@ def _is_module_call(node: ast.expr, context: Context) -> bool:
 
 
 def _is_only_looked_at(name: str, node: ast.With, function: Function, context: Context) -> bool:
-    """Whether every read after a body stops the gradient itself, or asks for a shape."""
+    """Return whether every read after a body detaches, or reads only the shape or the like."""
     inside = set(ast.walk(node))
     reads = [
         read
@@ -193,10 +193,10 @@ def _is_only_looked_at(name: str, node: ast.With, function: Function, context: C
 
 
 def detached(name: str, value: ast.expr, context: Context) -> Edit:
-    """The edit that takes a value out of the gradient.
+    """Return the edit that detaches a value from the gradient.
 
     Raises:
-        NotFixable: it may be something else than one tensor.
+        NotFixable: the value may be something else than one tensor, or gradients may be on.
     """
     if not _is_one_tensor(value, context):
         raise NotFixable(f"the value of {name} may be more than one tensor")
@@ -209,7 +209,7 @@ def detached(name: str, value: ast.expr, context: Context) -> Edit:
 
 
 def _block_around(node: ast.expr, context: Context) -> ast.AST:
-    """The outermost `with` around an expression within its function."""
+    """Return the outermost `with` around an expression within its function."""
     found: ast.AST = node
     for parent in context.module.ancestors(node):
         if isinstance(parent, FUNCTIONS):
@@ -220,24 +220,24 @@ def _block_around(node: ast.expr, context: Context) -> ast.AST:
 
 
 def _switches_on(node: ast.AST, context: Context) -> bool:
-    """Whether a node is a call that may switch gradients on again."""
+    """Return whether a node is a call that may switch gradients on again."""
     if not isinstance(node, ast.Call) or is_stopper(node, context):
         return False
     return ast.unparse(node.func).rpartition(".")[2] in _SWITCHES
 
 
 def _is_one_tensor(node: ast.expr, context: Context) -> bool:
-    """Whether a traced value surely is a new tensor and not several."""
+    """Return whether a traced value surely is one new tensor."""
     match node:
         case ast.BinOp():
             return context.is_traced(node)
         case ast.Call(func=ast.Attribute(value=owner, attr=method)) if method in _ONE_TENSOR:
             name = context.name(node.func) or ""
             if {"out", "inplace", None} & {keyword.arg for keyword in node.keywords}:
-                return False  # it may be the very tensor that was given
+                return False  # the result may be the argument itself
             if method == "relu" and len(node.args) > 1:
                 return False
-            if method == "float":  # of a tensor that has this dtype: the tensor itself
+            if method == "float":  # returns a float32 tensor itself, not a copy
                 return _is_one_tensor(owner, context)
             return name.startswith("torch.") or context.is_traced(owner)
         case _:

@@ -1,4 +1,4 @@
-"""Where a traced tensor becomes text: formatted as a number, or shown as it is."""
+"""Traced tensors that become text: formatted as a number, or printed."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tpuport.rules._reports import is_log
 from tpuport.source.engine import Context, quote
 
-# The tensor and the text that it becomes part of.
+# A tensor, and the text that it becomes part of.
 Verdict = tuple[ast.expr, str] | None
 
 _PERCENT = re.compile(r"%(?:\((?P<name>\w+)\))?[-+ #0]*[\d*]*(?:\.[\d*]+)?(?P<type>[a-zA-Z%])")
@@ -16,7 +16,7 @@ _NUMERIC = frozenset("diouxXeEfFgGc")
 
 
 def formatted(node: ast.expr, context: Context) -> Verdict:
-    """The first traced tensor that an expression formats as a number, unless it only may raise."""
+    """Return the first traced tensor formatted as a number, and the text; None in error texts."""
     for tensor, text in _numbers(node):
         if context.is_traced(tensor):
             return None if is_message(node, context) else (tensor, text)
@@ -24,11 +24,12 @@ def formatted(node: ast.expr, context: Context) -> Verdict:
 
 
 def _numbers(node: ast.expr) -> Iterator[tuple[ast.expr, str]]:
-    """What an expression formats as numbers, and the text with its format."""
+    """Yield the values that an expression formats as numbers, and the text with the format."""
     match node:
         case ast.JoinedStr(values=values):
             for value in values:
                 if isinstance(value, ast.FormattedValue) and value.format_spec is not None:
+                    # `!r` and `!s` make text first, which takes no format for numbers.
                     if value.conversion == -1:
                         yield value.value, _field(value)
         case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod(), right=right):
@@ -64,7 +65,7 @@ def _braces(text: str, call: ast.Call) -> Iterator[ast.expr]:
 
 
 def shown_tensor(node: ast.Call, context: Context) -> ast.expr | None:
-    """The first traced tensor that a call prints or logs as it is."""
+    """Return the first traced tensor that a call prints or logs without a numeric format."""
     parent = context.module.parents[node]
     if not isinstance(parent, ast.Expr) or not is_log(parent):
         return None
@@ -90,7 +91,7 @@ def _shown(argument: ast.expr) -> Iterator[ast.expr]:
 
 
 def is_message(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is evaluated only if an error is raised."""
+    """Return whether an expression is evaluated only if an error is raised."""
     inner: ast.AST = node
     for outer in context.module.ancestors(node):
         if isinstance(outer, ast.Raise):

@@ -10,14 +10,14 @@ _NAMES = _OF_ITEMS | {"equal", "is_nonzero"}
 
 
 def asks_truth(node: ast.Call, context: Context) -> bool:
-    """Whether a call takes the truth of traced values."""
+    """Return whether a call takes the truth of traced values."""
     if last_name(node.func) not in _NAMES:
         return False
     return is_choice(node, context) or _is_over_items(node, context) or _is_equal(node, context)
 
 
 def is_choice(node: ast.Call, context: Context) -> bool:
-    """Whether a call is Python's `max` or `min` of several values, one of them traced."""
+    """Return whether a call is Python's `max` or `min` of several values, one of them traced."""
     match node:
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, _, *_], keywords=[]):
             return not context.module.binds_otherwise(name) and any(
@@ -28,7 +28,7 @@ def is_choice(node: ast.Call, context: Context) -> bool:
 
 
 def _is_over_items(node: ast.Call, context: Context) -> bool:
-    """Whether a call is one of Python's functions that compare the elements of a tensor."""
+    """Return whether a call is one of Python's functions that compare a tensor's elements."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=[items]) if name in _OF_ITEMS:
             return not context.module.binds_otherwise(name) and is_one_tensor(items, context)
@@ -37,7 +37,7 @@ def _is_over_items(node: ast.Call, context: Context) -> bool:
 
 
 def _is_equal(node: ast.Call, context: Context) -> bool:
-    """Whether a call gives the truth of traced tensors as a Python bool."""
+    """Return whether a call returns the truth of traced tensors as a Python bool."""
     match node:
         case ast.Call(func=ast.Attribute(attr="equal", value=value), args=[first, *_]):
             is_torch = context.name(node.func) == "torch.equal"
@@ -49,7 +49,7 @@ def _is_equal(node: ast.Call, context: Context) -> bool:
 
 
 def is_list_of_numbers(items: ast.expr) -> bool:
-    """Whether items are written out and none is text: what is looked up in text is text."""
+    """Return whether items are written out and none is a string: text is looked up in text."""
     if not isinstance(items, ast.Tuple | ast.List):
         return False
     return not any(isinstance(e, ast.Constant) and isinstance(e.value, str) for e in items.elts)

@@ -1,4 +1,4 @@
-"""Takes a wrapper away: a decorator, or a call that gives back a function like its argument."""
+"""The fix that removes a wrapper: a decorator, or a call that returns a function like its input."""
 
 import ast
 
@@ -10,14 +10,14 @@ from tpuport.source.text import Edit, Passage
 
 
 def without_wrapper(wrapper: ast.expr, context: Context) -> Fix:
-    """The fix that takes a wrapper away: a decorator, the call that makes one, or a plain call.
+    """Return the fix that removes a wrapper: a decorator, a call that makes one, or a call.
 
     Args:
         wrapper: The name of the wrapper where it is used.
-        context: What may be asked about the file.
+        context: The file and what is inferred about it.
 
     Raises:
-        NotFixable: what is wrapped is not clear, or code on the same lines would go, too.
+        NotFixable: it is not clear what is wrapped, or other code is on the same lines.
     """
     if is_decorator(wrapper, context):
         return _without_lines(wrapper, context)
@@ -29,13 +29,13 @@ def without_wrapper(wrapper: ast.expr, context: Context) -> Fix:
 
 
 def is_wrapping(wrapper: ast.expr, context: Context) -> bool:
-    """Whether a name is used as a wrapper: called, or a decorator."""
+    """Return whether a name is used as a wrapper: called, or a decorator."""
     call = context.module.parents[wrapper]
     return is_decorator(wrapper, context) or (isinstance(call, ast.Call) and call.func is wrapper)
 
 
 def has_true(call: ast.AST, name: str) -> bool:
-    """Whether a node is a call with `name=True`."""
+    """Return whether a node is a call with `name=True`."""
     return isinstance(call, ast.Call) and any(
         keyword.arg == name
         and isinstance(keyword.value, ast.Constant)
@@ -45,12 +45,12 @@ def has_true(call: ast.AST, name: str) -> bool:
 
 
 def is_decorator(node: ast.expr, context: Context) -> bool:
-    """Whether an expression is a decorator."""
+    """Return whether an expression is a decorator."""
     return node in getattr(context.module.parents[node], "decorator_list", [])
 
 
 def _unwrapped(call: ast.Call, context: Context) -> Fix:
-    """Put a call's first argument in its place, or drop `f = wrapper(f)`."""
+    """Return the fix that replaces a call by its first argument, or drops `f = wrapper(f)`."""
     module = context.module
     if not call.args or isinstance(call.args[0], ast.Starred):
         raise NotFixable("it is not clear what is wrapped")
@@ -71,7 +71,7 @@ def _unwrapped(call: ast.Call, context: Context) -> Fix:
 
 
 def _rebinds(statement: ast.AST | None, call: ast.Call | None = None) -> bool:
-    """Whether a statement is `f = wrapper(f)`; of one call, if that is given."""
+    """Return whether a statement is `f = wrapper(f)`; with `call`, of that call."""
     match statement:
         case ast.Assign(targets=[target], value=ast.Call(args=[wrapped, *_]) as value):
             is_asked = call is None or value is call
@@ -81,7 +81,7 @@ def _rebinds(statement: ast.AST | None, call: ast.Call | None = None) -> bool:
 
 
 def _is_bound_elsewhere(statement: ast.Assign, context: Context) -> bool:
-    """Whether what an assignment binds is there without it, too, and found without effects."""
+    """Return whether an assignment's target is also bound elsewhere, and read without effects."""
     (target,) = statement.targets
     if not isinstance(target, ast.Name):
         return not any(isinstance(node, ast.Call | ast.NamedExpr) for node in ast.walk(target))
@@ -100,7 +100,7 @@ def _is_bound_elsewhere(statement: ast.Assign, context: Context) -> bool:
 
 
 def _stands_alone(node: ast.expr, text: str) -> bool:
-    """Whether an expression means the same wherever it is put, and on more than one line."""
+    """Return whether an expression means the same anywhere, also on more than one line."""
     if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
         return False
     try:
@@ -117,7 +117,7 @@ def _without_lines(node: ast.expr | ast.stmt, context: Context) -> Fix:
     line_start, line_end = text.line_start(first), text.line_end(last)
     around = text.text[line_start:start].strip(" \t@") + text.text[end:line_end].strip()
     if around or module.comments(line_start, line_end):
-        raise NotFixable("something else stands on its lines")
+        raise NotFixable("something else is on its lines")
     nothing = Passage.of("", module.origin(node))
     if line_end == len(text.text):  # the last line has no line break of its own
         return Fix((Edit(max(line_start - 1, 0), line_end, nothing),))

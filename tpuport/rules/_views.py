@@ -1,4 +1,4 @@
-"""Views of tensors: which of them plain torchax writes through, and who reads the base later."""
+"""Views of tensors: those that plain torchax writes through, and reads of their base."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from tpuport.source.engine import Context
 from tpuport.source.module import Function, own_bindings
 from tpuport.source.statements import walk_scope
 
-# Views whose writes plain torchax keeps to themselves. It follows only views made by `x[...]`.
+# Views whose writes do not reach the base in plain torchax, which follows only `x[...]`.
 REORDERING = frozenset({"permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis"})
 MAY_COPY = frozenset({"flatten", "ravel", "reshape"})
 PARTS = frozenset({"chunk", "split", "tensor_split", "unbind"})
@@ -22,7 +22,7 @@ LOSING = frozenset(
     }
 )
 LOSING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
-# In-place methods that torchax writes to a copy of a slice.
+# In-place methods that torchax applies to a copy of a slice.
 LOSING_ON_SLICES = frozenset(
     {
         *("zero_", "fill_", "masked_fill_", "addcmul_", "addcdiv_", "tril_", "triu_", "renorm_"),
@@ -39,8 +39,8 @@ class View:
 
     Attributes:
         base: The expression that it is a view of: a name or an attribute.
-        losing: The step of it that plain torchax does not write through; None if there is none.
-        steps: The names of the views from the base on; `[]` for a subscript.
+        losing: The name of a view that plain torchax does not write through; None if there is none.
+        steps: The names of the views from the base to the result; `[]` for a subscript.
     """
 
     base: ast.expr
@@ -54,7 +54,7 @@ class Mutation:
 
     Attributes:
         target: The tensor.
-        method: The in-place method; `+=` or `[]=` where it is none.
+        method: The in-place method, or `+=` or `[]=`.
     """
 
     target: ast.expr
@@ -62,7 +62,7 @@ class Mutation:
 
 
 def view_of(node: ast.expr, context: Context) -> View | None:
-    """What an expression is a view of; None if it may be a copy or is no view."""
+    """Return the view that an expression is; None if it may be a copy or is no view."""
     match node:
         case ast.Name() | ast.Attribute(value=ast.Name()) if not _is_losing_attribute(node):
             return View(node, None, ())
@@ -101,7 +101,7 @@ def _extended(view: View | None, step: str) -> View | None:
 
 
 def is_basic(index: ast.expr, context: Context) -> bool:
-    """Whether an index gives a view: numbers, slices, None and ..., no tensors or lists."""
+    """Return whether an index gives a view: numbers, slices, None and ..., no tensors or lists."""
     match index:
         case ast.Slice() | ast.Constant():
             return True
@@ -133,7 +133,7 @@ def _is_loop_counter(node: ast.Name, context: Context) -> bool:
 
 
 def mutation(node: ast.stmt) -> Mutation | None:
-    """The tensor that a statement changes in place, if it has the form of one."""
+    """Return the tensor that a statement changes in place, if it has the form of one."""
     match node:
         case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
             found, inner = None, call
@@ -153,14 +153,14 @@ def mutation(node: ast.stmt) -> Mutation | None:
 
 
 def is_in_place(method: str) -> bool:
-    """Whether a method of tensors writes to the tensor, by its name."""
+    """Return whether a method of tensors writes to the tensor, by its name."""
     return method.endswith("_") and not method.endswith("__") and method not in NOT_A_WRITE
 
 
 def made_before(
     name: str, node: ast.stmt, context: Context
 ) -> Iterator[tuple[ast.Assign, ast.expr]]:
-    """The assignments of a name in the blocks around a statement that surely come before it.
+    """Yield the assignments of a name in the blocks around a statement that surely run before it.
 
     Nothing between them and the statement binds the name again.
     """
@@ -196,7 +196,7 @@ def _names(target: ast.expr) -> set[str]:
 
 
 def rebound(names: set[str], first: ast.stmt, last: ast.stmt, function: Function) -> bool:
-    """Whether a name is bound between two statements, in the order of the text."""
+    """Return whether a name is bound between two statements, in source order."""
     inside = {id(inner) for statement in (first, last) for inner in ast.walk(statement)}
     between = [
         statement
@@ -212,7 +212,7 @@ def rebound(names: set[str], first: ast.stmt, last: ast.stmt, function: Function
 
 
 def is_read_after(name: str, node: ast.stmt, context: Context) -> bool:
-    """Whether the value that a name has may be read once a statement has ended."""
+    """Return whether the value that a name has may be read once a statement has ended."""
     function = context.module.function(node)
     if function is None:
         return False

@@ -1,4 +1,4 @@
-"""Which writes to `self` happen in a step, and which sort each is."""
+"""Writes to `self` that happen in a step, and the kind of each."""
 
 import ast
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ from tpuport.source.engine import Context
 
 
 def step_writes(node: ast.ClassDef, context: Context) -> Iterator[tuple[Write, str]]:
-    """The writes of a module's methods that a step makes.
+    """Yield the writes of a module's methods that a step makes, each with its kind.
 
-    Each with its sort: `lazy` where it fills what is missing, `growing` where it makes a cache
-    longer, else `plain`. What the constructor calls, too, is set-up.
+    The kind is `lazy` where it fills a missing attribute, `growing` where it makes a cache longer,
+    else `plain`. Methods that the constructor also calls are set-up, not steps.
     """
     if not is_module(node):
         return
@@ -50,12 +50,12 @@ def _sort(write: Write, state: ClassState, context: Context) -> str:
 
 
 def grown(guard: ast.If, near: Write, state: ClassState, context: Context) -> bool:
-    """Whether a branch that a write stands in makes a table longer."""
+    """Return whether a branch that a write is in makes a table longer."""
     return grown_by(guard, self_name(near.method) or "self", state, context) is not None
 
 
 def grown_by(guard: ast.If, owner: str, state: ClassState, context: Context) -> str | None:
-    """The tensor in `self` that a branch makes anew if it is too short; None of other branches."""
+    """Return the tensor in `self` that a branch rebuilds if it is too short, else None."""
     if not may_compare_sizes(guard.test):
         return None
     inside = {inner for statement in guard.body for inner in ast.walk(statement)}

@@ -15,14 +15,14 @@ class BackwardCall(Rule):
 
     ## What it does
     Finds `.backward()` on a loss, and on what a gradient scaler makes of one. There is no automatic
-    fix: the step becomes a function of the parameters, whose gradient `jax.value_and_grad` gives.
+    fix: the step becomes a function of the parameters, to be passed to `jax.value_and_grad`.
 
     ## Why is this bad?
     Tensors of torchax carry no autograd graph. `backward()` raises `RuntimeError: element 0 of
     tensors does not require grad`, and an optimizer that finds no `.grad` silently does nothing.
 
     ## Fix safety
-    There is no automatic fix. With `ported = tpuport.convert(model)`, hand a loss that calls
+    There is no automatic fix. With `ported = tpuport.convert(model)`, pass a loss that calls
     `ported.apply(params, buffers, key, ...)` to `jax.value_and_grad`.
 
     ## References
@@ -81,7 +81,7 @@ class BackwardCall(Rule):
 
 
 def _is_loss(node: ast.expr) -> bool:
-    """Whether an expression is a loss by its name: `loss`, `out.loss`, `scaler.scale(loss)`."""
+    """Return whether an expression is a loss by its name, such as `scaler.scale(out.loss)`."""
     match node:
         case ast.Call(func=ast.Attribute(attr="scale"), args=[scaled]):
             return _is_loss(scaled)

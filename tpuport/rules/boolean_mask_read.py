@@ -13,23 +13,23 @@ _JIT_ERROR = "NonConcreteBooleanIndexError"
 
 
 class BooleanMaskRead(Rule):
-    """A tensor indexed by a boolean mask whose values are part of the program.
+    """A tensor read through a traced boolean mask.
 
     ## What it does
     Finds `x[mask]` where the mask is a boolean tensor that depends on the program's inputs. Where
-    the rows are reduced, worked on one by one and written back through a mask, or put together with
-    the rows that the mask leaves out, the fix reads `tpuport.ops.masked(x)[mask]`, which is `x` in
-    eager PyTorch. In a program it keeps all rows, and which of them are selected.
+    the rows are reduced, computed row by row and written back through a mask, or joined with the
+    rows that the mask leaves out, the fix reads `tpuport.ops.masked(x)[mask]`, which is `x[mask]`
+    in eager PyTorch. A program keeps all rows, together with the mask.
 
     ## Why is this bad?
-    How many elements a mask selects is not known while the program is traced, and an array of
-    unknown size has no place in it: the read raises `NonConcreteBooleanIndexError`.
+    The number of elements that a mask selects is not known while the program is traced, and an
+    array of a program has a static shape: the read raises `NonConcreteBooleanIndexError`.
 
     ## Fix safety
-    The fix is exact in eager PyTorch. In a program sums come in another order, and rows whose
-    number does not fit, for which eager PyTorch raises an error, give NaN. Values that are not
-    selected never take part, whatever they are. There is no fix where the number of rows has to be
-    a Python number, or where rows reach code that may not treat each of them by itself.
+    The fix is exact in eager PyTorch. A program adds in another order, and rows whose number does
+    not fit, for which eager PyTorch raises an error, give NaN. Values that are not selected never
+    take part, whatever they are. There is no fix where the number of rows has to be a Python
+    number, or where rows reach code that may not treat each of them by itself.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.NonConcreteBooleanIndexError

@@ -17,7 +17,7 @@ class BooleanMaskWrite(Rule):
     ## What it does
     Finds `x[mask] += y`, `x[mask, 0] = y`, `x[:, mask] = y` and `x[0][mask] = y` where the mask is
     a boolean tensor that depends on the program's inputs. The fix writes to
-    `tpuport.ops.masked(x)[...]`, which is `x` in eager PyTorch and selects by position in a
+    `tpuport.ops.masked(x)[...]`, which is `x[...]` in eager PyTorch and selects by position in a
     program. The plain `x[mask] = y`, for a number or for rows, needs no fix.
 
     ## Why is this bad?
@@ -26,9 +26,9 @@ class BooleanMaskWrite(Rule):
     the program is traced, and raises `NonConcreteBooleanIndexError`.
 
     ## Fix safety
-    The fix is exact in eager PyTorch. In a program, rows whose number is not that of the selected
-    places, for which eager PyTorch raises an error, give NaN. There is no fix where the index holds
-    other tensors.
+    The fix is exact in eager PyTorch. In a program, rows whose number differs from that of the
+    selected places, for which eager PyTorch raises an error, give NaN. There is no fix where the
+    index holds other tensors.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.NonConcreteBooleanIndexError
@@ -151,7 +151,7 @@ class BooleanMaskWrite(Rule):
 
 
 def problem(node: ast.Subscript, context: Context) -> str | None:
-    """What a masked write does that torchax cannot trace."""
+    """Return the part of a masked write that torchax cannot trace, in words, or None."""
     parent = context.module.parents[node]
     if isinstance(parent, ast.AugAssign):
         return "reads what it writes"

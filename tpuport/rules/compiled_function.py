@@ -23,7 +23,7 @@ class CompiledFunction(Rule):
     ## Why is this bad?
     `jax.jit` compiles the program. Under torchax `torch.compile` is skipped, and raises with
     `fullgraph=True`; outside, once torchax is imported, calling the function raises
-    `InternalTorchDynamoError`, so that eager PyTorch can no longer be compared with.
+    `InternalTorchDynamoError`, so the program can no longer be compared with eager PyTorch.
 
     ## Fix safety
     The function is the same; its compiled form may round differently, within 1e-5 in float32.

@@ -24,19 +24,19 @@ class CudaAutocast(Rule):
     ## Why is this bad?
     Without CUDA PyTorch turns the region off with a warning. What was computed in half precision is
     then computed in the dtype of its operands: slower and in twice the memory, or, where the region
-    asks for float32 and the weights are bfloat16, less exactly. Where a region was what made dtypes
-    agree, torchax promotes without a word.
+    asks for float32 and the weights are bfloat16, less exactly. Where the region was what made
+    dtypes agree, torchax silently promotes.
 
     ## Fix safety
-    With CUDA nothing changes. Without it results become those of autocast, which is what the fix
-    is for; where no dtype is named, of bfloat16 instead of float16. Plain torchax ignores autocast.
+    With CUDA nothing changes. Without it results become those of autocast, as the fix intends;
+    where no dtype is named, in bfloat16 instead of float16. Plain torchax ignores autocast.
 
     ## References
     https://pytorch.org/docs/stable/amp.html
     """
 
     CODE = "TPU513"
-    MESSAGE = "`{call}` is on only with CUDA: without it the dtypes here are others"
+    MESSAGE = "`{call}` is on only with CUDA: without it the dtypes here differ"
     SAFETY = Safety.UNSAFE
     SEVERITY = Severity.SILENT
 
@@ -152,7 +152,7 @@ def _is_on(call: ast.Call) -> bool:
 
 
 def _device(call: ast.Call) -> ast.Constant | None:
-    """The constant `"cuda"` that a call of `torch.autocast` takes as its device."""
+    """Return the constant `"cuda"` that a call of `torch.autocast` takes as its device."""
     named = [keyword.value for keyword in call.keywords if keyword.arg == "device_type"]
     for value in [*call.args[:1], *named]:
         if isinstance(value, ast.Constant) and value.value == "cuda":

@@ -16,7 +16,7 @@ class CudaCall(Rule):
 
     ## What it does
     Finds calls of `.cuda()` that no test for CUDA guards. The fix calls `tpuport.ops.cuda`, which
-    calls `.cuda()` where PyTorch has CUDA and gives the value back as it is elsewhere.
+    calls `.cuda()` where PyTorch has CUDA and returns the value itself elsewhere.
 
     ## Why is this bad?
     A TPU machine has no CUDA, and torchax does not redirect the call: it raises "Torch not compiled
@@ -148,13 +148,13 @@ class CudaCall(Rule):
         dot = text.rindex(".", start, name_end)
         opening = module.token_after(name_end, "(")
         if module.comments(dot, opening):
-            raise NotFixable("a comment stands between the value and the call")
+            raise NotFixable("there is a comment between the value and the call")
         gap = ", " if node.args or node.keywords else ""
         call = Edit(start, start, Passage.of(f"{OPS}.cuda(", origin))
         return Fix((call, Edit(dot, opening + 1, Passage.of(gap, origin))), (OPS,))
 
 
 def _is_move(node: ast.Call) -> bool:
-    """Whether a call takes what `.cuda()` of tensors and modules takes."""
+    """Return whether a call has the arguments of `.cuda()` of tensors and modules."""
     named = {keyword.arg for keyword in node.keywords}
     return len(node.args) <= 1 and named <= {"device", "non_blocking", "memory_format"}

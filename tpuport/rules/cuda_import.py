@@ -11,7 +11,7 @@ from tpuport.source.engine import Context
 from tpuport.source.finding import Safety, Severity
 from tpuport.source.module import Function, Module
 
-# At the top of a file any test decides whether the package is there.
+# At the top of a file any test is taken for one that asks whether the package is there.
 _ANY = re.compile("")
 
 
@@ -30,7 +30,7 @@ class CudaImport(Rule):
     ## Fix safety
     There is no fix: what takes the package's place is a decision. For attention it is
     `torch.nn.functional.scaled_dot_product_attention`, for fused norms and optimizers the plain
-    ones, for sharding `tpuport.shard`. An import that only some configurations need belongs into
+    ones, for sharding `tpuport.shard`. An import that only some configurations need belongs in
     `try: ... except ImportError:`.
 
     ## References
@@ -141,13 +141,13 @@ class CudaImport(Rule):
         function = context.module.function(node)
         if any(isinstance(parent, ast.Try) for parent in context.module.ancestors(node)):
             return
-        # Not by role: what uses a package of kernels is taken for code that no TPU runs.
+        # Not by role: code that uses a package of kernels is taken for code that no TPU runs.
         lazy = function is not None and not _is_entry(function, context.module)
         reached = Severity.NOTE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
 
 
 def _is_entry(function: Function, module: Module) -> bool:
-    """Whether every use of a file's class runs a function: a constructor or `forward`."""
+    """Return whether every use of a file's class runs a function: a constructor or `forward`."""
     outer = module.outermost_function(function)
     return function is outer and function.name in {"__init__", "forward"}

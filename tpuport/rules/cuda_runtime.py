@@ -21,11 +21,11 @@ class CudaRuntime(Rule):
     """A call of PyTorch's CUDA runtime that raises without CUDA.
 
     ## What it does
-    Finds calls such as `torch.cuda.synchronize()`, `torch.cuda.set_device(0)`,
-    `torch.cuda.Event()` and `torch.cuda.get_device_properties(0)` that no test for CUDA guards.
-    The fix puts `if torch.cuda.is_available():` before a statement that only acts; a call whose
-    value is used stays, and so does `assert torch.cuda.is_available()`, which is found, too. Calls
-    that PyTorch answers without CUDA are not found.
+    Finds calls such as `torch.cuda.synchronize()`, `torch.cuda.set_device(0)`, `torch.cuda.Event()`
+    and `torch.cuda.get_device_properties(0)` that no test for CUDA guards. The fix puts
+    `if torch.cuda.is_available():` before a statement that only acts; a call whose value is used
+    stays, and so does `assert torch.cuda.is_available()`, which is also found. Calls that PyTorch
+    answers without CUDA are not found.
 
     ## Why is this bad?
     On a TPU machine PyTorch has no CUDA, so the call raises. Inside a traced step it would be
@@ -97,7 +97,7 @@ class CudaRuntime(Rule):
                 return x + 1
             """,
             jit_error="AssertionError",
-            left="for its author to say",
+            left="only the author knows whether the code needs a GPU",
         ),
     )
     CLEAN = (
@@ -152,7 +152,7 @@ class CudaRuntime(Rule):
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Assert):
-            raise NotFixable("whether the code needs a GPU is for its author to say")
+            raise NotFixable("only the author knows whether the code needs a GPU")
         statement = context.module.parents[node]
         if not isinstance(statement, ast.Expr):
             raise NotFixable("its value is used")

@@ -13,7 +13,7 @@ from tpuport.source.text import Edit, Passage
 
 
 class DataDependentShape(Rule):
-    """A tensor as large as values that are part of the program say.
+    """A tensor whose shape depends on traced values.
 
     ## What it does
     Finds `nonzero`, `argwhere`, `torch.where(condition)`, `masked_select`, `unique`,
@@ -23,14 +23,14 @@ class DataDependentShape(Rule):
 
     ## Why is this bad?
     Every array of a traced program has a shape that is known before any value is, so torchax raises
-    `ConcretizationTypeError`. That also holds where the size could be told: for `bincount` with
-    `minlength`, and `nonzero_static`.
+    `ConcretizationTypeError`. That also holds where the code could state the size: for `bincount`
+    with `minlength`, and `nonzero_static`.
 
     ## Fix safety
-    The fix is exact in eager PyTorch; in a program sums come in another order. For the other calls
-    there is none: `torch.where` with three arguments, a `topk` of fixed size, or counting with
-    `one_hot(x, n).sum(0)` are what to write instead. Code that packs tokens for flash attention is
-    only noted: it never runs without a CUDA device.
+    The fix is exact in eager PyTorch; a program adds in another order. For the other calls there is
+    none: `torch.where` with three arguments, a `topk` of fixed size, or counting with
+    `one_hot(x, n).sum(0)` replace them. Code that packs tokens for flash attention is only noted:
+    it never runs without a CUDA device.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError

@@ -25,8 +25,7 @@ class DistributedCall(Rule):
 
     ## Why is this bad?
     A ported program is one process that drives all chips; no process group exists, and the call
-    raises. Inside a traced step collectives are the compiler's business: it inserts them where
-    tensors are sharded.
+    raises. In a traced step the compiler inserts the collectives, where tensors are sharded.
 
     ## Fix safety
     The fix is exact: with a process group the same call is made; without one the original raises.

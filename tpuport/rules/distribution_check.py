@@ -10,9 +10,9 @@ from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 
 # Of `torch.distributions`: not distributions with parameters to check.
 OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})
-# They take distributions, and check nothing of their own.
+# They take distributions, and check no parameters of their own.
 WRAPPERS = frozenset({"Independent", "TransformedDistribution", "MixtureSameFamily"})
-# Before which argument by position `validate_args` comes; the third of all others.
+# The position of `validate_args` among the arguments; 2 for all others.
 _PARAMETERS = {
     **dict.fromkeys(("Chi2", "Dirichlet", "Exponential", "HalfCauchy", "HalfNormal", "Poisson"), 1),
     **dict.fromkeys(("Binomial", "ContinuousBernoulli", "GeneralizedPareto"), 3),
@@ -42,7 +42,7 @@ class DistributionCheck(Rule):
     """
 
     CODE = "TPU114"
-    MESSAGE = "`{call}` checks the values of its parameters, which they have not while traced"
+    MESSAGE = "`{call}` checks the values of its parameters, which have none while traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
 

@@ -20,19 +20,19 @@ class GrowingCache(Rule):
     ## What it does
     Finds code of a step that makes an attribute longer: `self.cache = torch.cat([self.cache, x])`,
     and branches such as `if length > self.max_cached: self._set_table(length)`, whose body writes
-    what its test compares a size with. Where that test is traced, the fix asks
+    the attribute that its test compares a size with. Where that test is traced, the fix asks
     `tpuport.ops.grows(...)`, which in a program of torchax alone is false.
 
     ## Why is this bad?
-    The branch runs while the program is traced, not when it is run. A registered buffer is set back
-    after the trace, but a length that is kept beside it is not: the next trace believes that the
-    table is long enough and reads past its end. An attribute that is no buffer keeps a value of a
-    finished trace, and the next trace fails with `UnexpectedTracerError`.
+    The branch is decided while the program is traced, not when it runs. A registered buffer is
+    restored after the trace, but a length that is kept next to it is not: the next trace believes
+    that the table is long enough and reads past its end. An attribute that is no buffer keeps a
+    value of a finished trace, and the next trace fails with `UnexpectedTracerError`.
 
     ## Fix safety
     Exact in eager PyTorch. A program cannot make the table longer: build it in `__init__` for the
     longest input, and look for shorter ones with `tpuport.ops.debug_checks`. A cache of all that
-    came before has no fix: hand it in and out of the step as a tensor of fixed size.
+    came before has no fix: pass it in and out of the step as a tensor of fixed size.
 
     ## References
     https://docs.jax.dev/en/latest/stateful-computations.html

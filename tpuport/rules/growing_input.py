@@ -7,18 +7,18 @@ from tpuport.source.finding import Safety, Severity
 
 
 class GrowingInput(Rule):
-    """A tensor that a loop makes longer and hands to a model each time.
+    """A tensor that a loop makes longer and passes to a model each time.
 
     ## What it does
     Finds loops with `x = torch.cat([x, y])` and a call such as `model(x)` in the same body.
 
     ## Why is this bad?
-    A program is compiled for one shape. Each round has another, so each call of the model is
-    traced and compiled anew, or one more copy of the model in the program if the loop is traced.
+    A program is compiled for one shape. Each iteration has a different one, so each call of the
+    model is traced and compiled again, or adds one more copy of the model if the loop is traced.
 
     ## Fix safety
-    There is no automatic fix: how long the tensor may become is not in the code. Allocate it for
-    the longest case and write to it by position, or hand the model the new part and a cache of
+    There is no automatic fix: the code does not say how long the tensor may become. Allocate it for
+    the longest case and write to it by position, or pass the model the new part and a cache of
     fixed size.
 
     ## References
@@ -26,7 +26,7 @@ class GrowingInput(Rule):
     """
 
     CODE = "TPU612"
-    MESSAGE = "`{name}` is longer in each round: every call of `{model}` compiles anew"
+    MESSAGE = "`{name}` is longer in each iteration: every call of `{model}` recompiles"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.SLOW
 

@@ -10,7 +10,7 @@ from tpuport.source.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.text import Edit, Passage
 
 _HALF = ("torch.float16", "torch.half")
-# Words of a test after which code knows which precision it has or was asked for.
+# Words in a test after which code knows its precision.
 _ASKS_PRECISION = re.compile(r"cuda|gpu|available|half|fp16|float16|dtype|precision", re.IGNORECASE)
 _ONLY_ASK = re.compile(r"autocast|finfo|isinstance|promote_types|can_cast|\bview$")
 
@@ -24,7 +24,7 @@ class HalfPrecision(Rule):
 
     ## Why is this bad?
     The matrix unit of a TPU multiplies bfloat16. Float16 runs, but is widened first, so it costs
-    more than bfloat16 and has the range of neither that nor float32.
+    more than bfloat16, and its range is smaller than that of bfloat16 and float32.
 
     ## Fix safety
     Results change: bfloat16 has the range of float32 and 8 bits of precision, float16 overflows

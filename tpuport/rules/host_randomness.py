@@ -25,8 +25,8 @@ class HostRandomness(Rule):
     `tpuport.convert` do that, a bare `jax.jit` does not.
 
     ## Fix safety
-    There is no automatic fix: other numbers are another result. Draw on the device, by naming that
-    of an input (`device=x.device`), or hand the numbers in as an argument.
+    There is no automatic fix: other numbers change the result. Draw on the device of an input
+    (`device=x.device`), or pass the numbers in as an argument.
 
     ## References
     https://docs.jax.dev/en/latest/random-numbers.html

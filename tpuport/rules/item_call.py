@@ -17,17 +17,17 @@ class ItemCall(Rule):
 
     ## What it does
     Finds `t.item()` and `t.tolist()` of a tensor that depends on the program's inputs. The fix
-    calls `tpuport.ops.item` and `tpuport.ops.to_list`, which do just that in eager PyTorch and give
-    numbers that are still part of the program while it is traced.
+    calls `tpuport.ops.item` and `tpuport.ops.to_list`, which do just that in eager PyTorch and
+    return traced numbers while a program is traced.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so the call raises
     `ConcretizationTypeError`. (On a view of a tensor `.tolist()` raises `RuntimeError`.)
 
     ## Fix safety
-    The fix is exact in eager PyTorch. It does not make a size or an index of a Python list out of
-    such a number: those have to be known when the program is traced. There is no fix where a
-    comment inside the expression would be lost.
+    The fix is exact in eager PyTorch. A traced number cannot be a size or an index of a Python
+    list: those have to be known when the program is traced. There is no fix where a comment inside
+    the expression would be lost.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError

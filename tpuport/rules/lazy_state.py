@@ -20,9 +20,9 @@ class LazyState(Rule):
 
     ## Why is this bad?
     Eager PyTorch takes the value from the first batch and keeps it. A program is traced once, with
-    the attribute missing: it derives the value anew from every batch, and nobody is told. What
-    stays in the attribute is a value of the trace, and the next trace, for another batch size,
-    fails with `UnexpectedTracerError`.
+    the attribute missing: it silently derives the value from every batch again. The attribute keeps
+    a value of the trace, and the next trace, for another batch size, fails with
+    `UnexpectedTracerError`.
 
     ## Fix safety
     There is no automatic fix: the value has to be known before the program is traced. Run one batch
@@ -33,7 +33,7 @@ class LazyState(Rule):
     """
 
     CODE = "TPU414"
-    MESSAGE = "`{attribute}` is filled by the first call: a program computes it anew in every call"
+    MESSAGE = "`{attribute}` is filled by the first call: a program computes it again in every call"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.SILENT
 
@@ -124,6 +124,6 @@ class LazyState(Rule):
 
 
 def _is_of_step(write: Write, context: Context) -> bool:
-    """Whether what is written belongs to the trace."""
+    """Return whether a written value belongs to the trace."""
     value = write.value
     return value is not None and (context.is_traced(value) or made_on_device(value, context))

@@ -23,10 +23,10 @@ class LoaderSettings(Rule):
     Worker processes that are forked are noted.
 
     ## Why is this bad?
-    Pinned memory is for copies to a CUDA device. Beside plain torchax PyTorch believes in an
-    accelerator that cannot pin, so the first batch raises `RuntimeError`; `tpuport` takes that
-    belief back, and then pinning does nothing. Workers forked inside
-    torchax's environment may wait forever, as JAX has threads: load outside of it.
+    Pinned memory is for copies to a CUDA device. With plain torchax imported, PyTorch finds an
+    accelerator that cannot pin, so the first batch raises `RuntimeError`. `tpuport` undoes that,
+    and then pinning does nothing. Workers forked inside torchax's environment may wait forever, as
+    JAX has threads: load outside of it.
 
     ## Fix safety
     The fix is exact: where memory can be pinned for CUDA it still is.
@@ -122,7 +122,7 @@ class LoaderSettings(Rule):
                     self,
                     node,
                     code=node,
-                    consequence="of no use to a TPU, and raises beside plain torchax",
+                    consequence="of no use to a TPU, and raises with plain torchax",
                 )
 
     def _look(self, keyword: ast.keyword, call: ast.Call, context: Context) -> None:
@@ -132,7 +132,7 @@ class LoaderSettings(Rule):
                 self,
                 keyword,
                 code=keyword,
-                consequence="of no use to a TPU, and raises beside plain torchax",
+                consequence="of no use to a TPU, and raises with plain torchax",
             )
         elif keyword.arg == "num_workers" and isinstance(value, int) and value > 0:
             context.report(

@@ -15,9 +15,9 @@ class MaskedAttention(Rule):
     """`scaled_dot_product_attention` with a mask.
 
     ## What it does
-    Finds calls of `scaled_dot_product_attention` with a mask. One that is known to be boolean may
-    well be a padding mask with empty rows; any other is only worth knowing. The fix calls
-    `tpuport.ops.attention`, which gives zeros for such rows as PyTorch does.
+    Finds calls of `scaled_dot_product_attention` with a mask. A boolean mask may well be a padding
+    mask with empty rows; any other is a note. The fix calls `tpuport.ops.attention`, which gives
+    zeros for such rows as PyTorch does.
 
     ## Why is this bad?
     A query that may attend to nothing gives zeros in PyTorch and NaN under torchax

@@ -25,7 +25,7 @@ class NoGradAsStopGradient(Rule):
 
     ## Why is this bad?
     The block switches PyTorch's autograd off. `jax.grad` knows nothing of that: the gradient flows
-    through the target network, the teacher or the statistics, and training is silently another.
+    through the target network, the teacher or the statistics, and training silently changes.
     `.detach()` becomes `jax.lax.stop_gradient`.
 
     ## Fix safety
@@ -146,6 +146,7 @@ class NoGradAsStopGradient(Rule):
             return
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        # The finding is at the expression, whose parent is the `withitem`.
         block = context.module.parents[context.module.parents[node]]
         assert isinstance(block, ast.With)
         return Fix(tuple(detached(name, value, context) for name, value in leaking(block, context)))

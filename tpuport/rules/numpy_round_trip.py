@@ -95,7 +95,7 @@ class NumpyRoundTrip(Rule):
                 return x * WAYS[way](x).cpu().item()
             """,
             jit_error="TracerArrayConversionError",
-            left="nothing says what",
+            left="it is not known what it is called on",
         ),
         Example(
             before="""
@@ -106,7 +106,7 @@ class NumpyRoundTrip(Rule):
                 return x.to("cpu", torch.float64)
             """,
             jit_error="TracerArrayConversionError",
-            left="another dtype",
+            left="it also changes the dtype or makes a copy",
         ),
     )
     CLEAN = (
@@ -131,9 +131,9 @@ class NumpyRoundTrip(Rule):
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
         if node.func.attr in ("item", "tolist"):
-            raise NotFixable("nothing says what it is called on")
+            raise NotFixable("it is not known what it is called on")
         if node.func.attr not in ("cpu", "to"):
             raise NotFixable(f"{ast.unparse(node.func)} is numpy's")
         if len(node.args) + len(node.keywords) > 1 or (node.func.attr == "cpu" and node.args):
-            raise NotFixable("it asks for another dtype or a copy, too")
+            raise NotFixable("it also changes the dtype or makes a copy")
         return Fix(wrapped(node, f"{OPS}.to_cpu", context), (OPS,))

@@ -19,12 +19,12 @@ class OptimizerOverFrozen(Rule):
 
     ## Why is this bad?
     PyTorch's optimizer skips parameters without a gradient. `jax.grad` knows no `requires_grad`: it
-    gives a gradient for all parameters that it is handed, and the frozen ones are trained, or decay
+    returns a gradient for all parameters that it is given, so the frozen ones are trained, or decay
     by weight decay.
 
     ## Fix safety
-    There is no automatic fix: a shorter list of parameters is another layout of the optimizer's
-    state, which old checkpoints do not fit. For a new run write
+    There is no automatic fix: a shorter list of parameters changes the layout of the optimizer's
+    state, so old checkpoints no longer fit. For a new run write
     `filter(lambda p: p.requires_grad, model.parameters())`, and differentiate by these alone.
 
     ## References

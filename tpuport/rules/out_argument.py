@@ -1,4 +1,4 @@
-"""TPU411: `out=` of an operation that torchax gives no place to write to."""
+"""TPU411: `out=` of an operation that takes none under torchax."""
 
 import ast
 

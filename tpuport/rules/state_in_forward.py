@@ -22,12 +22,12 @@ class StateInForward(Rule):
     ## Why is this bad?
     Python runs while the program is traced and never again. A counter advances once, a running mean
     is computed from its first value in every call, and a tensor that is carried to the next call is
-    a value of a finished trace: nobody is told.
+    a value of a finished trace. No error is raised at the write.
 
     ## Fix safety
     There is no automatic fix: state has to enter the step as an argument and leave it as a result.
-    Buffers can do that as they are, if the caller hands in and takes out what `functional_call`
-    changes (`tpuport.convert` does).
+    Registered buffers need no change, if the caller passes in and takes out those that
+    `functional_call` changes (`tpuport.convert` does).
 
     ## References
     https://docs.jax.dev/en/latest/stateful-computations.html

@@ -13,8 +13,8 @@ class TensorAsSize(Rule):
     """A traced value used as a size, a bound or a count.
 
     ## What it does
-    Finds a tensor (or a number read from one) that depends on the program's inputs where a shape
-    or a number of rounds is made of it: `range(t)`, `torch.zeros(t)`, `torch.arange(t)`,
+    Finds a tensor (or a number read from one) that depends on the program's inputs where a shape or
+    a number of iterations is made of it: `range(t)`, `torch.zeros(t)`, `torch.arange(t)`,
     `x.reshape(t, -1)`, `x.topk(t)`, the bounds of a slice `x[:t]`, `[pad] * t`.
 
     ## Why is this bad?
@@ -149,5 +149,5 @@ def _bounds(node: ast.Subscript) -> Iterator[ast.expr]:
         if isinstance(index, ast.Slice):
             yield from (b for b in (index.lower, index.upper, index.step) if b is not None)
     if isinstance(node.value, ast.List):
-        # An element of a Python list, not of a tensor.
+        # An index of a Python list has to be known, that of a tensor need not.
         yield from (index for index in indices if not isinstance(index, ast.Slice))

@@ -264,6 +264,7 @@ class TensorBranch(Rule):
         parent = context.module.parents[node]
         if isinstance(parent, ast.comprehension) and node in parent.ifs:
             raise NotFixable("how many elements a comprehension keeps would depend on data")
+        # Called for its refusals: an expression outside a function, or one that reads the frame.
         function_around(node, context)
         expressions = Expressions(context)
         if isinstance(node, ast.IfExp):

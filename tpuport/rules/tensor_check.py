@@ -17,7 +17,7 @@ class TensorCheck(Rule):
     Finds `assert`, `if ...: raise ...` and `if ...: logger.warning(...)` (also `print` and
     `warnings.warn`) whose condition is a tensor that depends on the program's inputs. The fix hands
     the condition to `tpuport.ops.check` or `tpuport.ops.passes`, with a function that makes the
-    error: eager PyTorch raises as before, and a ported program gives the condition back so that the
+    error: eager PyTorch raises as before, and a ported program returns the condition so that the
     caller can raise.
 
     ## Why is this bad?
@@ -26,9 +26,9 @@ class TensorCheck(Rule):
 
     ## Fix safety
     The fix is exact in eager PyTorch: messages are made only if the check fails, `python -O` still
-    drops assertions, and the same exception comes out. Its traceback has a frame of `tpuport.ops`
-    more, so a warning with a fixed `stacklevel` names another line. There is no fix for a bare
-    `raise`, or where the code before the `raise` changes variables that are used elsewhere.
+    drops assertions, and the same exception comes out. Its traceback has one more frame, of
+    `tpuport.ops`, so a warning with a fixed `stacklevel` names another line. There is no fix for a
+    bare `raise`, or where the code before the `raise` changes variables that are used elsewhere.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -179,6 +179,7 @@ class TensorCheck(Rule):
             context.report(self, node, test=node.test)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        # Called for its refusals: a check outside a function, or in one that reads its frame.
         function_around(node, context)
         if isinstance(node, ast.Assert):
             return Fix((passing(node, context),), (OPS,))

@@ -25,7 +25,7 @@ class TensorInForward(Rule):
 
     ## Fix safety
     The fix is exact: where the two tensors were not on one device before, eager PyTorch raised.
-    There is none where no parameter that is surely a tensor is at hand.
+    There is none where no parameter is surely a tensor.
 
     ## References
     https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.device
@@ -119,6 +119,7 @@ class TensorInForward(Rule):
     )
 
     def visit_FunctionDef(self, node: Function, context: Context) -> None:
+        # A nested function is searched with the outermost one.
         if context.module.function(node) is not None or not runs_in_step(node.body[0], context):
             return
         for call, meeting in cpu_creations(node, context).items():

@@ -14,8 +14,8 @@ class TensorPrint(Rule):
     ## What it does
     Finds tensors that depend on the program's inputs where text is made of them: arguments of
     `print` and of loggers (a note), and numbers formatted by `f"{t:.2f}"`, `"{:.2f}".format(t)` or
-    `"%.2f" % t` (an error). Messages of `raise` and `assert` are left out: whether they are ever
-    made is another rule's business.
+    `"%.2f" % t` (an error). Messages of `raise` and `assert` are left out: other rules decide
+    whether these are made.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet. Plain text shows a tracer, once, and

@@ -18,8 +18,7 @@ class TensorToNumber(Rule):
     ## What it does
     Finds `float(t)`, `int(t)`, `bool(t)` and `complex(t)` of a tensor that depends on the program's
     inputs, and functions of `math` on one. The fix calls `tpuport.ops.to_float` and its siblings,
-    which give a Python number in eager PyTorch and a number that is still part of the program while
-    it is traced.
+    which return a Python number in eager PyTorch and a traced number while a program is traced.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, and Python insists on a real `float`, so
@@ -105,7 +104,7 @@ class TensorToNumber(Rule):
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _BUILTINS:
                 if node.keywords or isinstance(argument, ast.Starred):
                     return
-                # A trace names the call, reading the code names what it is called with.
+                # A trace records the call as traced, inference from source its argument.
                 if not context.is_traced(node) and not context.is_traced(argument):
                     return
                 # Text in an error's message is made only if the error is raised.

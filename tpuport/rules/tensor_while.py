@@ -1,4 +1,4 @@
-"""TPU104: a Python loop that ends by a traced value."""
+"""TPU104: a Python loop whose end depends on a traced value."""
 
 import ast
 
@@ -13,7 +13,7 @@ from tpuport.source.statements import returns
 
 
 class TensorWhile(Rule):
-    """A loop that runs until the value of a traced tensor says stop.
+    """A loop that runs until a traced tensor's value stops it.
 
     ## What it does
     Finds `while` loops whose test takes the truth of a tensor that depends on the program's inputs.
@@ -23,7 +23,7 @@ class TensorWhile(Rule):
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises
-    `ConcretizationTypeError`; the number of rounds is not known either.
+    `ConcretizationTypeError`; the number of iterations is not known either.
 
     ## Fix safety
     The fix is exact in eager PyTorch. There is none where the loop is left by `break`, `return` or
@@ -35,7 +35,7 @@ class TensorWhile(Rule):
     """
 
     CODE = "TPU104"
-    MESSAGE = "a loop ends by `{test}`, which has no value while the program is traced"
+    MESSAGE = "a loop's end depends on `{test}`, which has no value while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
     LIVE = True
@@ -132,7 +132,7 @@ class TensorWhile(Rule):
         flow = context.flow(function)
         if node not in flow.before:
             raise NotFixable("it is never reached")
-        # What the body leaves is read by the next round, too.
+        # The next iteration also reads the variables that the body assigns.
         after = flow.after[node] | flow.after[node.body[-1]]
         lift = Lift(node, [node.body], context, after=after)
         for name in lift.outputs:

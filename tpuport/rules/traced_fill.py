@@ -31,7 +31,7 @@ class TracedFill(Rule):
     """
 
     CODE = "TPU121"
-    MESSAGE = "`{call}` takes the value of `{value}`, which it has not while traced"
+    MESSAGE = "`{call}` takes the value of `{value}`, which has none while traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
 
@@ -110,7 +110,7 @@ class TracedFill(Rule):
 
 
 def _is_understood(node: ast.Call) -> bool:
-    """Whether the first argument is given by position and nothing is unpacked."""
+    """Return whether the first argument is positional and no argument is unpacked."""
     unpacked = any(isinstance(a, ast.Starred) for a in node.args)
     return bool(node.args) and not unpacked and all(k.arg is not None for k in node.keywords)
 

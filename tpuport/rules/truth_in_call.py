@@ -26,8 +26,8 @@ class TruthInCall(Rule):
     yet, so they raise `ConcretizationTypeError`.
 
     ## Fix safety
-    The fix is exact in eager PyTorch. Only `max` and `min` of two or more arguments have one: of a
-    whole tensor torch's own `t.max()`, `t.any()` and `torch.sort` are the better choice.
+    The fix is exact in eager PyTorch. Only `max` and `min` of two or more arguments have one: over
+    the elements of a tensor, torch's own `t.max()`, `t.any()` and `torch.sort` are better.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -144,10 +144,10 @@ class TruthInCall(Rule):
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Compare):
-            raise NotFixable("torch.isin says which elements are, as a tensor")
+            raise NotFixable("torch.isin returns the answer as a tensor")
         assert isinstance(node, ast.Call)
         if not isinstance(node.func, ast.Name):
-            raise NotFixable("(a == b).all() says so as a tensor")
+            raise NotFixable("(a == b).all() returns the answer as a tensor")
         if not is_choice(node, context):
             raise NotFixable("torch has this for the elements of a tensor")
         helper = Passage.of(f"{OPS}.{_CHOICES[node.func.id]}", context.module.origin(node))

@@ -25,8 +25,8 @@ class TryAroundTensor(Rule):
     values: a factorization that fails gives NaN, and the fallback never runs.
 
     ## Fix safety
-    There is no automatic fix. Decide by a value that is known, or compute both ways and select
-    with `torch.where`; `torch.linalg.cholesky_ex` and `inv_ex` say what failed as a tensor.
+    There is no automatic fix. Decide by a value that is known, or compute both ways and select with
+    `torch.where`; `torch.linalg.cholesky_ex` and `inv_ex` return the failures as a tensor.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html

@@ -1,4 +1,4 @@
-"""TPU420: `type_as`, which torchax does to the tensor itself."""
+"""TPU420: `type_as`, which torchax applies to the tensor itself."""
 
 import ast
 
@@ -111,7 +111,7 @@ class TypeAsCall(Rule):
 
 
 def _is_read_again(node: ast.Call, tensor: ast.expr, context: Context) -> bool:
-    """Whether the tensor itself, which only a name keeps, is read after the statement."""
+    """Return whether the tensor, if it has a name, is read after the statement."""
     function = context.module.function(node)
     statement: ast.AST = node
     for parent in context.module.ancestors(node):

@@ -6,7 +6,7 @@ from tpuport.rules._rule import Example, Rule
 from tpuport.source.engine import Context
 from tpuport.source.finding import Safety, Severity
 
-# What plain torchax 0.0.14.dev20261026 raises for; the examples fail when that changes.
+# Plain torchax 0.0.14.dev20261026 raises for these; the examples fail when that changes.
 FUNCTIONS = frozenset(
     {
         *("torch.hann_window", "torch.hamming_window", "torch.cov", "torch.vander"),
@@ -25,7 +25,7 @@ METHODS = frozenset(
         *("logical_and_", "sinh_", "tan_"),
     }
 )
-# Fail only if they are given this keyword.
+# These fail only with this keyword.
 KEYWORDS = {
     "torch.normal": "dtype",
     "torch.nn.functional.linear": "input",
@@ -48,8 +48,8 @@ class UnloweredCall(Rule):
     of its own for these; plain torchax does not.
 
     ## Fix safety
-    There is no automatic fix in source: port with `tpuport.convert`, or write the operation with
-    others.
+    There is no automatic fix in source: port with `tpuport.convert`, or compose it of other
+    operations.
 
     ## References
     https://github.com/google/torchax
@@ -139,7 +139,7 @@ class UnloweredCall(Rule):
         )
 
     def _is_gamma_like(self, node: ast.expr, context: Context) -> bool:
-        """Whether an expression is a distribution on traced parameters that samples by gammas."""
+        """Return whether an expression is a distribution on traced values that samples gammas."""
         if isinstance(node, ast.Name):
             around = context.module.function(node)
             bound = [] if around is None else context.module.assigned(around, node.id)

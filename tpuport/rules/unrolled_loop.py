@@ -15,16 +15,16 @@ class UnrolledLoop(Rule):
     ## What it does
     Finds `for row in x` (also through `enumerate`, `zip` and `x.unbind()`) and
     `for i in range(x.shape[1])` with `x[:, i]` in its body, where `x` depends on the program's
-    inputs. A loop over a batch by its index, `x[i]`, is worth no more than a note.
+    inputs. A loop over a batch by its index, `x[i]`, is only a note.
 
     ## Why is this bad?
     Python runs the loop while the program is traced, so the program holds its body once for each
-    row: tracing and compiling take longer with every row, another number of rows is another
-    program, and the device works on one row at a time.
+    row: tracing and compiling take longer with every row, a changed number of rows means a retrace,
+    and the device works on one row at a time.
 
     ## Fix safety
     There is no automatic fix. Write the body for all rows at once, or use `torch.vmap`; where one
-    round needs the result of the one before, `tpuport.ops.while_loop`.
+    iteration needs the result of the one before, `tpuport.ops.while_loop`.
 
     ## References
     https://docs.jax.dev/en/latest/jit-compilation.html

@@ -8,7 +8,7 @@ from tpuport.source.roles import Role
 
 
 class VaryingScalar(Rule):
-    """A Python number that a loop on the host hands to a model, another one in each round.
+    """A Python number that changes in each iteration of a host loop and is passed to a model.
 
     ## What it does
     Finds calls such as `model(x, step)` in a loop outside the traced step, where an argument is the
@@ -16,18 +16,18 @@ class VaryingScalar(Rule):
 
     ## Why is this bad?
     `tpuport.convert` takes Python numbers as constants of the program, as `static_argnums` of
-    `jax.jit` does: every new number is a new trace and a new compilation, seconds to minutes each.
+    `jax.jit` does: every new number costs a retrace and a compilation, seconds to minutes each.
 
     ## Fix safety
-    There is no automatic fix: a tensor is another argument than a number, and only the model knows
-    whether it takes one. Hand in `torch.tensor(step)`, or leave `.item()` out.
+    There is no automatic fix: only the model knows whether it also takes a tensor. Pass
+    `torch.tensor(step)`, or leave `.item()` out.
 
     ## References
     https://docs.jax.dev/en/latest/jit-compilation.html#marking-arguments-as-static
     """
 
     CODE = "TPU611"
-    MESSAGE = "`{argument}` is a Python number that varies: every call of `{model}` compiles anew"
+    MESSAGE = "`{argument}` is a Python number that varies: every call of `{model}` recompiles"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.SLOW
 

@@ -18,19 +18,19 @@ class WriteThroughView(Rule):
 
     ## What it does
     Finds in-place methods, `+=` and item assignments on the result of `view`, `reshape`, `flatten`,
-    `unsqueeze`, `transpose`, `chunk` and the other views that are no subscripts, where the tensor
+    `unsqueeze`, `transpose`, `chunk` and the other views that are not subscripts, where the tensor
     that they are views of is read later (or the other way round); and `zero_`, `fill_`,
     `masked_fill_` and a few more on a subscript such as `x[:, 0]`. The fix assigns to the
     subscript, or rebinds the base to the written view.
 
     ## Why is this bad?
     torchax writes through subscripts only, and through these not with every method. Other views are
-    copies there: the write never reaches the base, and nobody is told.
+    copies there: the write never reaches the base, and no error is raised.
 
     ## Fix safety
     The fix is exact in eager PyTorch; where the original raises, the exception may read otherwise.
     There is none where the view may be a copy (`reshape`), is one of several parts, or where other
-    names may stand for the base.
+    names may refer to the base.
 
     ## References
     https://docs.pytorch.org/docs/stable/tensor_view.html
