@@ -31,8 +31,8 @@ class Warmed:
 def warmup(programs: Iterable[tuple[Any, ...]], *, workers: int | None = None) -> list[Warmed]:
     """Compile programs ahead, and run none of them.
 
-    They are traced one after the other and compiled several at a time. For other processes too
-    inside `tpuport.compile_cache()`.
+    They are traced one after the other and compiled several at a time. Other processes can load
+    them if this runs inside `tpuport.compile_cache()`.
 
     Args:
         programs: For each a ported model, a tuple of arguments, and a dict of keyword arguments
@@ -41,7 +41,7 @@ def warmup(programs: Iterable[tuple[Any, ...]], *, workers: int | None = None) -
         workers: How many to compile at a time; as many as there are cores if left out.
 
     Returns:
-        One for each, in order.
+        The outcome for each program, in order.
 
     Raises:
         PortError: the code cannot be ported exactly.

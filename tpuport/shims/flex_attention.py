@@ -63,7 +63,7 @@ class FlexAttention(Shim):
 
 
 class EagerFlexAttention(Shim):
-    """`flex_attention` in eager PyTorch, where that of the CPU raises: with gradients, and under
+    """`flex_attention` in eager PyTorch where its CPU version raises: with gradients, and under
     the modes that a port is verified with.
     """
 
@@ -83,7 +83,7 @@ class EagerFlexAttention(Shim):
                 given[name].requires_grad for name in _NAMES[:3]
             )
             watched = trained or _get_current_dispatch_mode() is not None
-            # In a trace: who kept this function, in an attribute, is not found by the other shim.
+            # A trace gets here if user code kept this function where the other shim cannot look.
             if current() is None and not (watched and active() is not None):
                 return eager(*args, **kwargs)
             self.count(self.TARGET)
@@ -110,9 +110,9 @@ def _attend(
     enable_gqa: bool,
     return_lse: bool,
 ) -> Any:
-    """Attention of [B, H, L, E] queries over [B, Hkv, S, E] keys.
+    """Compute the attention of [B, H, L, E] queries over [B, Hkv, S, E] keys.
 
-    Rows that attend to nothing give zeros, as the kernel does.
+    Rows that attend to nothing are zeros, as in the kernel.
     """
     mask_mod = None if block_mask is None else block_mask.mask_mod
     if not return_lse and (enable_gqa or query.shape[1] == key.shape[1]):
