@@ -1,4 +1,4 @@
-"""What is saved: each tensor as it will be in the file."""
+"""The tensors to save, each as it will be in the file."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,11 +31,11 @@ class Values:
     like: Checkpoint | None
 
     def infos(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """What the file says of these tensors."""
+        """Return name, shape and dtype of these tensors in the file."""
         return {n: TensorInfo(n, self.source[n].shape, self.dtypes[n]) for n in names}
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as it will be in the file.
+        """Read one tensor as it will be in the file.
 
         Raises:
             CheckpointError: a value does not fit in the file's dtype.
@@ -45,14 +45,14 @@ class Values:
             return found
         if self.like is not None and self.like[name].shape == tuple(found.shape):
             original = self.like.read(name)
-            # Held in fewer bits than the file has: what was not changed keeps all of them.
+            # Held in fewer bits than in the file: an unchanged tensor is saved with all its bits.
             if original.dtype == dtype and same_bits(original.to(found.dtype), found):
                 return original
         return cast(found, dtype, name)
 
 
 def values_of(weights: Mapping[str, Any] | PortedState, like: Checkpoint | None) -> Values:
-    """What is saved of weights, or of a ported model.
+    """Return the tensors to save of weights, or of a ported model.
 
     Raises:
         UsageError: the model has no values, or a name is in only one of `weights` and `like`.
@@ -102,7 +102,7 @@ def _check_names(source: Checkpoint, like: Checkpoint) -> None:
 def _of_model(
     ported: PortedState, like: Checkpoint | None
 ) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
-    """What `state_dict` of the module would have; of tied weights the names that `like` has."""
+    """Return the model's state dict and dtypes; of tied weights only the names that `like` has."""
     tree = state_tree(ported.module)
     first_of = state_names(ported, tree)
     values = ported.by_fqn()
