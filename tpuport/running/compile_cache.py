@@ -176,8 +176,8 @@ def compile_cache(
 ) -> CompileCache:
     """Keep compiled programs in a folder, and load those that are there already.
 
-    It is active at once and for the rest of the process, or, as `with tpuport.compile_cache():`,
-    for the block. All threads share the setting. The key of an entry covers the program, the
+    The cache is active at once, for the rest of the process, or as `with tpuport.compile_cache():`,
+    in the block. All threads share the setting. The key of an entry covers the program, the
     versions of jaxlib and of the compiler (libtpu), compiler options, XLA_FLAGS and
     LIBTPU_INIT_ARGS, and the devices. docs/compile_cache.md has more.
 

@@ -139,6 +139,7 @@ def _kernel(op: Any, run: Kernel) -> Kernel:
     """Return a kernel that calls `run(op, args, kwargs)` if the operation is on the accelerator."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        # With autocast on `op` would call this kernel again; function modes have seen it already.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             if not _is_there([*args, *kwargs.values()]):
                 return op(*args, **kwargs)

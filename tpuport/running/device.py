@@ -60,6 +60,7 @@ def _getter(name: str) -> Any:
 
 def _asked_by_us() -> bool:
     """Return whether tpuport's own code reads an attribute: it needs the real device."""
+    # Frame 3 reads the attribute: below it are the mode, its handler and this function.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") == "tpuport.model.modes":
         frame = frame.f_back  # a running trace passes on what user code asked

@@ -94,6 +94,7 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
         )
 
 
+# The function that jax.vjp returns is a pytree, so one jit serves the backward of all programs.
 _pull = jax.jit(lambda pull, cotangents: pull(cotangents))
 
 

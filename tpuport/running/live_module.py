@@ -100,7 +100,7 @@ class LiveModel(PortedModel):
     def _torchs_generator_kept(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """Restore torch's generator after a verified call that drew nothing but its key."""
+        """Restore torch's generator after a verified call whose program draws no numbers."""
         done = None if self._verifier is None else self._verifier.done
         if done is None or self._path_of(method, args, kwargs) in done:
             yield

@@ -107,6 +107,7 @@ class Outside:
         before = self.values(module, kept)
         places = [(space, name, space.get(name, _MISSING)) for space, name in self._places.values()]
         cells = [(cell, _content(cell)) for cell in self._cells.values()]
+        # A call may run the code several times (trace, reference): restore to before the first run.
         first = self._first = self._first or (kept, places, cells)
         try:
             yield

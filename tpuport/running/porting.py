@@ -47,10 +47,10 @@ def porting(
         absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
         eager: Names of module classes to leave to eager PyTorch.
         methods: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
-        verify: Compare the first call of each program with eager PyTorch.
+        verify: Whether to compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison, relative to the largest element.
-        port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
-            eager PyTorch on the CPU, and to your own `tpuport.convert`.
+        port_modules: Whether calls of modules on `"cuda"` become jitted programs. False leaves
+            them to eager PyTorch on the CPU, and to your own `tpuport.convert`.
         **options: Settings of single shims: `autocast_float16="float16"` (or "bfloat16", which
             is the default), `cuda_version="12.4"` (None if left out), and for provided
             packages such as `flash_attn={"version": "2.6.3"}` and

@@ -40,8 +40,8 @@ def _is_machinery(file: str) -> bool:
 def copes(frame: FrameType | None) -> bool:
     """Return whether an ImportError raised at a frame's line would be caught and survived.
 
-    Looks at the importing line, and outwards through the modules that are being imported because of
-    it, up to the first function. In those, only handlers that name ImportError count: one for
+    It looks at the importing line, and outwards through the modules whose import led to it, up to
+    the first function. In these modules only handlers that name ImportError count: one for
     Exception is how a script reports any failure.
     """
     explicit = False

@@ -136,7 +136,7 @@ def _execute(program: Program, full_traceback: bool) -> int:
 
 
 class _NoProgramError(UsageError):
-    """Nothing to run exists under a name."""
+    """The error that there is nothing to run under a name."""
 
 
 def _status(code: Any) -> int:
@@ -247,8 +247,8 @@ def _interpreter(program: Program) -> Iterator[None]:
 def _environment() -> Iterator[None]:
     """Set in the block the variables that `torchrun` sets for the only process of a run.
 
-    See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. Unset is the
-    name of an elastic run, for which torch would look for a store that nobody serves.
+    See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
+    elastic run is unset: torch would look for a store of that name, which nobody serves.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -27,7 +27,7 @@ class Replacement:
 
 
 class Scope(enum.Enum):
-    """When a shim is installed: while a program is traced, or throughout `porting()`."""
+    """The time for which a shim is installed: the trace of a program, or all of `porting()`."""
 
     TRACE = "trace"
     PORTING = "porting"

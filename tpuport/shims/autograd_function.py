@@ -119,6 +119,7 @@ class _Call:
                 keys = trace.keys
                 reached = keys.count if keys is not None else 0
                 if keys is not None:
+                    # Draw the same keys as in the first run, or the residuals would differ.
                     keys.count = self.count
                 body = Body(trace, lambda: self._run(values, trace))
                 alive = body.run_like(first)

@@ -38,7 +38,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class _Found:
-    """How to join the processes; None for values that JAX detects."""
+    """Arguments for joining the processes; None for values that JAX detects."""
 
     by: str
     coordinator: str | None = None
@@ -55,7 +55,7 @@ def initialize(
 ) -> Hosts:
     """Join this process to the others of the run, if there are others; call it before all else.
 
-    They are found by the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    They are found from the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID; torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; Slurm or Open MPI; or
     the TPU slice (queued resources, GKE), in this order. Without any of these it is one
     process, and nothing happens. A second call does nothing.
