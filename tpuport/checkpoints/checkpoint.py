@@ -140,8 +140,8 @@ def open_checkpoint(
             safetensors are preferred.
         variant: The variant of a directory's weights, such as `"fp16"`.
         subfolder: The part of a directory, such as `"transformer"` of a diffusers pipeline.
-        key: Where the weights are in a torch file, with dots between nested keys. Found by itself
-            if they are at the top or under `state_dict`, `model_state_dict`, `model` or `module`.
+        key: The key of the weights in a torch file, with dots between nested keys. Not needed if
+            they are at the top or under `state_dict`, `model_state_dict`, `model` or `module`.
 
     Returns:
         A mapping from name to `TensorInfo` that reads values by `read(name)`.

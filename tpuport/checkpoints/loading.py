@@ -72,7 +72,7 @@ def load_checkpoint(
             or None for the default device. Each process reads only the slices of its devices.
         variant: The variant of a directory's weights, such as `"fp16"`.
         subfolder: The part of a directory, such as `"transformer"`.
-        key: Where the weights are in a torch file.
+        key: The key of the weights in a torch file.
         progress: Called with the bytes done and the bytes in all.
 
     Returns:

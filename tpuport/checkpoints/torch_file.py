@@ -41,7 +41,7 @@ def scan(file: OpenFile, key: str | None) -> TorchFile:
 
     Args:
         file: The file.
-        key: Where the weights are, with dots between nested keys; None looks for them.
+        key: The key of the weights, with dots between nested keys; None looks for it.
 
     Raises:
         CheckpointError: the file is damaged, would run code, or holds no weights there.

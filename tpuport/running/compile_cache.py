@@ -32,7 +32,7 @@ class CachedProgram:
     Attributes:
         name: Its name in jax, such as `Planner_forward`.
         hit: Whether it was loaded from the cache and not compiled.
-        seconds: How long that took.
+        seconds: Seconds that loading or compiling took.
         thread: The id of the thread that loaded or compiled it.
     """
 

@@ -71,7 +71,7 @@ class ImportHook(MetaPathFinder):
         packages: Import names; each covers the package and everything below it.
         paths: Files, and folders of which everything below is covered but what is installed there
             (`site-packages`).
-        cache: Where rewritten files are kept.
+        cache: The cache of rewritten files.
 
     Attributes:
         modules: The outcome for each module that is covered, in the order of import.
@@ -193,7 +193,7 @@ def hook(
     Args:
         packages: Import names (`"navsim"`). Named, an installed package is rewritten, too.
         paths: Files, and folders of which all is covered but `site-packages`.
-        cache_dir: Where rewritten files are kept; a folder of the user's if left out.
+        cache_dir: Folder of rewritten files; one in the user's cache folder if left out.
 
     Yields:
         The hook, which has the account of what was rewritten.

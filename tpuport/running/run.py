@@ -71,14 +71,14 @@ def run(
     tpuport, which tracebacks leave out.
 
     Args:
-        program: What to run.
+        program: The script or module to run.
         packages: Packages to rewrite as they are imported.
         paths: Files and folders to rewrite, besides the program and what is below its folder.
         rewrite: Whether to rewrite anything.
-        profile: Where to write a trace of the run for xprof or TensorBoard.
-        cache_dir: Where compiled programs are kept, see `tpuport.compile_cache`; jax's own settings
-            hold if left out.
-        report: Where to write what was ported, as .html, .json or .txt; also if the program fails.
+        profile: Folder for a profiler trace of the run, for xprof or TensorBoard.
+        cache_dir: Folder of compiled programs, see `tpuport.compile_cache`; jax's own settings
+            apply if left out.
+        report: File for the report, .html, .json or .txt; written even if the program fails.
         full_traceback: Whether tracebacks show the frames of tpuport too.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.running.exit`.

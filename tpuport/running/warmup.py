@@ -20,7 +20,7 @@ class Warmed:
     Attributes:
         name: Model, method and arguments: `Planner.forward(float32[4,8])`.
         hit: Whether the compile cache had it.
-        seconds: How long loading or compiling it took; 0 if this process had it already.
+        seconds: Seconds of loading or compiling; 0 if this process had the program already.
     """
 
     name: str
@@ -38,7 +38,7 @@ def warmup(programs: Iterable[tuple[Any, ...]], *, workers: int | None = None) -
         programs: For each a ported model, a tuple of arguments, and a dict of keyword arguments
             if there are any (`method` is the method, `forward` if left out). Of tensors and
             arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`.
-        workers: How many to compile at a time; as many as there are cores if left out.
+        workers: Programs to compile at a time; by default one a core.
 
     Returns:
         The outcome for each program, in order.

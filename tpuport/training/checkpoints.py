@@ -79,7 +79,7 @@ class Checkpoints:
 
         Args:
             state: the state to save; the next step may overwrite it at once.
-            position: of the input, to resume from: numbers, strings, lists and dicts of them.
+            position: position of the input to resume from: numbers, strings, lists, dicts.
 
         Raises:
             CheckpointError: an earlier write failed in the background, or this one does, or there

@@ -75,12 +75,12 @@ def fit(
         steps: the number of steps of the entire run, those before a restart included.
         state: the initial state; by default `step.init(seed)`. A saved one takes precedence.
         seed: random seed of the initial state.
-        checkpoints: where states are saved, always including the last one.
+        checkpoints: the folder or `Checkpoints` of saved states, which include the last one.
         save_every: the number of steps between two saves.
         log_every: the number of steps between two logs.
         evaluate: returns numbers by name, given the step and the state, which must not change.
         evaluate_every: the number of steps between evaluations; by default only after the last one.
-        sinks: where numbers are logged: one or several `JsonLines`, `TensorBoard`, `WandB`, `Sink`.
+        sinks: one or several sinks to log to: `JsonLines`, `TensorBoard`, `WandB`, any `Sink`.
         profile: the steps to trace.
         progress: whether to show a bar on a terminal, lines elsewhere, on standard error.
         peak_flops: peak FLOP/s of one device, for MFU; known for TPUs. MFU counts recomputation.

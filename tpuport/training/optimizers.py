@@ -39,7 +39,7 @@ def from_torch(
     Args:
         ported: made by `tpuport.convert` of the module whose parameters the optimizer has.
         optimizer: AdamW, Adam, SGD or RMSprop, before its first step.
-        scheduler: one of torch's, or any whose `step()` sets learning rates by the number of
+        scheduler: a torch scheduler, or any whose `step()` sets learning rates by the number of
             the step. Its rates are read by running a copy of it, so each is torch's, in float32.
         steps: the number of steps to read rates for; then the last rate stays. Needed with a
             scheduler.

@@ -24,7 +24,7 @@ class Shown:
         total: steps of the entire run.
         first: steps taken before this start.
         on: whether to show anything.
-        console: where to print; standard error by default.
+        console: the console to print to; standard error by default.
     """
 
     def __init__(self, total: int, first: int, *, on: bool, console: Console | None = None) -> None:

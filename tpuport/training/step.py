@@ -56,7 +56,7 @@ class TrainStep:
 
     Attributes:
         ported: the model, whose own `params` do not change until `put`.
-        optimizer: one of optax's, without clipping.
+        optimizer: the optax optimizer, without clipping.
         retraces: the number of programs compiled after the first.
         trained: the names of the parameters that it changes.
     """
@@ -297,7 +297,7 @@ def make_train_step(
             of it and a dict of metrics (scalars), or an output with `loss`. A metric "weight" says
             how many items the loss is a mean over (such as the number of tokens that count): with
             `accumulate` parts are weighted by it.
-        optimizer: one of optax's, or the name of one ("adamw", "adam", "adafactor", "lion", "sgd").
+        optimizer: an optax optimizer or its name ("adamw", "adam", "adafactor", "lion", "sgd").
         accumulate: the number of parts of the batch, run one after another in a scan: memory for
             one part, the gradient of the entire batch.
         clip_norm: the largest global norm of the gradients, as in `clip_grad_norm_`.

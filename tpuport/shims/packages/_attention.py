@@ -24,7 +24,7 @@ class Rule:
         scale: Factor of the scores; None for 1/sqrt(D).
         causal: A query sees no key after its own position; positions are aligned at the last query
             and the last key (flash-attn >= 2.1).
-        window: How many keys before and after its own position a query sees; -1 for all.
+        window: The keys before and after its own position that a query sees; -1 for all.
         softcap: If positive, scores s become softcap * tanh(s / softcap).
         slopes: ALiBi's, [H], [B, H] or [B, H, L]: a score loses slope * distance.
         dropout: Probability that a weight is dropped.
@@ -72,11 +72,11 @@ def attend(
         query: The queries.
         key: The keys.
         value: The values, [B, G, S, Dv].
-        rule: Which keys count, and how.
-        distance: How far each key is after each query's own position, broadcastable to
+        rule: The mask, bias and scale of the scores.
+        distance: The distance of each key after each query's own position, broadcastable to
             [B, H, L, S]; None for sequences that are aligned at their ends.
         seen: Keys that a query may see at all, broadcastable to [B, H, L, S].
-        with_lse: Give the logarithm of each query's softmax denominator too.
+        with_lse: Whether to return the logarithm of each query's softmax denominator too.
 
     Returns:
         [B, H, L, Dv], with zeros for a query that sees nothing; and [B, H, L] in float32 (inf for
@@ -215,9 +215,9 @@ def attend_packed(
         key: [U, G, D].
         value: [U, G, Dv].
         starts: `cu_seqlens` of the queries and of the keys, [N + 1] each.
-        rule: Which keys count, and how.
-        with_lse: Give the logarithm of each query's softmax denominator too, [H, T].
-        used: How many keys of each sequence count, [N]; None for all.
+        rule: The mask, bias and scale of the scores.
+        with_lse: Whether to return the logarithm of each query's softmax denominator too, [H, T].
+        used: The number of keys of each sequence that count, [N]; None for all.
 
     Returns:
         [T, H, Dv], zeros for rows after the last sequence, and what `with_lse` asks for.

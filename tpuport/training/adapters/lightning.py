@@ -35,7 +35,7 @@ def from_lightning(
     for all batches, so pass values that depend on the step in the batch.
 
     Args:
-        ported: made of the module by `tpuport.convert`.
+        ported: the module, converted by `tpuport.convert`.
         trainer: a Trainer, or a mapping or object with some of its arguments: max_steps,
             max_epochs, gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches.
         steps: updates of the entire run; by default max_steps, or max_epochs * steps_per_epoch.

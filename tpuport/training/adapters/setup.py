@@ -10,7 +10,7 @@ class Setup:
     """A training step, and the numbers of the loop around it.
 
     Attributes:
-        step: for `fit` or a loop of your own.
+        step: the step, for `fit` or a loop of your own.
         steps: updates of the entire run.
         batch_size: rows of one update, over all parts and devices; None where the loader decides
             it.

@@ -57,7 +57,7 @@ def from_training_arguments(
         args: `TrainingArguments`, or a mapping or object with some of them.
         ported: made of the model by `tpuport.convert`.
         steps: updates of the entire run; by default `max_steps`.
-        loss: as for `make_train_step`; by default `model(**batch)`, with parts weighted by their
+        loss: as in `make_train_step`; by default `model(**batch)`, with parts weighted by their
             labels that are not -100.
         num_devices: the devices that a batch is spread over; by default those of the model's mesh.
         **options: further arguments of `make_train_step`.
