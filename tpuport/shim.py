@@ -1,4 +1,4 @@
-"""What a shim file declares, and how shims are put in force and taken back."""
+"""The base class of shims, and how their replacements are installed and taken back."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 class Replacement:
     """One attribute to replace.
 
-    `getattr(owner, name)` becomes `value` while the shim is in force.
+    `getattr(owner, name)` becomes `value` while the shim is installed.
     """
 
     owner: Any
@@ -30,7 +30,7 @@ class Shim:
     `TARGET` names what is replaced, `REASON` says why, `REFERENCE` what it equals (a function, an
     equation, upstream's file), with which its test compares it. `MODULE` is the package that must
     already be imported for the shim to apply: nothing is imported for its sake, and one that the
-    user's code imports inside `porting()` is shimmed as soon as it is.
+    user's code imports inside `porting()` is shimmed right after the import.
 
     What user code imported inside `porting()` it keeps afterwards, so a replacement of that scope
     does what the original did when no context is active.
@@ -44,7 +44,7 @@ class Shim:
     OPTIONS: ClassVar[tuple[str, ...]] = ()
 
     def replacements(self) -> list[Replacement]:
-        """What to replace; called when the shim is put in force."""
+        """Return what to replace; called when the shim is installed."""
         raise NotImplementedError
 
 
@@ -71,12 +71,12 @@ def _find_shims(package: str, path: tuple[str, ...]) -> tuple[type[Shim], ...]:
 
 
 def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
-    """`from package import function` made copies in the importing modules: replace those too.
+    """Return replacements of the copies that `from package import function` made in other modules.
 
     Args:
         original: the function as its home module holds it.
-        replacement: what stands for it.
-        home: the module that defines it, which is replaced apart.
+        replacement: the function to replace it by.
+        home: the module that defines it, where the caller replaces it.
     """
     known = _COPIES.get(id(original))
     if known is None or known[0] is not original or known[1] != len(sys.modules):
@@ -103,7 +103,7 @@ _MISSING = object()
 
 @dataclass
 class _Attribute:
-    """One attribute that is replaced now: what it was, and by whom it is replaced (last wins)."""
+    """One replaced attribute: its original value, and the active replacements (the last wins)."""
 
     owner: Any
     name: str
@@ -114,8 +114,8 @@ class _Attribute:
 class Replaced:
     """The attributes replaced in this process.
 
-    Blocks that replace the same attribute may overlap in any order, in one thread or in several:
-    whoever leaves takes away its own layer, and the last one puts back the identical object.
+    Blocks that replace the same attribute may overlap in any order, in one thread or in several. A
+    block that ends removes its own layer, and the last one restores the identical object.
     """
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class Replaced:
         self._attributes: dict[tuple[int, str], _Attribute] = {}
 
     def add(self, token: object, items: Iterable[Replacement]) -> None:
-        """Put replacements in force on behalf of `token`."""
+        """Install replacements on behalf of `token`."""
         with self._lock:
             for item in items:
                 key = (id(item.owner), item.name)
                 attribute = self._attributes.get(key)
                 if attribute is None:
-                    # What the owner itself holds, not what it inherits: restoring must not copy an
+                    # The owner's own value, not an inherited one: restoring must not copy an
                     # inherited attribute down.
                     before = vars(item.owner).get(item.name, _MISSING)
                     attribute = _Attribute(item.owner, item.name, before)
@@ -138,7 +138,7 @@ class Replaced:
                 setattr(item.owner, item.name, item.value)
 
     def remove(self, token: object) -> None:
-        """Take back what was put in force on behalf of `token`."""
+        """Take back the replacements that were installed on behalf of `token`."""
         with self._lock:
             for key, attribute in reversed(list(self._attributes.items())):
                 if not any(owner is token for owner, _ in attribute.layers):

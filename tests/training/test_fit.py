@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_is_bit_equal_to_one_that_was_not_interrupted(tmp_pat
         }
     text = capsys.readouterr().err
     assert "step 1: compiled (" not in text  # it was before
-    assert "going on after step 3" in text
+    assert "resuming after step 3" in text
     assert "step 7/7" in text
     # There is nothing left to do.
     assert_equal(fit(new_step(), batches(), steps=7, **options), whole)

@@ -1,6 +1,6 @@
-"""Files and directories that are written whole or not at all.
+"""Atomic writes of files and directories.
 
-Everything is written under a temporary name beside the target, flushed to the disk, and then takes
+Everything is written under a temporary name next to the target, flushed to the disk, and then takes
 the target's place in one step. A process that is killed leaves the old files and the temporary
 ones (`.NAME.tmp-...`, to be deleted by hand).
 """
@@ -25,7 +25,7 @@ _AT_FDCWD = -100
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A temporary path whose file takes the place of `path` at the end of the block.
+    """Yield a temporary path whose file replaces `path` at the end of the block.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
@@ -42,11 +42,11 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
-    """A temporary directory that takes the place of `path` at the end of the block.
+    """Yield a temporary directory that replaces `path` at the end of the block.
 
     Args:
-        path: The directory.
-        keep: Which of the names in the old one are also in the new one, as they are.
+        path: The directory to replace.
+        keep: Returns whether an entry of the old directory is kept unchanged in the new one.
 
     Raises:
         CheckpointError: the disk is full, or a file cannot be written.
@@ -67,7 +67,7 @@ def replacing_folder(path: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def flushed(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk at the end of the block."""
+    """Open a new file, and flush it to the disk at the end of the block."""
     with path.open("xb") as out:
         yield out
         out.flush()
@@ -80,7 +80,7 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Says of what cannot be written in the block why, what is there now, and what to do.
+    """Turn an OSError in the block into an error that says what is left on disk and what to do.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
@@ -97,15 +97,15 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error is that of a full disk, or of a file that may not grow."""
+    """Return whether an error is that of a full disk, or of a file that may not grow."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    # Libraries in C++ have the number in their text, as tensorstore, by which orbax writes.
+    # C++ libraries have the number in their text, such as tensorstore, with which orbax writes.
     return any(f"os_error_code='{number}'" in str(error) for number in _FULL)
 
 
 def _link_kept(old: Path, new: Path, keep: Callable[[str], bool]) -> None:
-    """The other files of a directory: the same files under another name, not copies."""
+    """Link the kept files of a directory into the new one, without copying them."""
     for entry in old.iterdir():
         if not keep(entry.name):
             continue
@@ -119,7 +119,7 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
-        shutil.copy2(source, target)  # a file system without links, or another one
+        shutil.copy2(source, target)  # no hard links here, or across file systems
 
 
 def _swap(new: Path, old: Path) -> None:
@@ -127,7 +127,7 @@ def _swap(new: Path, old: Path) -> None:
     if not old.exists():
         os.rename(new, old)
     elif not _exchanged(new, old):
-        # Two steps, so between them only the aside name has the old files.
+        # Two steps: between them the old files exist under the aside name only.
         aside = _temporary(old)
         os.rename(old, aside)
         os.rename(new, old)
@@ -135,7 +135,7 @@ def _swap(new: Path, old: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, where the system can."""
+    """Exchange two names in one step, and return whether the system can."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -158,7 +158,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """A new name is safe from a power cut only when its directory is on the disk."""
+    """Flush a directory: a new name survives a power cut only once its directory is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

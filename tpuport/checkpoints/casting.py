@@ -1,4 +1,4 @@
-"""Dtypes: what a policy makes of each tensor, casts that lose no value silently, arrays of jax."""
+"""Dtype policies, casts that lose no value silently, and jax arrays of the results."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Table = Callable[[str, torch.dtype], torch.dtype]
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """A dtype by any of its spellings: `torch.bfloat16`, `"bfloat16"`, `"bf16"`, `jnp.bfloat16`.
+    """Return the dtype of any spelling: `torch.bfloat16`, `"bfloat16"`, `"bf16"`, `jnp.bfloat16`.
 
     Raises:
         UsageError: it is none.
@@ -40,11 +40,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def make_table(policy: Policy) -> Table:
-    """The dtype of each floating tensor by a policy; all others keep theirs.
+    """Return a function that gives the dtype of each floating tensor; others keep theirs.
 
     Args:
-        policy: A dtype, or dtypes by regular expressions that are searched for in the names: the
-            first that is found decides, None and no match keep the file's dtype.
+        policy: A dtype, or dtypes by regular expressions that are searched for in the names. The
+            first match decides; None and no match keep the file's dtype.
 
     Raises:
         UsageError: a dtype or an expression is not one, or the dtype is not floating.
@@ -70,7 +70,7 @@ def make_table(policy: Policy) -> Table:
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression over names.
+    """Compile a regular expression over names.
 
     Raises:
         UsageError: it is not one.
@@ -83,10 +83,10 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tensor in another dtype, rounded as torch rounds.
+    """Return the tensor in another dtype, rounded as torch rounds.
 
     Raises:
-        CheckpointError: a finite value would become infinite or NaN, or a whole number another.
+        CheckpointError: a finite value would become infinite or NaN, or an integer would change.
     """
     if tensor.dtype == dtype:
         return tensor
@@ -122,26 +122,26 @@ def _check_range(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> None:
 
 def _may_overflow(source: torch.Tensor, most: float) -> bool:
     if source.dtype.itemsize == 1 or not source.is_floating_point():
-        return False  # no wider type is named by these
+        return False  # ints are never cast to floats, and 1-byte floats are taken to fit
     low, high = (bound.item() for bound in torch.aminmax(source))
-    # NaN fails the comparison too: then each value is looked at.
+    # NaN fails the comparison too, and then each value is checked.
     return not (-most < low and high < most)
 
 
 def _is_near(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """Where a cast only rounded: torch gives infinity or, in 8 bits, the largest value."""
+    """Return where a cast only rounded; else torch gives infinity or, in 8 bits, the maximum."""
     made = torch.view_as_real(made) if made.is_complex() else made
     info = torch.finfo(made.dtype)
     return made.double().isfinite() & (source.abs() <= info.max * (1 + info.eps / 2))
 
 
 def held(tensor: torch.Tensor, name: str, target: np.dtype) -> np.ndarray:
-    """The values as jax holds them, without a copy where the dtype is the same.
+    """Return the values as jax holds them, without a copy where the dtype is the same.
 
     Args:
         tensor: The values.
         name: Their name, for messages.
-        target: What `backend.jax_dtype` gives for their dtype; threads that read do not see the
+        target: The result of `backend.jax_dtype` for their dtype; reader threads do not see the
             caller's `jax.enable_x64`.
 
     Raises:
@@ -166,7 +166,7 @@ def held(tensor: torch.Tensor, name: str, target: np.dtype) -> np.ndarray:
 
 
 def put(array: np.ndarray, where: Any) -> jax.Array:
-    """An array of jax over values that nobody else writes to: on a CPU it may be their memory."""
+    """Put values on a device; nobody may write to them, as on a CPU jax may alias their memory."""
     made = jax.device_put(array, where, may_alias=True)
-    # The bytes in flight are counted until they have arrived.
+    # The caller counts the bytes in flight, so wait until they have arrived.
     return made.block_until_ready()

@@ -1,4 +1,4 @@
-"""`tpuport.open_checkpoint`: what a checkpoint holds, and one tensor of it at a time."""
+"""`tpuport.open_checkpoint`: the contents of a checkpoint, read one tensor at a time."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,17 +23,17 @@ Value = Extent | torch.Tensor | jax.Array | np.ndarray
 class Checkpoint(Mapping[str, TensorInfo]):
     """The tensors of a checkpoint by name: their shapes and dtypes at once, values when asked.
 
-    Made by `tpuport.open_checkpoint`. The files stay open until it is collected, so it goes on
-    reading what was there when it was opened.
+    Made by `tpuport.open_checkpoint`. The files stay open until it is collected, so it always
+    reads the files that existed when it was opened.
 
     Attributes:
-        path: What was opened.
+        path: The path that was opened.
         format: `"safetensors"`, `"torch"` or `"memory"`.
         metadata: The strings that safetensors files carry.
         located: Its files.
         headers: The start of each safetensors file, by file name.
         names_in: The names in each file, in the file's order.
-        key: Under which key of a torch file the weights lie.
+        key: The key of the weights in a torch file.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes all values take."""
+        """Return the bytes of all values."""
         return sum(info.nbytes for info in self._infos.values())
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What a torch file holds beside the weights (epoch, optimizer, settings), read now.
+        """Return the other contents of a torch file (epoch, optimizer, settings), read now.
 
         Empty for other formats and for sharded checkpoints.
         """
@@ -79,10 +79,10 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return torch_file.extra_of(torch_file.load_whole(file), self.key)
 
     def read(self, name: str, index: Any = None) -> torch.Tensor:
-        """One tensor on the CPU, of the file's dtype, in memory of its own.
+        """Read one tensor to the CPU, in the file's dtype and in memory of its own.
 
         Args:
-            name: Which.
+            name: The name of the tensor.
             index: Slices without a step, one for each dimension: only these bytes are read.
 
         Raises:
@@ -95,7 +95,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         return self.read_bounds(name, bounds)
 
     def read_bounds(self, name: str, bounds: Bounds | None) -> torch.Tensor:
-        """As `read`, with first and last + 1 index in each dimension."""
+        """Read like `read`, with the first and last + 1 index in each dimension."""
         value = self._values[name]
         if isinstance(value, Extent):
             return value.read(bounds)
@@ -107,13 +107,13 @@ class Checkpoint(Mapping[str, TensorInfo]):
             return part.clone(memory_format=torch.contiguous_format)
         part = value if bounds is None else value[tuple(slice(*b) for b in bounds)]
         if isinstance(part, jax.Array):
-            # Another array over the same memory: the user's own would keep its copy on the host.
+            # A new array over the same memory: jax would cache the host copy on the user's own.
             shards = [shard.data for shard in part.addressable_shards]
             part = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
         return backend.to_torch(part)  # pyright: ignore[reportArgumentType]  (numpy serves as well)
 
     def memory_of(self, name: str) -> Any:
-        """Equal for two names exactly if they are one tensor (tied weights)."""
+        """Return a key that two names share exactly if they are one tensor (tied weights)."""
         value = self._values[name]
         return value if isinstance(value, Extent) else id(value)
 
@@ -140,8 +140,8 @@ def open_checkpoint(
             safetensors are preferred.
         variant: The variant of a directory's weights, such as `"fp16"`.
         subfolder: The part of a directory, such as `"transformer"` of a diffusers pipeline.
-        key: Where the weights are in a torch file, with dots between nested keys. Found by itself
-            if they are the whole or under `state_dict`, `model_state_dict`, `model` or `module`.
+        key: The key of the weights in a torch file, with dots between nested keys. Not needed if
+            they are at the top or under `state_dict`, `model_state_dict`, `model` or `module`.
 
     Returns:
         A mapping from name to `TensorInfo` that reads values by `read(name)`.
@@ -165,7 +165,7 @@ def open_checkpoint(
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Another one once a save has put other files in this place: then some may be old, some new."""
+    """Return a key that changes when a save replaces the files, so that no mix of two is read."""
     try:
         found = path.stat()
     except OSError:
@@ -181,7 +181,7 @@ def _open(path: Path, variant: str | None, subfolder: str, key: str | None) -> C
 
 
 def of_mapping(tensors: Mapping[str, Any]) -> Checkpoint:
-    """Tensors and arrays that are in memory, as if they were a file.
+    """Return a checkpoint of tensors and arrays in memory.
 
     Raises:
         CheckpointError: a value is neither a tensor nor an array.

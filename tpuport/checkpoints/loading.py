@@ -25,7 +25,7 @@ from tpuport.model import backend
 Place = Callable[[str, jax.ShapeDtypeStruct], Any]
 Progress = Callable[[int, int], None]
 
-# Enough to keep a disk busy, and little beside a model.
+# Enough to keep a disk busy, and little compared to a model.
 _BYTES_AHEAD = 128 << 20
 _READERS = 4
 
@@ -67,12 +67,12 @@ def load_checkpoint(
             `{"norm|bias": "float32", "": "bfloat16"}`. None keeps the file's.
         only: Regular expressions: names in which none is found are not read.
         prefix: Load the names that start with it, without it (`"model."` for Lightning).
-        rename: Gives the name in the result (after `prefix` is taken off); None drops it.
-        place: Gives for each name and `jax.ShapeDtypeStruct` a `jax.sharding.Sharding`, a device,
+        rename: Returns the name in the result (after `prefix` is taken off); None drops the tensor.
+        place: Returns for each name and `jax.ShapeDtypeStruct` a `jax.sharding.Sharding`, a device,
             or None for the default device. Each process reads only the slices of its devices.
         variant: The variant of a directory's weights, such as `"fp16"`.
         subfolder: The part of a directory, such as `"transformer"`.
-        key: Where the weights are in a torch file.
+        key: The key of the weights in a torch file.
         progress: Called with the bytes done and the bytes in all.
 
     Returns:
@@ -97,7 +97,7 @@ def choose(
     prefix: str,
     rename: Callable[[str], str | None] | None,
 ) -> list[Wanted]:
-    """What to load, under which name and in which dtype.
+    """Return the tensors to load, each with its new name and dtype.
 
     Raises:
         UsageError: an argument fits no name, or two names become one.
@@ -137,12 +137,12 @@ def _some(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """One array: what it is made of, and where it goes."""
+    """One array to load: its source, its parts and its sharding."""
 
     wanted: Wanted
     struct: jax.ShapeDtypeStruct
     where: Any
-    # The distinct parts that this process needs, by their bounds; () is the whole.
+    # The distinct parts that this process needs, by their bounds; None is the entire array.
     parts: tuple[tuple[tuple[int, int], ...] | None, ...]
     nbytes: int
 
@@ -157,7 +157,7 @@ def load_arrays(
     place: Place | None = None,
     progress: Progress | None = None,
 ) -> dict[str, jax.Array]:
-    """Arrays by name, read by several threads and put on their devices by this one.
+    """Load arrays by name: several threads read them, and this one puts them on their devices.
 
     Raises:
         CheckpointError: a file is damaged, or a value does not fit.
@@ -192,7 +192,7 @@ def _jobs(
 
 
 def _jax_dtype(one: Wanted) -> np.dtype:
-    # One that jax has not is refused by name when its values are looked at.
+    # A dtype that jax lacks is refused later, by name, when the values are read.
     known = one.dtype is not torch.float8_e8m0fnu
     return backend.jax_dtype(one.dtype if known else torch.uint8)
 
@@ -215,7 +215,7 @@ def _parts(name: str, shape: tuple[int, ...], where: Any) -> tuple[Any, ...]:
 
 
 def _read_ahead(opened: Checkpoint, jobs: list[_Job]) -> Iterator[tuple[_Job, Parts]]:
-    """Each job with its values, in order; readers are ahead by a bounded number of bytes."""
+    """Yield each job with its values, in order; readers are ahead by a bounded number of bytes."""
     pending: deque[tuple[_Job, Future[Parts]]] = deque()
     ahead = 0
     pool = ThreadPoolExecutor(min(_READERS, 2 * (os.cpu_count() or 1)), "tpuport-checkpoint")

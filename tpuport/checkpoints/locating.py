@@ -1,4 +1,4 @@
-"""Which files a path stands for: one file, an index with its shards, or a directory of either."""
+"""The files behind a path: one file, an index with its shards, or a directory of either."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tpuport.errors import CheckpointError
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".pt", ".pth", ".bin", ".ckpt")
-# What transformers and diffusers write: stem and suffix, in the order in which they are looked for.
+# The file names of transformers and diffusers, stem and suffix, in the order of preference.
 _NAMES = (
     ("model", ".safetensors"),
     ("diffusion_pytorch_model", ".safetensors"),
@@ -23,9 +23,9 @@ class Located:
     """The files of a checkpoint.
 
     Attributes:
-        files: Those with weights.
+        files: The files with weights.
         index: The index that names them.
-        weight_map: Which tensor it says is in which file.
+        weight_map: The index's map from tensor name to file name.
     """
 
     files: tuple[Path, ...]
@@ -34,7 +34,7 @@ class Located:
 
 
 def locate(path: str | Path, *, variant: str | None = None, subfolder: str = "") -> Located:
-    """The files that a path stands for.
+    """Find the files behind a path.
 
     Args:
         path: A file of weights, an index, or a directory as `save_pretrained` writes it.
@@ -61,7 +61,7 @@ def locate(path: str | Path, *, variant: str | None = None, subfolder: str = "")
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of this name holds weights or says which file does."""
+    """Return whether a file of this name holds weights or is an index of them."""
     return name.endswith((*SAFETENSORS, *TORCH)) or (".index." in name and name.endswith(".json"))
 
 

@@ -1,7 +1,7 @@
-"""Reading one tensor, or a part of one, from where its bytes lie in a file.
+"""Reading one tensor, or a part of one, from its bytes in a file.
 
 Plain reads into a buffer of the tensor's own size: the pages of a memory map would count as host
-memory beside the copy, and an array over them would change with the file.
+memory in addition to the copy, and an array over them would change with the file.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import torch
 
 from tpuport.errors import CheckpointError
 
-# What one read call may give; Linux gives at most 2 GiB.
+# The most that one read call is asked for; Linux returns at most 2 GiB.
 _MOST_BYTES = 1 << 30
 # Below this a file is read in pages anyway, so skipping bytes saves nothing.
 _PAGE = 4096
@@ -28,7 +28,7 @@ Bounds = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a checkpoint says of one tensor.
+    """Name, shape and dtype of one tensor in a checkpoint.
 
     Attributes:
         name: Its name in the checkpoint.
@@ -42,7 +42,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its values take."""
+        """Return the bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -66,7 +66,7 @@ class OpenFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        """The bytes from `offset`.
+        """Read the bytes from `offset`.
 
         Raises:
             CheckpointError: the file is shorter.
@@ -100,7 +100,7 @@ class OpenFile:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where the values of one tensor lie. Equal extents are the same memory (tied weights).
+    """The place of a tensor's values in a file. Equal extents are the same memory (tied weights).
 
     Attributes:
         file: The file.
@@ -117,7 +117,7 @@ class Extent:
     strides: tuple[int, ...] | None = field(default=None)
 
     def read(self, bounds: Bounds | None = None) -> torch.Tensor:
-        """The values in memory of their own, row-major.
+        """Read the values into memory of their own, row-major.
 
         Args:
             bounds: First and last + 1 index in each dimension; None reads everything.
@@ -152,7 +152,7 @@ class Extent:
         partial = [
             i for i, (b, n) in enumerate(zip(bounds, self.shape, strict=True)) if b != (0, n)
         ]
-        # Everything from this dimension on is one run of bytes in the file.
+        # The indices from this dimension on are one contiguous run of bytes in the file.
         last = partial[-1]
         inner = math.prod(self.shape[last + 1 :])
         run = (bounds[last][1] - bounds[last][0]) * inner * self.dtype.itemsize
@@ -168,7 +168,7 @@ class Extent:
         return out
 
     def _read_blocks(self, out: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-        """Read whole rows of the first dimension, a few at a time, and keep what is asked for."""
+        """Read full rows of the first dimension, a few at a time, and keep what is asked for."""
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         count = max(1, _BLOCK // row)
         inner = tuple(slice(*b) for b in bounds[1:])
@@ -186,13 +186,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor as a file holds them: row-major, little-endian."""
+    """Return the bytes of a CPU tensor as a file holds them: row-major, little-endian."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return _bytes_of(tensor) if tensor.numel() else memoryview(b"")
 
 
 def bounds_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """An index made of slices without a step as bounds in each dimension.
+    """Convert an index of slices without a step to bounds in each dimension.
 
     Raises:
         CheckpointError: the index has something else, or more dimensions than the tensor.
@@ -212,7 +212,7 @@ def bounds_of(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same values to the bit (NaN equals itself, -0.0 is not 0.0)."""
+    """Return whether two tensors are equal to the bit (NaN equals itself, -0.0 is not 0.0)."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]

@@ -1,6 +1,6 @@
-"""The safetensors format: which bytes of a file are which tensor, and writing one file.
+"""The safetensors format: where each tensor is in a file, and how a file is written.
 
-The library checks every file that is read or written. It gives no place of a tensor in its file
+The library checks every file that is read or written. It does not tell where a tensor is in a file,
 and writes from a second copy of all weights, so those two are here.
 Format: https://github.com/huggingface/safetensors#format.
 """
@@ -47,7 +47,7 @@ class Header:
 
     Attributes:
         raw: Its bytes, with the length before them.
-        extents: Where each tensor lies, in the order of the data.
+        extents: The place of each tensor, in the order of the data.
         metadata: The strings of `__metadata__`.
     """
 
@@ -57,7 +57,7 @@ class Header:
 
 
 def read_header(file: OpenFile) -> Header:
-    """What a safetensors file holds.
+    """Read the header of a safetensors file.
 
     Raises:
         CheckpointError: the file is damaged, names a tensor twice or has an unknown dtype.
@@ -66,7 +66,7 @@ def read_header(file: OpenFile) -> Header:
         with safetensors.safe_open(str(file.path), framework="numpy") as checked:
             checked.keys()
     except (safetensors.SafetensorError, OSError) as error:
-        msg = f"{file.path} is not a whole safetensors file ({error}); download or write it again"
+        msg = f"{file.path} is not an intact safetensors file ({error}); download or write it again"
         raise CheckpointError(msg) from error
     length = 8 + int.from_bytes(file.read(0, 8), "little")
     raw = file.read(0, length)
@@ -87,7 +87,7 @@ def read_header(file: OpenFile) -> Header:
 
 
 def unique_json(text: bytes | str, path: Path) -> dict[str, Any]:
-    """A JSON object in which no name stands twice.
+    """Parse a JSON object in which no name occurs twice.
 
     Raises:
         CheckpointError: it is not one.
@@ -116,7 +116,7 @@ def unique_json(text: bytes | str, path: Path) -> dict[str, Any]:
 
 
 def make_header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """The start of a file with these tensors in this order.
+    """Return the start of a file with these tensors in this order.
 
     Raises:
         CheckpointError: safetensors has no type for a dtype.
@@ -142,7 +142,7 @@ def make_header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) ->
 
 
 def in_library_order(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Widest dtypes first, then by name, as the library does: so each tensor is aligned."""
+    """Sort by widest dtype, then by name, as the library does, so that each tensor is aligned."""
     wide = sorted(infos.values(), key=lambda info: (-info.dtype.itemsize, info.name))
     return {info.name: info for info in wide}
 
@@ -154,9 +154,9 @@ def write_file(
 
     Args:
         out: The file, open for writing.
-        header: Its start.
+        header: The start of the file.
         names: The tensors in the order of the header.
-        value: Gives the bytes of a tensor.
+        value: Returns the bytes of a tensor.
     """
     out.write(header)
     for name in names:

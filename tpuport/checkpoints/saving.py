@@ -1,4 +1,4 @@
-"""`tpuport.save_checkpoint`: arrays to files, in the form of a checkpoint that they came from."""
+"""`tpuport.save_checkpoint`: arrays to files, if asked in the form of an existing checkpoint."""
 
 import json
 import re
@@ -35,23 +35,23 @@ def save_checkpoint(
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write weights to the formats that PyTorch reads, whole or not at all.
+    """Write weights atomically, in the formats that PyTorch reads.
 
     Args:
         path: A `.safetensors` file, a torch file (`.pt`, `.pth`, `.bin`, `.ckpt`), or else a
             directory, written as `save_pretrained` does: one file of weights, or shards and their
             index. Other files in an existing directory stay.
-        weights: Arrays or tensors by name, or a ported model (what its `state_dict` has).
+        weights: Arrays or tensors by name, or a ported model (the entries of its `state_dict`).
         like: A checkpoint with the same names to imitate: dtypes, order, shards, metadata and what
             else it holds (configuration files of a directory, `extra` of a torch file). Weights
-            that are still what loading it gives get its bytes, so a round trip of untouched
-            weights gives the same file, also where they were held in fewer bits.
+            equal to the result of loading it are saved as its bytes, so a round trip of untouched
+            weights gives the same file, even if they were held in fewer bits.
         max_shard_size: The most bytes of one file in a directory, such as `"5GB"`, where `like`
-            does not say it.
+            does not decide it.
         metadata: Strings for safetensors files; by default those of `like`.
 
     Raises:
-        CheckpointError: the disk is full or a value does not fit; the old files are as they were.
+        CheckpointError: the disk is full or a value does not fit; the old files are unchanged.
         UsageError: an argument does not fit.
     """
     target, limit = Path(path), _num_bytes(max_shard_size)
@@ -81,7 +81,7 @@ def _only(headers: Mapping[str, Header]) -> Header | None:
 
 def _strings(metadata: Mapping[str, str] | None, like: Checkpoint | None) -> Mapping[str, str]:
     if metadata is None:
-        # transformers reads no file that does not say this.
+        # transformers refuses files without this entry.
         return like.metadata if like and like.format == "safetensors" else {"format": "pt"}
     if not all(isinstance(s, str) for pair in metadata.items() for s in pair):
         msg = f"metadata has to be strings by strings, got {dict(metadata)!r}"
@@ -128,7 +128,7 @@ def _write_safetensors(
 
 
 def _torch_file(like: Checkpoint | None, name: str | None) -> Path | None:
-    """The torch file to imitate: the only one of `like`, or the one of this name."""
+    """Return the torch file to imitate: the only one of `like`, or the one of this name."""
     if like is None or like.format != "torch":
         return None
     files = {file.name: file for file in like.located.files}
@@ -159,7 +159,7 @@ def _write_torch(
         try:
             torch.save(whole, out)
         except RuntimeError as error:
-            # The writer in C++ hides what the file said.
+            # torch's C++ writer hides the OSError of the file.
             raise _cause(error) or OSError(None, str(error).splitlines()[0]) from error
 
 
@@ -210,7 +210,7 @@ def _header(like: Checkpoint | None, name: str) -> Header | None:
 
 
 def _shards(values: Values, names: list[str], limit: int, stem: str) -> dict[str, list[str]]:
-    """Which tensors go into which file: in order, a new one when the limit would be passed."""
+    """Assign tensors to files in order, starting a new one when the limit would be passed."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, info in values.infos(names).items():
@@ -226,7 +226,7 @@ def _shards(values: Values, names: list[str], limit: int, stem: str) -> dict[str
 
 
 def _stem_in(target: Path) -> str:
-    """The name of the weights that a directory has, so that they are replaced."""
+    """Return the name of the weights in a directory, so that a save replaces them."""
     try:
         first = locate(target).files[0].name
     except CheckpointError:
@@ -241,7 +241,7 @@ def _file_name(like: Checkpoint, name: str) -> str:
 
 
 def _replaced_by(name: str) -> re.Pattern[str]:
-    """The files that weights of this name take the place of: whole, in shards, and their index."""
+    """Return a pattern of the files that weights of this name replace: file, shards and index."""
     base, _, suffix = _without_number(name).rpartition(".")
     shards = rf"{re.escape(base)}(-\d{{5}}-of-\d{{5}})?\.{re.escape(suffix)}"
     first, _, variant = base.partition(".")
@@ -250,7 +250,7 @@ def _replaced_by(name: str) -> re.Pattern[str]:
 
 
 def _copy_others(like: Checkpoint | None, folder: Path) -> None:
-    """What a directory needs beside its weights: configuration, tokenizer."""
+    """Copy the other files that a directory needs: configuration, tokenizer."""
     if like is None or not like.path.is_dir():
         return
     for file in sorted(like.located.files[0].parent.iterdir()):
@@ -260,7 +260,7 @@ def _copy_others(like: Checkpoint | None, folder: Path) -> None:
 
 
 def _index(values: Values, layout: Mapping[str, list[str]]) -> tuple[str, bytes] | None:
-    """The name and text of the index; None for a single file without one."""
+    """Return the name and text of the index; None for a single file without one."""
     like = values.like
     total = sum(info.nbytes for info in values.infos(values.source).values())
     index = like.located.index if like else None
@@ -280,5 +280,5 @@ def _index(values: Values, layout: Mapping[str, list[str]]) -> tuple[str, bytes]
 
 
 def _without_number(name: str) -> str:
-    """The name that weights have in one file, from the name of a shard."""
+    """Return the name of a shard without its number."""
     return re.sub(r"-\d{5}-of-\d{5}", "", name)

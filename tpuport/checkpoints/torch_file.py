@@ -1,7 +1,7 @@
-"""torch's own format (`torch.save`): which bytes of a file are which tensor.
+"""torch's own format (`torch.save`): where each tensor is in a file.
 
 The pickle in it is only ever read with `weights_only=True`. Under a fake tensor mode `torch.load`
-makes tensors without values that know where their storage lies in the file; the values are then
+makes tensors without values that know the offset of their storage in the file; the values are then
 read one tensor at a time.
 """
 
@@ -19,17 +19,17 @@ import torch
 from tpuport.checkpoints.reading import Extent, OpenFile
 from tpuport.errors import CheckpointError
 
-# Where training scripts and frameworks put the weights beside other things, most telling first.
+# Keys under which training scripts and frameworks put the weights, most telling first.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a torch file holds.
+    """The weights in a torch file.
 
     Attributes:
-        tensors: Where each tensor lies, or its value if the file can only be read whole.
-        key: Under which key the weights lie; None if they are the whole.
+        tensors: The place of each tensor, or its value if the file can only be read all at once.
+        key: The key of the weights; None if they are the top level.
     """
 
     tensors: dict[str, Extent | torch.Tensor]
@@ -41,14 +41,14 @@ def scan(file: OpenFile, key: str | None) -> TorchFile:
 
     Args:
         file: The file.
-        key: Where the weights are, with dots between nested keys; None looks for them.
+        key: The key of the weights, with dots between nested keys; None looks for it.
 
     Raises:
         CheckpointError: the file is damaged, would run code, or holds no weights there.
     """
     records = _stored_records(file)
     if records is None:
-        # The format before torch 1.6, compressed or big-endian: torch reads it as a whole.
+        # The format before torch 1.6, compressed or big-endian: torch reads all of it at once.
         found = load_whole(file)
     else:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,7 +57,7 @@ def scan(file: OpenFile, key: str | None) -> TorchFile:
             found = _load(file)
     key, weights = find_weights(found, key, file)
     if records is not None and any(t.is_conj() or t.is_neg() for t in weights.values()):
-        # The bytes in the file are not the values.
+        # With lazy conj and neg bits the bytes in the file are not the values.
         records, weights = None, find_weights(load_whole(file), key, file)[1]
     if records is None:
         return TorchFile({**weights}, key)
@@ -66,7 +66,7 @@ def scan(file: OpenFile, key: str | None) -> TorchFile:
 
 
 def load_whole(file: OpenFile, *, mmap: bool = False) -> Any:
-    """Everything that a file holds, with values.
+    """Load everything that a file holds, with values.
 
     Raises:
         CheckpointError: the file is damaged or would run code.
@@ -84,7 +84,7 @@ def _load(file: OpenFile, **options: Any) -> Any:
         *(IndexError, UnicodeError, struct.error, AssertionError, NotImplementedError),
     ) as error:
         msg = (
-            f"{file.path} is not a whole torch checkpoint"
+            f"{file.path} is not an intact torch checkpoint"
             f" ({type(error).__name__}: {_first_line(error)}); download or write it again"
         )
         raise CheckpointError(msg) from error
@@ -113,7 +113,7 @@ def _refused(file: OpenFile, text: str) -> CheckpointError:
 
 
 def _stored_records(file: OpenFile) -> dict[int, int] | None:
-    """How many bytes lie at each place of a zip archive; None if torch has to read the file."""
+    """Map offsets of a zip archive's records to sizes; None if torch has to read the file."""
     if file.size < 4 or file.read(0, 4) != b"PK\x03\x04":
         return None
     records: dict[int, int] = {}
@@ -130,7 +130,7 @@ def _stored_records(file: OpenFile) -> dict[int, int] | None:
                 name, extra = struct.unpack("<HH", file.read(entry.header_offset + 26, 4))
                 records[entry.header_offset + 30 + name + extra] = entry.file_size
     except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError) as error:
-        msg = f"{file.path} is not a whole torch checkpoint ({error}); download or write it again"
+        msg = f"{file.path} is not an intact torch checkpoint ({error}); download or write it again"
         raise CheckpointError(msg) from error
     return records
 
@@ -167,7 +167,7 @@ def _extent(file: OpenFile, name: str, tensor: torch.Tensor, records: Mapping[in
 def find_weights(
     found: Any, key: str | None, file: OpenFile
 ) -> tuple[str | None, dict[str, torch.Tensor]]:
-    """The state dict in what a file holds, and its key.
+    """Find the state dict in the contents of a file, and its key.
 
     Raises:
         CheckpointError: there is none.
@@ -197,7 +197,7 @@ def find_weights(
 
 
 def at_key(found: Any, key: str | None) -> Any:
-    """What lies under a key, with dots between nested keys; None if nothing does."""
+    """Return the value under a key, with dots between nested keys; None if there is none."""
     if key is None or (isinstance(found, Mapping) and key in found):
         return found if key is None else found[key]
     for part in key.split("."):
@@ -206,7 +206,7 @@ def at_key(found: Any, key: str | None) -> Any:
 
 
 def tensors_of(found: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a mapping by name; what else is in it is not of the weights."""
+    """Return the tensors of a mapping by name, without its other values."""
     if not isinstance(found, Mapping):
         return {}
     return {
@@ -217,7 +217,7 @@ def tensors_of(found: Any) -> dict[str, torch.Tensor]:
 
 
 def extra_of(found: Any, key: str | None) -> dict[str, Any]:
-    """What a file holds beside the weights: epochs, optimizers, settings."""
+    """Return the contents of a file besides the weights: epochs, optimizers, settings."""
     if key is None:
         return {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
     if key in found:

@@ -1,4 +1,4 @@
-"""What is saved: each tensor as it will be in the file."""
+"""The tensors to save, each as it will be in the file."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,11 +39,11 @@ class Values:
     like: Checkpoint | None
 
     def infos(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """What the file says of these tensors."""
+        """Return name, shape and dtype of these tensors in the file."""
         return {n: TensorInfo(n, self.source[n].shape, self.dtypes[n]) for n in names}
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as it will be in the file.
+        """Read one tensor as it will be in the file.
 
         Raises:
             CheckpointError: a value does not fit in the file's dtype.
@@ -53,7 +53,7 @@ class Values:
             return found
         if self.like is not None and self.like[name].shape == tuple(found.shape):
             original = self.like.read(name)
-            # Held in fewer bits than the file has: what was not changed keeps all of them.
+            # Held in fewer bits than in the file: an unchanged tensor is saved with all its bits.
             if original.dtype == dtype and same_bits(original.to(found.dtype), found):
                 return original
         return cast(found, dtype, name)

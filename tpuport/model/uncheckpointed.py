@@ -1,4 +1,4 @@
-"""What holds while eager PyTorch runs as the reference of a ported program."""
+"""Replacements while eager PyTorch runs as the reference of a ported program."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The weights of a ported model: out of a checkpoint, and by the names that a checkpoint has."""
+"""The weights of a ported model: loaded from a checkpoint, and named as in a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from tpuport.model.state import StateTree, state_tree
 
 
 class LoadResult(NamedTuple):
-    """Which names did not meet, as `torch.nn.Module.load_state_dict` gives them.
+    """The names without a counterpart, as `torch.nn.Module.load_state_dict` returns them.
 
     Attributes:
-        missing_keys: Weights of the model that the checkpoint has not.
-        unexpected_keys: Tensors of the checkpoint that the model has not.
+        missing_keys: Weights of the model that the checkpoint lacks.
+        unexpected_keys: Tensors of the checkpoint that the model lacks.
     """
 
     missing_keys: list[str]
@@ -79,7 +79,7 @@ def load_model(
 
 
 def state_names(ported: Any, tree: StateTree) -> dict[str, str]:
-    """Every name that `state_dict` of the module has, and its name in `params` or `buffers`.
+    """Map every name in the module's `state_dict` to its name in `params` or `buffers`.
 
     Tied weights and shared modules have several names there, and one here.
 
@@ -130,7 +130,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _without_value(ported: Any, tree: StateTree, given: set[str]) -> list[str]:
-    """What would still be only a shape: buffers that no file has, tensors that are attributes."""
+    """Return names that would stay abstract: unsaved buffers, tensors that are attributes."""
     values = ported.by_fqn()
     return [
         name
@@ -168,7 +168,7 @@ def _refuse(
 
 
 def _common_prefix(missing: list[str], unexpected: list[str]) -> str | None:
-    """What stands before the model's names in the checkpoint, as `model.` of Lightning does."""
+    """Return the prefix of the model's names in the checkpoint, such as Lightning's `model.`."""
     if not missing:
         return None
     for name in unexpected:

@@ -1,1 +1,1 @@
-"""Running other people's code as it is: what `porting()` puts in force and takes back."""
+"""Running other people's code unedited: what `porting()` installs and takes back."""

@@ -1,4 +1,4 @@
-"""What stands for a package that is not installed: enough to import code that names it, no more."""
+"""Stand-ins for packages that are not installed: enough to import code that names them, no more."""
 
 import ast
 import functools
@@ -46,17 +46,17 @@ CUDA_ONLY = frozenset(
 
 
 def is_cuda_only(name: str) -> bool:
-    """Whether a module belongs to a package that only CUDA hosts can install."""
+    """Return whether a module belongs to a package that only CUDA hosts can install."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in CUDA_ONLY for n in range(1, len(parts) + 1))
 
 
 def refuse(path: str, what: str) -> PortError:
-    """The error for real work asked of a stand-in, at the user's line."""
+    """Return the error for real work asked of a stand-in, at the user's line."""
     package = path.partition(".")[0]
     install = "" if is_cuda_only(path) else f"pip install {package}, or "
     return port_error(
-        f"{path} {what}, but {package} is not installed: what stands for it only satisfies imports",
+        f"{path} {what}, but {package} is not installed: its stand-in only satisfies imports",
         remedy=f"{install}keep the program from reaching this line (an option of the repository"
         f" that does without {package})",
     )
@@ -85,7 +85,7 @@ class StandIn:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A decorated definition, or a stand-in for the result; raises where work is done."""
+        """Return a decorated definition or a stand-in for the result; raise where work is done."""
         frame = user_frame()
         if frame is not None and _defines(frame):
             if len(args) == 1 and not kwargs and isinstance(args[0], _DECORATED):
@@ -143,7 +143,7 @@ class StandIn:
         raise refuse(self._path, "was compared")
 
 
-# What a decorator is applied to.
+# The kinds of object that a decorator is applied to.
 _DECORATED = (FunctionType, type, StandIn, staticmethod, classmethod, property)
 
 
@@ -196,7 +196,7 @@ def _is_star_import() -> bool:
 
 
 def make(path: str, *, called: bool = False) -> Any:
-    """What stands for `path`: a class where the name is an exception's, else an object."""
+    """Return a stand-in for `path`: an exception class where the name is one's, else an object."""
     last = path.rpartition(".")[2]
     if last.endswith(_EXCEPTIONS) and last[:1].isupper() and not called:
         return type(last, (_AbsentError,), {"__module__": path.rpartition(".")[0], "_path": path})
@@ -215,20 +215,20 @@ class _AbsentError(Exception):
 
 @functools.cache
 def _base(path: str) -> type:
-    """The class that a class derived from a stand-in gets as its base."""
+    """Return the base class that replaces a stand-in in the bases of a user's class."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs
         raise refuse(path, f"is the base of {cls.__qualname__}, of which an object was made")
 
     def derived(cls: type, **kwargs: Any) -> None:
-        del cls, kwargs  # what a base's own `__init_subclass__` would have taken
+        del cls, kwargs  # the arguments that the real base's `__init_subclass__` would take
 
     name = path.rpartition(".")[2].strip("()") or path
     return type(name, (), {"__new__": new, "__init_subclass__": classmethod(derived)})
 
 
-# -- where the user's code stands -----------------------------------------------------------------
+# -- what the user's code is doing ----------------------------------------------------------------
 
 
 def _in_definition() -> bool:
@@ -237,8 +237,10 @@ def _in_definition() -> bool:
 
 
 def _defines(frame: FrameType) -> bool:
-    """Whether a frame defines something now, rather than working: a class body, a decorator, a
-    default value, or the top of a module that is imported (not of the script that is run).
+    """Return whether a frame defines something now, rather than working.
+
+    True in a class body, a decorator, a default value, and at the top of a module that is imported
+    (not of the script that is run).
     """
     if frame.f_code.co_name == "<lambda>":
         return False
@@ -252,7 +254,7 @@ def _defines(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def definition_lines(code: CodeType) -> frozenset[int]:
-    """Lines of a file from a definition's first decorator to the end of its signature."""
+    """Return the lines of each definition, from its first decorator to the end of its signature."""
     lines: set[int] = set()
     for node in ast.walk(syntax_tree(code.co_filename)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -263,7 +265,7 @@ def definition_lines(code: CodeType) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=256)
 def syntax_tree(file: str) -> ast.Module:
-    """The syntax tree of a file; empty if there is no source to read."""
+    """Return the syntax tree of a file, an empty one if there is no source to read."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""What there is to say of the accelerator of this process, as code for CUDA asks it."""
+"""Facts about the accelerator of this process, in the form that code for CUDA asks for them."""
 
 import os
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ CAPABILITY = (8, 0)
 
 
 def jax_device() -> Any:
-    """The device on which programs of this process run: the first of those that it addresses."""
+    """Return the device that runs the programs of this process, its first addressable one."""
     return jax.local_devices()[0]
 
 
 def name() -> str:
-    """What jax calls the device: "TPU v6 lite", "cpu"."""
+    """Return jax's name for the kind of device, such as "TPU v6 lite" or "cpu"."""
     return jax_device().device_kind
 
 
 def index_of(device: Any = None) -> int:
-    """The index of a device argument: 0, the only one there is.
+    """Return the index of a device argument, which is 0: a process has one accelerator.
 
     Raises:
         UsageError: it names another one, or no accelerator.
@@ -43,12 +43,12 @@ def index_of(device: Any = None) -> int:
 
 
 def statistics() -> dict[str, int]:
-    """jax's memory statistics of the device in bytes; empty where it keeps none (a CPU)."""
+    """Return jax's memory statistics of the device in bytes, empty where it keeps none (a CPU)."""
     return dict(jax_device().memory_stats() or {})
 
 
 def total_memory() -> int:
-    """Bytes of memory that the device has; the host's where it is a CPU."""
+    """Return the bytes of memory of the device, or of the host if the device is a CPU."""
     limit = statistics().get("bytes_limit")
     if limit is not None:
         return limit
@@ -56,7 +56,7 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of memory that are free on the device; on the host where it is a CPU."""
+    """Return the bytes of free memory on the device, or on the host if the device is a CPU."""
     found = statistics()
     if "bytes_limit" in found:
         return found["bytes_limit"] - found.get("bytes_in_use", 0)
@@ -72,7 +72,7 @@ def wait() -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """What `torch.cuda.get_device_properties` gives; sizes in bytes.
+    """The result of `torch.cuda.get_device_properties`; sizes are in bytes.
 
     `name`, `total_memory` and the number of processors are the device's. The rest is an A100's, as
     its capability is.
@@ -94,6 +94,6 @@ class Properties:
 
 
 def properties() -> Properties:
-    """The properties of the device."""
+    """Return the properties of the device."""
     cores = getattr(jax_device(), "num_cores", None) or 1
     return Properties(name(), total_memory(), cores)

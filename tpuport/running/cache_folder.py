@@ -35,7 +35,7 @@ class Entry:
 
 
 def default_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Where compiled programs are kept if nobody says: `JAX_COMPILATION_CACHE_DIR`, else the
+    """Return the default folder of compiled programs: `JAX_COMPILATION_CACHE_DIR`, else one in the
     user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`).
 
     Args:
@@ -52,7 +52,7 @@ def default_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def entries(directory: Path) -> list[Entry]:
-    """The programs in a folder, by name; none if there is no such folder."""
+    """Return the programs in a folder, by name; none if there is no such folder."""
     found = []
     for path in sorted(directory.glob(f"*{_PROGRAM}")):
         try:
@@ -65,9 +65,9 @@ def entries(directory: Path) -> list[Entry]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether an entry can be unpacked to its end and has the check sum that it says.
+    """Return whether an entry can be unpacked to its end and matches its check sum.
 
-    An entry in zstandard's format counts as whole: it has no check sum. jax writes such entries
+    An entry in zstandard's format counts as intact: it has no check sum. jax writes such entries
     outside of `tpuport.compile_cache` where that package is installed, and reads them there only.
     """
     with path.open("rb") as file:
@@ -85,7 +85,7 @@ def is_whole(path: Path) -> bool:
 
 
 def damaged(directory: Path) -> Iterator[Path]:
-    """The entries that a process left unfinished or a disk changed.
+    """Find the entries that a process left unfinished or a disk changed.
 
     jax warns about each, compiles anew and keeps the damaged file, so the program is compiled in
     every process from then on. Reads all of the folder.
@@ -99,7 +99,7 @@ def damaged(directory: Path) -> Iterator[Path]:
 
 
 def remove_damaged(directory: Path) -> int:
-    """Delete the damaged entries, and say how many there were."""
+    """Delete the damaged entries and return their number."""
     count = 0
     for path in list(damaged(directory)):
         path.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def remove_damaged(directory: Path) -> int:
 
 
 def stamp(directory: Path) -> None:
-    """Give each entry a time of last use that has none.
+    """Write a time of last use for each entry that has none.
 
     A folder that was filled without a limit on its size has no times, and jax, asked for a limit,
     fails on the first one that is missing and keeps nothing from then on.
@@ -125,7 +125,7 @@ def _time_of(path: Path) -> Path:
 
 
 def was_used(entry: Entry) -> bool:
-    """Whether an entry was loaded after it was written. Known only with a limit on the size."""
+    """Return whether an entry was loaded after it was written; known only with a size limit."""
     try:
         used = int.from_bytes(_time_of(entry.path).read_bytes(), "little")
         written = entry.path.stat().st_mtime_ns
@@ -136,10 +136,10 @@ def was_used(entry: Entry) -> bool:
 
 
 def is_writable(directory: Path) -> bool:
-    """Whether this process may write into the folder."""
+    """Return whether this process may write into the folder."""
     return os.access(directory, os.W_OK | os.X_OK)
 
 
 def open_to_others(directory: Path) -> bool:
-    """Whether other users may write into the folder: programs in it are run as they are."""
+    """Return whether other users may write into the folder, whose programs run unchecked."""
     return os.name == "posix" and bool(directory.stat().st_mode & 0o022)

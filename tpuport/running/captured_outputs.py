@@ -1,5 +1,6 @@
-"""transformers registers hooks at the first call that asks for hidden states: before it is a copy
-of the model that is called.
+"""Hooks that transformers registers at the first call that asks for hidden states.
+
+They have to be on the model before the call, because a copy of the model is traced.
 """
 
 import sys
@@ -8,7 +9,7 @@ import torch
 
 
 def prepare(module: torch.nn.Module) -> None:
-    """Register the hooks of the models in a module now."""
+    """Register the output-capturing hooks of the models in a module now."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     models = sys.modules.get("transformers.modeling_utils")
     if capturing is None or models is None:

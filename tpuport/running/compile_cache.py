@@ -31,9 +31,9 @@ class CachedProgram:
 
     Attributes:
         name: Its name in jax, such as `Planner_forward`.
-        hit: Whether it was loaded from the cache; compiled if not.
-        seconds: How long that took.
-        thread: In which thread.
+        hit: Whether it was loaded from the cache and not compiled.
+        seconds: Seconds that loading or compiling took.
+        thread: The id of the thread that loaded or compiled it.
     """
 
     name: str
@@ -44,13 +44,13 @@ class CachedProgram:
 
 @dataclass
 class CacheReport:
-    """What a compile cache was good for.
+    """The hits and misses of a compile cache.
 
     Attributes:
         directory: Its folder.
         programs: Each program that was loaded or compiled, in order.
         saved: Seconds of compilation that were not needed. jax notes the time of a compilation in
-            whole seconds, rounded down, so this is the least that it can be.
+            full seconds, rounded down, so this is a lower bound.
     """
 
     directory: str
@@ -59,17 +59,17 @@ class CacheReport:
 
     @property
     def hits(self) -> int:
-        """How many programs were loaded."""
+        """Return the number of programs that were loaded."""
         return sum(program.hit for program in self.programs)
 
     @property
     def misses(self) -> int:
-        """How many programs were compiled."""
+        """Return the number of programs that were compiled."""
         return len(self.programs) - self.hits
 
     @property
     def seconds(self) -> float:
-        """How long loading and compiling took together."""
+        """Return the seconds that loading and compiling took together."""
         return sum(program.seconds for program in self.programs)
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class CacheReport:
 
 @contextlib.contextmanager
 def watching(report: CacheReport) -> Iterator[None]:
-    """Note in a report which programs are loaded and compiled inside the block, in all threads."""
+    """Record in a report which programs are loaded and compiled in the block, in all threads."""
     here = threading.local()
     active = True
 
@@ -121,13 +121,13 @@ def watching(report: CacheReport) -> Iterator[None]:
 
 
 class CompileCache:
-    """jax's compile cache, in force from when it is made until `close`, or the end of a `with`.
+    """jax's compile cache, active from construction until `close` or the end of a `with` block.
 
     Made by `tpuport.compile_cache`.
 
     Attributes:
         directory: The folder, or an address such as `gs://bucket/folder`.
-        report: What it was good for so far.
+        report: Its hits and misses so far.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class CompileCache:
             _FOLDER: self.directory,
             "jax_compilation_cache_max_size": -1 if max_size is None else max_size,
             "jax_persistent_cache_min_compile_time_secs": min_compile_seconds,
-            # Whatever its size: how long it took to compile is what counts.
+            # Any size is kept: the compile time decides, by `min_compile_seconds`.
             "jax_persistent_cache_min_entry_size_bytes": -1,
-            # What cannot be read or written is a warning, and the program is compiled.
+            # A damaged or unwritable entry warns, and the program is compiled.
             "jax_raise_persistent_cache_errors": False,
         }
         before = {name: getattr(jax.config, name) for name in values}
@@ -153,7 +153,7 @@ class CompileCache:
         self._closing.enter_context(watching(self.report))
 
     def close(self) -> None:
-        """Put jax's configuration back as it was; the report stays."""
+        """Restore jax's configuration; the report stays."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -176,9 +176,9 @@ def compile_cache(
 ) -> CompileCache:
     """Keep compiled programs in a folder, and load those that are there already.
 
-    In force at once, for the rest of the process; used as `with tpuport.compile_cache():`, for the
-    block. It is one setting for all threads. What an entry depends on is in its key: the program,
-    the versions of jaxlib and of the compiler (libtpu), compiler options, XLA_FLAGS and
+    The cache is active at once, for the rest of the process, or as `with tpuport.compile_cache():`,
+    in the block. All threads share the setting. The key of an entry covers the program, the
+    versions of jaxlib and of the compiler (libtpu), compiler options, XLA_FLAGS and
     LIBTPU_INIT_ARGS, and the devices. docs/compile_cache.md has more.
 
     Args:
@@ -204,7 +204,7 @@ def compile_cache(
 
 @contextlib.contextmanager
 def _check_sums() -> Iterator[None]:
-    """Have jax pack programs by zlib, whose check sum tells a damaged one from a whole one.
+    """Have jax pack programs by zlib, whose check sum tells a damaged one from an intact one.
 
     Where the package zstandard is installed jax 0.10.2 packs by it, and asks for no check sum: a
     byte that a disk changed would be run. Goes when jax asks for one
@@ -229,7 +229,7 @@ def _configure(values: dict[str, Any]) -> None:
 
 
 def _ready(directory: str | Path | None, max_size: int | None) -> str:
-    """The folder, made if need be and known to be fit for use."""
+    """Return the folder, made if need be and checked to be usable."""
     chosen: str | Path = (
         directory or getattr(jax.config, _FOLDER) or cache_folder.default_directory()
     )
@@ -237,7 +237,7 @@ def _ready(directory: str | Path | None, max_size: int | None) -> str:
         return str(chosen)
     folder = Path(chosen).expanduser().absolute()
     try:
-        # Programs in it are run as they are: nobody else needs to write there.
+        # jax runs the programs in it unchecked, so nobody else may write there.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(

@@ -31,7 +31,7 @@ LOWER_PRECISION = (
     *("rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention"),
     "scaled_dot_product_attention",
 )
-# On CUDA cuDNN runs whole recurrent layers, and `_cudnn_rnn` has casts of its own
+# On CUDA cuDNN runs a recurrent layer as one operation, and `_cudnn_rnn` has casts of its own
 # (aten/src/ATen/cudnn/AutocastRNN.cpp): input, states and weights to the lower precision.
 RECURRENT = tuple(
     f"{layer}.{overload}"
@@ -50,13 +50,13 @@ FLOAT32 = (
     *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa"),
     *("upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
 )
-# They run in float32 by their `dtype` argument, unless the caller gave one.
+# They run in float32 by way of their `dtype` argument, unless the caller gave one.
 FLOAT32_RESULT = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     *("sum", "sum.dim_IntList"),
 )
-# `norm` has no such argument: another overload of it has.
+# `norm` has no such argument, but another overload of it does.
 NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 WIDEST = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler"),
@@ -68,7 +68,7 @@ OPTION = "autocast_float16"
 
 
 def low_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that stands for the one asked for: bfloat16 for float16, unless the option says so.
+    """Return the dtype to use for the one asked for: bfloat16 for float16 unless the option is set.
 
     TPUs multiply bfloat16, not float16. It has float32's range, so a loss scale is not needed but
     does no harm, and 8 bits of precision where float16 has 11.
@@ -108,7 +108,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _is_there(values: Any) -> bool:
-    """Whether an operation runs on the accelerator: one operand is enough, others must be."""
+    """Return whether an operation runs on the accelerator: one tagged operand is enough."""
     tensors = _tensors(values)
     if any(t.device.type == "meta" for t in tensors):
         return False
@@ -117,7 +117,7 @@ def _is_there(values: Any) -> bool:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if _floating(value):
-        # A number of the host's may meet tensors of the accelerator, and is not cast.
+        # CUDA lets a zero-dim CPU tensor meet CUDA tensors, and does not cast it.
         number = value.dim() == 0 and not is_tagged(value)
         return value if number else value.to(dtype)
     if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
@@ -136,9 +136,10 @@ Kernel = Callable[..., Any]
 
 
 def _kernel(op: Any, run: Kernel) -> Kernel:
-    """A kernel that runs `run(op, args, kwargs)` if the operation is on the accelerator."""
+    """Return a kernel that calls `run(op, args, kwargs)` if the operation is on the accelerator."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        # With autocast on `op` would call this kernel again; function modes have seen it already.
         with torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             if not _is_there([*args, *kwargs.values()]):
                 return op(*args, **kwargs)
@@ -200,7 +201,7 @@ def _overload(name: str) -> Any:
 
 
 def kernels() -> dict[str, Kernel]:
-    """The kernel of each operation by its name in aten."""
+    """Return the kernel of each operation by its name in aten."""
     table = {
         _lower: (*LOWER_PRECISION, *RECURRENT),
         _float32: FLOAT32,
@@ -213,27 +214,27 @@ def kernels() -> dict[str, Kernel]:
 
 
 class Kernels:
-    """Our kernels in torch's dispatcher, put there when CUDA's autocast is first turned on."""
+    """Our kernels in torch's dispatcher, registered when CUDA's autocast is first turned on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._library: Any = None
 
     def need(self) -> None:
-        """Register the kernels, if they are not there yet."""
+        """Register the kernels unless they are registered already."""
         with self._lock:
             if self._library is not None:
                 return
             library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
             with warnings.catch_warnings():
-                # That we put kernels in the place of torch's is the purpose.
+                # torch warns that its own kernels are overridden, which is the purpose here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for name, kernel in kernels().items():
                     library.impl(name, kernel)
             self._library = library
 
     def release(self) -> None:
-        """Let torch's own kernels be in force again."""
+        """Unregister our kernels, which makes torch's own active again."""
         with self._lock:
             if self._library is not None:
                 self._library._destroy()
@@ -244,7 +245,7 @@ KERNELS = Kernels()
 
 
 def switch(*, on: bool) -> None:
-    """Ask CUDA's autocast of each operation of this thread, or no more."""
+    """Include or exclude CUDA's autocast key in the dispatch of this thread's operations."""
     if on:
         KERNELS.need()
     torch._C._dispatch_tls_set_dispatch_key_included(CUDA_KEY, on)

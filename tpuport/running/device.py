@@ -1,6 +1,6 @@
-"""The accelerator that code for CUDA sees: CPU tensors whose storage says that it is there.
+"""The emulated accelerator that code for CUDA sees: CPU tensors whose storage carries a mark.
 
-Eager PyTorch stays the CPU's, and so the reference of every port. What moving means is CUDA's: a
+Eager PyTorch still runs on the CPU, where it is the reference of every port. Moves are CUDA's: a
 copy when the device changes, the tensor itself when it does not.
 """
 
@@ -31,12 +31,12 @@ CPU = torch.device("cpu")
 
 
 def set_default(device: Any) -> None:
-    """What `torch.set_default_device` sets, for this thread."""
+    """Set the default device of this thread, as `torch.set_default_device` does."""
     _THREAD.default = None if device is None else torch.device(device)
 
 
 def default_device() -> torch.device | None:
-    """What `set_default` was last given in this thread."""
+    """Return the default device of this thread, None if none is set."""
     return getattr(_THREAD, "default", None)
 
 
@@ -59,10 +59,11 @@ def _getter(name: str) -> Any:
 
 
 def _asked_by_us() -> bool:
-    """Whether tpuport's own code reads an attribute: it works on tensors as they really are."""
+    """Return whether tpuport's own code reads an attribute: it needs the real device."""
+    # Frame 3 reads the attribute: below it are the mode, its handler and this function.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") == "tpuport.model.modes":
-        frame = frame.f_back  # a running trace hands on what user code asked
+        frame = frame.f_back  # a running trace passes on what user code asked
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.startswith(("tpuport.model", "tpuport.ops", "tpuport.checkpoints"))
 
@@ -147,7 +148,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _moved(tensor: torch.Tensor, on_accelerator: bool, options: dict[str, Any]) -> torch.Tensor:
-    """The tensor on the accelerator or on the host: itself if it is there and nothing changes."""
+    """Return the tensor on the accelerator or the host: itself if nothing changes."""
     real = torch.Tensor.device.__get__(tensor)  # type: ignore[attr-defined]
     options.pop("non_blocking", None)
     if real.type not in ("cpu", "cuda", "jax"):
@@ -186,7 +187,7 @@ def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function writes to its first argument (or to `out`)."""
+    """Return whether a torch function writes to its first argument (or to `out`)."""
     known = _WRITES.get(func)
     if known is None:
         name = getattr(func, "__name__", "")
@@ -200,12 +201,12 @@ _WRITING = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
     *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
 }
-# What is written through these is seen by nobody.
+# Writes through the memory that these hand out cannot be noticed.
 _HANDING_OUT = {torch.Tensor.__dlpack__, torch.Tensor.data_ptr, torch.Tensor.share_memory_}
 
 
 def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count a write, also one that torch's own version counter does not see (`p.data.add_()`)."""
+    """Count a write, even one that torch's version counter misses (`p.data.add_()`)."""
     for tensor in _tensors((*args[:1], kwargs.get("out"))):
         mark = None if isinstance(tensor, TracedTensor) else mark_of(tensor)
         if mark is not None:
@@ -229,7 +230,7 @@ def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storage = func(*args, **kwargs)
     if hasattr(storage, MARK) and not _caller(3).startswith("tpuport."):
-        # A script may write to the storage itself, which is seen by nobody.
+        # A script may write to the storage itself, which cannot be noticed.
         getattr(storage, MARK).writes += 1
     return storage
 
@@ -237,7 +238,7 @@ def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @_handles(torch.Tensor.numpy, torch.Tensor.__array__)
 def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], TracedTensor) and is_tagged(args[0]) and not _asked_by_us():
-        # As CUDA has it; and nobody would see what is written through the array.
+        # CUDA refuses too; and writes through the array could not be noticed.
         msg = (
             "can't convert cuda:0 device type tensor to numpy."
             " Use Tensor.cpu() to copy the tensor to host memory first."
@@ -246,7 +247,7 @@ def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-# They hand out values, or say nothing of where they come from; `_parse_to` reads the arguments of
+# They return values or facts that have no device; `_parse_to` reads the arguments of
 # `Module.to`, which then asks each tensor to move.
 _LEAVE = {
     torch._C._nn._parse_to,  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
@@ -260,7 +261,7 @@ _LEAVE = {
 
 
 class Emulated(TorchFunctionMode):
-    """Answers what torch functions ask of, or make on, the device "cuda"."""
+    """The mode that answers torch functions that ask for, or make tensors on, the device "cuda"."""
 
     def __torch_function__(
         self,
@@ -292,7 +293,7 @@ class Emulated(TorchFunctionMode):
 
 
 def _made_there(result: Any, args: tuple[Any, ...]) -> Any:
-    """A tensor that was asked for on the accelerator; a copy if it would share host memory."""
+    """Tag a tensor made for the accelerator; copy it first if it shares host memory."""
     if not isinstance(result, torch.Tensor) or isinstance(result, TracedTensor):
         return result
     if is_tagged(result):
@@ -302,7 +303,7 @@ def _made_there(result: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _is_foreign(result: torch.Tensor, args: tuple[Any, ...]) -> bool:
-    """Whether a result may be memory of another library's (`torch.as_tensor(array)`)."""
+    """Return whether a result may share another library's memory (`torch.as_tensor(array)`)."""
     return not result.untyped_storage().resizable() and bool(args)
 
 
@@ -320,7 +321,7 @@ def _tensors(args: Any) -> Iterator[torch.Tensor]:
 
 
 def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A result of tensors on the accelerator is there too; a view of a host tensor is not."""
+    """Tag the results of an operation on tagged tensors, except for views of host tensors."""
     if isinstance(result, torch.Tensor):
         results: Any = (result,)
     elif isinstance(result, (tuple, list)):
@@ -344,7 +345,7 @@ def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Emulate the device in this thread, once however often it is asked for."""
+    """Emulate the device in this thread; nested blocks share one mode."""
     depth = getattr(_THREAD, "depth", 0)
     if depth == 0:
         _THREAD.mode = Emulated()
@@ -379,7 +380,7 @@ def resumed() -> Iterator[None]:
 
 
 def _take_out(mode: Emulated) -> None:
-    """Take a mode off the stack of modes, also from below others that were left there."""
+    """Take a mode off the stack of modes, even from below others that were left there."""
     above = []
     while _len_torch_function_stack():
         top = _pop_mode()

@@ -1,8 +1,8 @@
-"""Ends a finished script as Python does, and ends it all the same where Python would wait for ever.
+"""The end of a finished script: Python's own, but bounded where Python would wait for ever.
 
 Python waits for threads, for child processes and for what is registered with `atexit`. Background
 work that is stuck, such as a queue that nobody fills any more, must not keep a finished script
-alive; work that goes on, such as a checkpoint being written, is waited for.
+alive; work that makes progress, such as writing a checkpoint, is waited for.
 """
 
 import atexit
@@ -64,27 +64,27 @@ def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_
 
 
 class _Guard(threading.Thread):
-    """Watches the end of the process, and leaves it once there is nothing to be waited for."""
+    """A thread that ends the process once nothing is left to wait for."""
 
     def __init__(self, status: int, idle: float, working: float) -> None:
         super().__init__(name="tpuport-exit", daemon=True)
         self._status, self._idle, self._working = status, idle, working
         self._ended, self._stopped = threading.Event(), threading.Event()
-        # Only one of them may go on to what `atexit` holds.
+        # Either the main thread or the guard runs the `atexit` functions, never both.
         self._turn = threading.Lock()
 
     def threads_ended(self) -> None:
-        """Told by the main thread; does not return once this thread is leaving."""
+        """Note that the main thread has no threads to wait for; block if this guard is leaving."""
         self._turn.acquire()
         self._ended.set()
         self._turn.release()
 
     def stop(self) -> None:
-        """Told by the main thread once all is done."""
+        """Stop the guard; the main thread calls this once all is done."""
         self._stopped.set()
 
     def run(self) -> None:
-        """Wait for the main thread, for as long as there is reason to."""
+        """Wait for the main thread while work makes progress, else end the process."""
         if not _wait(self._ended.is_set, _background, self._idle, self._working):
             self._turn.acquire()
             if not self._ended.is_set():
@@ -107,7 +107,7 @@ class _Guard(threading.Thread):
 
 
 def _background() -> list[threading.Thread]:
-    """The threads that Python waits for."""
+    """Return the threads that Python waits for."""
     main = threading.main_thread()
     return [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
 
@@ -118,7 +118,7 @@ def _run_exit_functions(idle: float, working: float) -> None:
 
 
 def _end_children(idle: float, working: float) -> None:
-    """Wait for processes of `multiprocessing` that are no daemons, as it does, but not for ever."""
+    """Wait for the non-daemon processes of `multiprocessing`, but not for ever as it does."""
     module: Any = sys.modules.get("multiprocessing")
     if module is None:
         return
@@ -141,13 +141,13 @@ def _end_children(idle: float, working: float) -> None:
 def _wait(
     done: Callable[[], bool], workers: Callable[[], list[Any]], idle: float, working: float
 ) -> bool:
-    """Wait for something to be done while workers make progress.
+    """Wait until something is done, as long as workers make progress.
 
     Args:
-        done: Whether it is.
-        workers: The threads or processes that are left.
-        idle: Seconds without progress after which it is given up.
-        working: Seconds after which it is in any case.
+        done: Returns whether it is done.
+        workers: Returns the threads or processes that are left.
+        idle: Seconds without progress after which to give up.
+        working: Seconds after which to give up in any case.
 
     Returns:
         Whether it was done.
@@ -168,20 +168,20 @@ def _wait(
 
 
 def _processor_seconds(workers: Iterable[Any]) -> float:
-    """The time that threads or processes have used, where the system tells (`proc(5)`)."""
+    """Return the processor time that threads or processes have used (Linux only, `proc(5)`)."""
     total = 0
     for worker in workers:
         is_thread = isinstance(worker, threading.Thread)
         path = f"/proc/self/task/{worker.native_id}" if is_thread else f"/proc/{worker.pid}"
         with contextlib.suppress(OSError), open(f"{path}/stat", encoding="utf-8") as file:
-            # The name in brackets, the second field, may hold anything.
+            # The second field, the name in brackets, may contain spaces and brackets.
             fields = file.read().rpartition(")")[2].split()
             total += int(fields[11]) + int(fields[12])
     return total / os.sysconf("SC_CLK_TCK")
 
 
 def _place_of(thread: int | None) -> str:
-    """Where a thread is: its innermost line outside of Python's own library."""
+    """Describe where a thread is: its innermost line outside of Python's own library."""
     frame = sys._current_frames().get(thread or 0)
     frames: list[FrameType] = [one for one, _ in traceback.walk_stack(frame)] if frame else []
     if not frames:

@@ -14,24 +14,24 @@ from tpuport.model import backend
 from tpuport.model.compiled import Prepared
 from tpuport.running.tags import tag
 
-# What a gradient can flow through: by name in the state, by number in the arguments.
+# The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 def host_tensor(value: jax.Array, dtype: torch.dtype) -> torch.Tensor:
-    """An array as a tensor on the emulated accelerator."""
+    """Return an array as a tensor on the emulated accelerator."""
     return tag(backend.to_torch(value, dtype))
 
 
 def differentiable(
     pure: Callable[..., Any], wanted: Wanted, labels: Callable[..., dict[str, Any]]
 ) -> Callable[..., Any]:
-    """A program that runs forward and keeps what its backward pass needs.
+    """Return a program that runs forward and keeps what its backward pass needs.
 
     Args:
         pure: (state, key, values) to (outputs, *rest).
         wanted: the state and the arguments to differentiate with respect to.
-        labels: what of `rest` torch's graph does not go through, by a name for the reader.
+        labels: gives the parts of `rest` that torch's graph misses, by a name for messages.
 
     Returns:
         A function of the same arguments to (floating outputs, the function that pulls their
@@ -64,10 +64,10 @@ def _is_float(value: Any) -> bool:
 
 
 def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any]) -> None:
-    """Torch's graph goes through the outputs of a call only.
+    """Refuse gradients through anything but the outputs of a call, as torch's graph misses them.
 
     Args:
-        seed: something that is differentiated.
+        seed: any value that is differentiated; its trace tells which values depend on it.
         labelled: floating arrays by label.
         outs: the outputs.
 
@@ -76,7 +76,7 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
     """
 
     def depends(value: Any) -> bool:
-        # What has no tangent is a tracer of the trace outside.
+        # A value without a tangent is a tracer of the enclosing trace.
         return _is_float(value) and getattr(value, "_trace", None) is seed._trace
 
     for label, value in labelled.items():
@@ -94,11 +94,12 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
         )
 
 
+# The function that jax.vjp returns is a pytree, so one jit serves the backward of all programs.
 _pull = jax.jit(lambda pull, cotangents: pull(cotangents))
 
 
 def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Array]]:
-    """The derivative of the backward pass of a program, which runs the program once more."""
+    """Return the derivative of a program's backward pass, which runs the program once more."""
     names, indices = wanted
 
     def twice(
@@ -121,7 +122,7 @@ def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Arr
 
 @dataclass
 class Call:
-    """One call that is to be differentiated, and what it gave."""
+    """One call that is to be differentiated, and its results."""
 
     prepared: Prepared
     wanted: Wanted
@@ -130,7 +131,7 @@ class Call:
     dtypes: list[torch.dtype] = field(default_factory=list)
 
     def run(self) -> list[torch.Tensor]:
-        """Run forward: the floating outputs, in order."""
+        """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
         with prepared.timing:
             flows, self.pull, self.rest = prepared.compiled.run(
@@ -142,7 +143,7 @@ class Call:
         return [host_tensor(flow, d) for flow, d in zip(flows, self.dtypes, strict=True)]
 
     def pulled_back(self, gradients: list[Any]) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """Run backward: cotangents of the outputs to those of the state and of the arguments."""
+        """Run backward: map cotangents of the outputs to those of the state and the arguments."""
         cotangents = [
             backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
         ]
@@ -151,7 +152,7 @@ class Call:
     def pulled_back_twice(
         self, gradients: list[torch.Tensor], seconds: list[torch.Tensor | None]
     ) -> list[jax.Array]:
-        """Cotangents of what `pulled_back` gave to those of the state, arguments and cotangents."""
+        """Map cotangents of `pulled_back`'s results to those of state, arguments and cotangents."""
         prepared, (names, indices) = self.prepared, self.wanted
         executable = prepared.compiled.run
         primals = [prepared.picked[name] for name in names]
@@ -170,22 +171,22 @@ class Call:
         return twice(prepared.picked, prepared.key, prepared.values, primals, cotangents, given)
 
     def results(self, flows: list[Any]) -> Any:
-        """What `PortedModel._finish` takes, with these tensors for the floating outputs."""
+        """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""
         stays, rest = self.rest
         given = iter(flows)
         return ([next(given) if stay is None else stay for stay in stays], *rest)
 
 
 class Through(torch.autograd.Function):
-    """The node that a ported call is in torch's graph."""
+    """The node of a ported call in torch's autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the program; `tensors` are what gradients are wanted for, in the order of `call`."""
+        """Run the program; `tensors` are the inputs to differentiate, in the order of `call`."""
         ctx.like = [(t.dtype, t.shape) for t in tensors]
         flows = call.run()
-        # Torch drops saved tensors when the graph has been used, and says so at a second use. What
-        # a program kept goes the same way: a loss that a script collects holds nothing of it.
+        # Torch frees saved tensors after a backward pass, and raises at a second use. What
+        # a program kept hangs on one, so a loss that a script collects keeps none of it alive.
         kept: Any = torch.empty(0)
         kept._tpuport_kept = (call, tensors)
         ctx.save_for_backward(kept)
@@ -193,7 +194,7 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Run its other half."""
+        """Run the backward program."""
         (kept,) = ctx.saved_tensors
         call, tensors = kept._tpuport_kept
         needed = ctx.needs_input_grad[1:]
@@ -218,11 +219,11 @@ def _given(found: list[Any], like: list[Any], needed: Any) -> list[torch.Tensor 
 
 
 class _Back(torch.autograd.Function):
-    """A backward pass that is differentiated in turn, as for a gradient penalty."""
+    """The node of a backward pass that is differentiated in turn, as for a gradient penalty."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, needed: Any, *given: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients; `given` are the tensors of the call, then the outputs' gradients."""
+        """Return the gradients; `given` are the call's tensors, then the outputs' gradients."""
         count = len(needed)
         ctx.like = [(t.dtype, t.shape) for t in given]
         made = _back(call, list(given[count:]), ctx.like[:count], needed)
@@ -233,7 +234,7 @@ class _Back(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients of those gradients."""
+        """Return the gradients of those gradients."""
         if torch.is_grad_enabled():
             raise PortError(
                 "a third derivative through a program was asked for",
@@ -247,13 +248,13 @@ class _Back(torch.autograd.Function):
 
 
 def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Fixed random weights for one output: comparing one gradient of them all is enough."""
+    """Return fixed random weights for one output, so that one gradient checks all elements."""
     draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(tensor.shape)))
     return torch.from_numpy(draw).div(max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
 
 
 def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:
-    """Gradients of sums, None for each tensor that has none; without a sum no tensor has."""
+    """Return the gradients of sums, None for each tensor without one or if there are no sums."""
     if not totals:
         return [None] * len(of)
     return torch.autograd.grad(totals, of, allow_unused=True, **options)

@@ -1,4 +1,4 @@
-"""Rewrites modules by the safe rules while they are imported, and forgets them afterwards."""
+"""The import hook that rewrites modules by the safe rules, and forgets them afterwards."""
 
 import contextlib
 import os
@@ -24,14 +24,14 @@ _OWN = "tpuport"
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of one module that was to be rewritten.
+    """The outcome for one module that was to be rewritten.
 
     Attributes:
         name: The module.
         file: Its file.
         applied: The fixes, each as its rule's code and its line.
         left: Findings that stay, each as its rule's code, its line and the reason.
-        reason: Why the file was imported as it is; empty where the rules have read it.
+        reason: Why the file was imported unchanged; empty where the rules have read it.
     """
 
     name: str
@@ -42,39 +42,39 @@ class Imported:
 
 
 class RewrittenLoader(SourceFileLoader):
-    """Loads a file with other code. Its source, which tracebacks quote, stays the user's."""
+    """A loader that runs rewritten code; the source that tracebacks quote stays the user's."""
 
     def __init__(self, fullname: str, path: str, made: Rewritten) -> None:
         super().__init__(fullname, path)
         self._made = made
 
     def get_code(self, fullname: str) -> CodeType:
-        """The rewritten code: neither from nor into Python's own cache of bytecode."""
+        """Return the rewritten code, bypassing Python's own cache of bytecode."""
         del fullname
         assert self._made.code is not None
         return self._made.code
 
     @property
     def rewritten_text(self) -> SourceText:
-        """What the code was compiled from: `tpuport.source.live` goes on from there."""
+        """Return the text that the code was compiled from, which `tpuport.source.live` needs."""
         source = normal_line_breaks(self.get_source(self.name) or "")
         original = dict(enumerate(source.split("\n"), 1))
         return SourceText(self._made.text, self._made.origins, original)
 
 
 class ImportHook(MetaPathFinder):
-    """Finds modules as the finders after it do, and has those that are covered rewritten.
+    """A finder that asks the finders after it, and rewrites the modules that it covers.
 
-    Only modules in plain Python files are: what another loader would load stays as it is.
+    Only modules in plain Python files are rewritten; other loaders are left alone.
 
     Args:
         packages: Import names; each covers the package and everything below it.
         paths: Files, and folders of which everything below is covered but what is installed there
             (`site-packages`).
-        cache: Where rewritten files are kept.
+        cache: The cache of rewritten files.
 
     Attributes:
-        modules: What became of each module that is covered, in the order of import.
+        modules: The outcome for each module that is covered, in the order of import.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ImportHook(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the finders after this one give, with another loader where it is needed."""
+        """Return the spec of the finders after this one, with a rewriting loader if covered."""
         is_own = fullname.partition(".")[0] == _OWN
         if is_own or not (self._paths or self._is_named(fullname)):
             return None
         if target is not None and not self.has_loaded(fullname):
-            # A reload of what was imported before the block: that has to outlive it unchanged.
+            # A reload of a module from before the block, which must outlive the block unchanged.
             return None
         spec = self._ask_others(fullname, path, target)
         if spec is None:
@@ -109,14 +109,14 @@ class ImportHook(MetaPathFinder):
         return spec
 
     def covers(self, name: str, file: str) -> bool:
-        """Whether a module is to be rewritten."""
+        """Return whether a module is to be rewritten."""
         if self._is_named(name):
             return True
         file = os.path.realpath(file)
         return any(_is_below(file, path) for path in self._paths)
 
     def loader(self, name: str, file: str) -> SourceFileLoader:
-        """A loader for a file that is covered: the plain one if there is nothing to rewrite."""
+        """Return a loader for a covered file: the plain one if there is nothing to rewrite."""
         made = self._rewritten(file)
         self.modules.append(Imported(name, file, made.applied, made.left, made.reason))
         if made.code is None:
@@ -124,18 +124,18 @@ class ImportHook(MetaPathFinder):
         return RewrittenLoader(name, file, made)
 
     def has_loaded(self, name: str) -> bool:
-        """Whether a module that is loaded came through this hook."""
+        """Return whether a loaded module came through this hook."""
         return name in self._found
 
     def takes_over(self, name: str) -> bool:
-        """Whether a module that is loaded would have come through this hook."""
+        """Return whether a loaded module would have come through this hook."""
         file = getattr(sys.modules.get(name), "__file__", None)
         return self._is_named(name) or (file is not None and self.covers(name, file))
 
     def forget(self) -> None:
-        """Drop the modules that came through this hook, so that a later import is of the files.
+        """Drop the modules that came through this hook, so that a later import reads the files.
 
-        A module that another hook in force covers, too, stays until that one leaves.
+        A module that another installed hook covers too stays until that hook is removed.
         """
         for name in list(self._found):
             heir = next((one for one in _in_force() if one.takes_over(name)), None)
@@ -164,7 +164,7 @@ class ImportHook(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         finders = list(sys.meta_path)
-        # Those before this one have been asked already.
+        # The finders before this one have been asked already.
         places = [place for place, finder in enumerate(finders) if finder is self]
         for finder in finders[places[0] + 1 :] if places else ():
             find = getattr(finder, "find_spec", None)
@@ -188,20 +188,20 @@ def hook(
     in another file reaches is left to `convert`, which rewrites it when a trace needs it.
 
     Afterwards the finder is gone, and so are the modules that came through it, so that a later
-    import gives the file as it is; objects made from them live on, but cannot be pickled.
+    import gives the unchanged file; objects made from them live on, but cannot be pickled.
 
     Args:
         packages: Import names (`"navsim"`). Named, an installed package is rewritten, too.
         paths: Files, and folders of which all is covered but `site-packages`.
-        cache_dir: Where rewritten files are kept; a folder of the user's if left out.
+        cache_dir: Folder of rewritten files; one in the user's cache folder if left out.
 
     Yields:
         The hook, which has the account of what was rewritten.
 
     Raises:
         UsageError: a name is no import name, a path leads nowhere, or a package was imported
-            before: its modules hold each other, so that there is no rewriting it now. Of a path
-            the modules that are there already just stay as they are.
+            before: its modules hold each other, so it cannot be rewritten now. Below a path,
+            modules that are loaded already stay unchanged.
     """
     for name in packages:
         _check_package(name)
@@ -216,13 +216,13 @@ def hook(
     try:
         yield finder
     finally:
-        # Not `remove`, which asks for equality of whatever else is there.
+        # Not `remove`, which would call `__eq__` of other people's finders.
         sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
         finder.forget()
 
 
 def loader_for(name: str, file: str) -> SourceFileLoader:
-    """The loader that the hooks in force now give a file, such as the script that is run."""
+    """Return the loader that the installed hooks give a file, such as the script that is run."""
     for finder in _in_force():
         if finder.covers(name, file):
             return finder.loader(name, file)
@@ -250,7 +250,7 @@ def _check_package(name: str) -> None:
 
 
 def _is_below(file: str, path: str) -> bool:
-    """Whether a file is a path or below it, and not installed there."""
+    """Return whether a file is a path or below it, and not installed there."""
     if file == path:
         return True
     start = os.path.join(path, "")

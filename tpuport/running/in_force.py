@@ -1,4 +1,4 @@
-"""Something that is in force once a process, for as long as any block asks for it."""
+"""Process-wide installation that is shared by all blocks that ask for it."""
 
 import contextlib
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class InForce(ABC):
-    """Installed with the first block that enters, taken back with the last that leaves."""
+    """Something installed when the first block enters and uninstalled when the last one leaves."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -15,7 +15,7 @@ class InForce(ABC):
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Have it in force in the block; blocks may overlap in any order."""
+        """Keep it installed during the block; blocks may overlap in any order."""
         with self._lock:
             if self._contexts == 0:
                 self._install()
@@ -30,8 +30,8 @@ class InForce(ABC):
 
     @abstractmethod
     def _install(self) -> None:
-        """Put it in force; leaves nothing if it fails."""
+        """Install it, and leave nothing behind on failure."""
 
     @abstractmethod
     def _uninstall(self) -> None:
-        """Take it back."""
+        """Uninstall it."""

@@ -1,4 +1,4 @@
-"""A ported model over the user's own module: either has what the other changed."""
+"""A ported model over the user's own module, which share every change of state."""
 
 import contextlib
 import weakref
@@ -34,9 +34,9 @@ from tpuport.running.tags import is_tagged, tag
 class LiveModel(PortedModel):
     """The programs of one module of the user's.
 
-    A `PortedModel` has a copy of its module for good. Here the module stays the user's: weights
-    that an optimizer changed, attributes that a script set, a layer that was exchanged reach the
-    program at the next call, and buffers and attributes that a call changed reach the module.
+    A `PortedModel` keeps its own copy of the module. Here the module stays the user's: weights that
+    an optimizer changed, attributes that a script set and layers that it exchanged reach the
+    program at the next call. Buffers and attributes that a call changed reach the module.
     """
 
     def __init__(self, module: torch.nn.Module, *, verified: bool, rtol: float | None) -> None:
@@ -47,7 +47,7 @@ class LiveModel(PortedModel):
             checks=True,
             precision="highest",
         )
-        # A program must not keep the module alive that it belongs to.
+        # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._wanted: gradients.Wanted | None = None
         self._drew = False
@@ -57,7 +57,7 @@ class LiveModel(PortedModel):
         self._outside_values = self._outside.values(module)
         self._tree = self._taken_apart(module)
         self._frame = frame_of(self._tree, module)
-        # Structures by number, to which programs belong.
+        # Each structure of the module that was seen has a number; cached programs belong to one.
         self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
         self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
@@ -65,7 +65,7 @@ class LiveModel(PortedModel):
 
     @property
     def methods_compiled(self) -> set[str]:
-        """The methods that have become programs."""
+        """Return the methods that have become programs."""
         return {signature.method for signature in self._cache}
 
     @property
@@ -82,7 +82,7 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
-        # Looking at tensors as they really are takes half the time without torch's modes.
+        # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
             self._take_in()
         before = self._values()
@@ -100,7 +100,7 @@ class LiveModel(PortedModel):
     def _torchs_generator_kept(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        """A comparison takes a key, which a script without random numbers must not notice."""
+        """Restore torch's generator after a verified call whose program draws no numbers."""
         done = None if self._verifier is None else self._verifier.done
         if done is None or self._path_of(method, args, kwargs) in done:
             yield
@@ -112,10 +112,10 @@ class LiveModel(PortedModel):
             if not self._drew:
                 torch.set_rng_state(state)
 
-    # -- what the user's module holds --------------------------------------------------------------
+    # -- state of the user's module ----------------------------------------------------------------
 
     def _taken_apart(self, module: torch.nn.Module) -> StateTree:
-        """The state of the user's module, without attributes that its code does not read."""
+        """Return the state of the user's module, without attributes that its code never reads."""
         tree = state_tree(module, self._program.numbers)
         unread = [
             name
@@ -149,7 +149,7 @@ class LiveModel(PortedModel):
         self._set_frame(frame)
 
     def _set_frame(self, frame: Any) -> None:
-        """Programs of a structure serve again when it comes back: after `eval()` and `train()`."""
+        """Switch to the programs of this structure, old ones if it was seen before."""
         if frame == self._frame and self._frames[self._number][1] is self._outside_values:
             return
         self._frame = frame
@@ -162,9 +162,9 @@ class LiveModel(PortedModel):
         self._frames[self._number] = frame, self._outside_values
 
     def _take_structure(self, tree: StateTree) -> StateTree:
-        """Another attribute, layer or hook is another program.
+        """Take over a changed attribute, layer or hook, which needs another program.
 
-        A number that keeps changing becomes state of one.
+        A number that changes a second time becomes an input of the program.
         """
         again = [
             name
@@ -193,7 +193,7 @@ class LiveModel(PortedModel):
         if registered and not is_tagged(leaf):
             tag(leaf)
         key = key_of(leaf)
-        # A plain attribute can have a gradient, too: what another module gave, set by a script.
+        # A plain attribute may require grad too: an output of another module, set by a script.
         holder, other = self.buffers, self.params
         if leaf.requires_grad:
             holder, other = other, holder
@@ -217,7 +217,7 @@ class LiveModel(PortedModel):
         self._python_changes.append(changes)
 
     def _give_back(self, before: dict[str, Any]) -> None:
-        """Give the user's module what the call changed."""
+        """Write to the user's module what the call changed."""
         for change in self._python_changes:
             self._give_python_state(change)
         if self._python_changes:
@@ -243,7 +243,7 @@ class LiveModel(PortedModel):
             with torch.no_grad():
                 leaf.copy_(new)
         else:
-            # A plain attribute was bound to another tensor: who holds the old one keeps it.
+            # Eager rebinds a plain attribute: references to the old tensor keep the old values.
             fqn, attribute = owner
             leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
         self._keys[name] = key_of(leaf)
@@ -287,7 +287,7 @@ class LiveModel(PortedModel):
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
 
     def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
-        """An output that is an argument, a weight or a view of one is that in eager, too."""
+        """Return outputs that alias an argument or weight as that tensor or view, like eager."""
         for index, alias in call.compiled.outcome.out_aliases.items():
             at = alias.of
             owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
@@ -319,7 +319,7 @@ class LiveModel(PortedModel):
         return self.alone()
 
     def alone(self) -> Any:
-        """For running the user's code, which may not change anything but its module."""
+        """Return a block for user code that may change nothing but its module."""
         return self._outside.left_alone(self._user)
 
     def _variant(self) -> Any:
@@ -341,7 +341,7 @@ class LiveModel(PortedModel):
     def _differentiated(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[gradients.Wanted, list[torch.Tensor]]:
-        """What autograd wants gradients for in this call."""
+        """Return the names and numbers of the inputs that require grad, and their tensors."""
         if not torch.is_grad_enabled():
             return ((), ()), []
         leaves, _, _ = arguments.take_apart((args, kwargs))
@@ -356,7 +356,7 @@ class LiveModel(PortedModel):
         return bool(self._differentiated(args, kwargs)[1])
 
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Other sizes take the same path; evaluation and training, or another option, do not.
+        # Other sizes take the same path; the other training mode or another option does not.
         spec = arguments.take_apart((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
@@ -370,15 +370,15 @@ class LiveModel(PortedModel):
             totals.append(
                 [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
             )
-        # What `torch.func.functional_call` puts in their place has no graph in eager's copy.
+        # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
         if not any(totals) or not ours:
             return []
         try:
-            # Without a graph on one side the gradients of the other have to be zero.
+            # Where one side has no graph, the gradients of the other have to be zero.
             want = gradients.gradients(totals[0], [theirs[name] for name in ours])
         except RuntimeError as error:
-            # Where the script does not ask for a backward pass, eager would not have said so.
+            # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             return []
         have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)

@@ -1,4 +1,4 @@
-"""What is noticed of a user's module between two calls of it."""
+"""Changes of a user's module between two calls of it."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tpuport.running.tags import mark_of
 
 
 def key_of(leaf: Any) -> Any:
-    """What is different once a tensor has another value, or None for a number."""
+    """Return a key that changes when a tensor gets another value, or None for a number."""
     if not isinstance(leaf, torch.Tensor):
         return None
     mark = mark_of(leaf)
@@ -24,7 +24,7 @@ def key_of(leaf: Any) -> Any:
 
 
 def refuse_backward_hooks(module: torch.nn.Module) -> None:
-    """Gradients inside a program are not seen one by one.
+    """Refuse backward hooks, which would have to see gradients inside a program.
 
     Raises:
         PortError: a hook below the module asks for them.
@@ -40,7 +40,7 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
 
 
 def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
-    """Everything about a module that makes another program when it changes."""
+    """Return everything about a module that needs another program when it changes."""
     hooks = [
         (name, tuple(owner._forward_hooks), tuple(owner._forward_pre_hooks))
         for name, owner in module.named_modules()
@@ -51,26 +51,26 @@ def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
 
 
 def differences(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Names of the Python state that is not what it was."""
+    """Find the names of Python state that changed."""
     yield from changed_names(before.statics, after.statics)
 
 
 def named(changed: Iterator[str]) -> list[str]:
-    """Names as a report says them: a mode that all modules share is one."""
+    """Return names for a report, in which the training mode of all modules is one entry."""
     names = list(changed)
     rest = [name for name in names if name.rpartition(".")[2] != "training"]
     return rest if len(rest) == len(names) else ["training mode", *rest]
 
 
 def changed_names(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Keys whose values are not what they were."""
+    """Find the keys whose values changed."""
     for name in dict.fromkeys([*before, *after]):
         if before.get(name, ...) != after.get(name, ...):
             yield name
 
 
 def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
-    """Those that are Python numbers before and after, and not a switch."""
+    """Find the changed names that are ints or floats before and after, and not bools."""
     for name in differences(before, after):
         kinds = {type(before.values.get(name)), type(after.values.get(name))}
         if kinds in ({int}, {float}) and not isinstance(after.values[name], numbers.SYMBOLIC):
@@ -78,13 +78,13 @@ def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
 
 
 def put(theirs: torch.nn.Module, ours: torch.nn.Module, attribute: str, cloner: Cloner) -> None:
-    """Set one attribute of a user's module as it is on the ported copy of it.
+    """Copy one attribute from the ported copy of a module to the user's module.
 
     Args:
         theirs: the user's.
         ours: the copy.
-        attribute: a parameter, a buffer or any other attribute, or one that is gone.
-        cloner: gives the user's modules and real tensors for those of the copy.
+        attribute: a parameter, a buffer or any other attribute, or one that was deleted.
+        cloner: maps modules and tensors of the copy to the user's modules and real tensors.
     """
     for holder in ("_parameters", "_buffers", "__dict__"):
         new, old = getattr(ours, holder), getattr(theirs, holder)
@@ -95,12 +95,12 @@ def put(theirs: torch.nn.Module, ours: torch.nn.Module, attribute: str, cloner: 
 
 
 def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
-    """The object that a script holds, with the content that a call gave its copy.
+    """Fill the object that a script holds with the content that a call gave its copy.
 
-    Attributes and values by key stay the objects that they were; what is in a list is new.
+    Attributes and values by key keep their identity; the elements of a list are new.
 
     Args:
-        old: what the attribute was.
+        old: the object before the call.
         new: the copy, changed.
         known: objects filled already, by the id of their copies.
     """

@@ -1,5 +1,5 @@
 """Python values that the code of a program reads, besides its arguments: globals, closures, class
-attributes, configuration objects. A program has them as they were; here is what they are now.
+attributes, configuration objects. A program has baked them in; here their current values are read.
 """
 
 import builtins
@@ -19,7 +19,7 @@ from tpuport.errors import PortError
 from tpuport.model import structure
 from tpuport.model.tensor import TracedTensor
 
-# Code that is not followed: what it reads belongs to the library, and scripts do not change it.
+# Packages whose code is not followed: scripts do not change what a library's code reads.
 _FOLLOWED_NOT = sys.stdlib_module_names - {"__main__"} | set(
     "torch torchax jax jaxlib numpy tpuport einops".split()
 )
@@ -33,7 +33,7 @@ _MISSING = object()
 
 
 class Outside:
-    """What the code of a module's class reads by name, found by following names from its methods.
+    """Python values that a module's code reads, found by following names from its methods.
 
     Attributes:
         names: every name in that code, attributes included; None if it may read any.
@@ -44,11 +44,11 @@ class Outside:
         self._reads_any = False
         self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._cells: dict[int, types.CellType] = {}
-        # With the kinds of attributes to look at. What libraries keep is theirs, but for switches.
+        # By class the types of attributes to look at: of a library's classes only plain values.
         self._classes: dict[type, tuple[type, ...]] = {}
         self._codes: set[types.CodeType] = set()
         self._todo: deque[types.FunctionType] = deque()
-        # Whether a global got its first value, and what was there before the call that did it.
+        # Whether a global got its first value, and all values from before the call that set it.
         self.has_settled = False
         self._first: Any = None
         for one in module.modules():
@@ -59,15 +59,15 @@ class Outside:
             self._follow(self._todo.popleft())
 
     def reads(self, attribute: str) -> bool:
-        """Whether the code may read an attribute of this name."""
+        """Return whether the code may read an attribute of this name."""
         return self._reads_any or attribute in self._names
 
     def values(
         self, module: torch.nn.Module, kept: list[tuple[Any, Any]] | None = None
     ) -> dict[str, Any]:
-        """What the code would read now, by a name for the reader; equal if nothing changed.
+        """Return what the code would read now, by readable names; equal if nothing changed.
 
-        `kept` receives the containers among it, and a shallow copy of each.
+        Each container that is read is appended to `kept` with a shallow copy.
         """
         freezer = _Freezer(self, kept)
         found: dict[str, Any] = {}
@@ -81,7 +81,7 @@ class Outside:
         return found | self._held(module, freezer)
 
     def _held(self, module: torch.nn.Module, freezer: "_Freezer") -> dict[str, Any]:
-        """What hangs on classes and modules."""
+        """Return the values of attributes of classes and modules."""
         found: dict[str, Any] = {}
         for cls, kinds in self._classes.items():
             for name, value in vars(cls).items():
@@ -95,18 +95,19 @@ class Outside:
 
     @contextlib.contextmanager
     def left_alone(self, module: torch.nn.Module) -> Iterator[None]:
-        """User code runs inside the block, for its result only.
+        """Check that user code run in the block changes nothing outside of its module.
 
-        A global that was None and is set (made when it is first asked for) stays: code that runs
+        A global that was None and is set (a cache filled at first use) stays: code that runs
         again finds it.
 
         Raises:
-            PortError: it wrote to what is outside of its module. All is as it was before.
+            PortError: it wrote outside of its module. The old values are restored.
         """
         kept: list[tuple[Any, Any]] = []
         before = self.values(module, kept)
         places = [(space, name, space.get(name, _MISSING)) for space, name in self._places.values()]
         cells = [(cell, _content(cell)) for cell in self._cells.values()]
+        # A call may run the code several times (trace, reference): restore to before the first run.
         first = self._first = self._first or (kept, places, cells)
         try:
             yield
@@ -127,7 +128,7 @@ class Outside:
             )
 
     def begin(self) -> None:
-        """Another call of the module."""
+        """Start another call of the module."""
         self.has_settled, self._first = False, None
 
     # -- what the code reads -----------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Outside:
 
 
 class _Freezer:
-    """Turns Python values into ones that compare by content."""
+    """A converter of Python values to ones that compare by content."""
 
     def __init__(self, outside: Outside, kept: list[tuple[Any, Any]] | None) -> None:
         self._outside, self._kept = outside, kept
@@ -207,7 +208,7 @@ class _Freezer:
         self._left = _LARGEST
 
     def freeze(self, value: Any) -> Any:
-        """A value that is equal as long as this one holds the same."""
+        """Return a value that compares equal as long as this one has the same content."""
         self._left = _LARGEST
         return self._frozen(value)
 
@@ -273,7 +274,7 @@ def _put_back(kept: list[Any], places: list[Any], cells: list[Any]) -> None:
 
 
 def _are_first_values(changed: list[str], places: list[Any]) -> bool:
-    """Whether all that changed are globals that had no value, and have one that stays valid."""
+    """Return whether all that changed are globals that were None and got a lasting value."""
     set_now = {
         f"{space.get('__name__', '')}.{name}": space[name]
         for space, name, value in places
@@ -283,7 +284,7 @@ def _are_first_values(changed: list[str], places: list[Any]) -> bool:
 
 
 def _is_of_one_call(value: Any) -> bool:
-    """Whether something holds a tensor of a trace, or one with a graph."""
+    """Return whether something holds a tensor of a trace, or one with a graph."""
     leaves = structure.flatten(value, objects=True)[0]
     return any(
         isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -292,7 +293,7 @@ def _is_of_one_call(value: Any) -> bool:
 
 
 class _Same:
-    """Equal to itself only: the object is kept, so that no other one gets its id."""
+    """An object compared by identity, kept alive so that no other object gets its id."""
 
     __slots__ = ("value",)
 

@@ -44,21 +44,21 @@ def porting(
 
     Args:
         *packages: Import names (`"navsim"`) whose modules are rewritten as they are imported.
-        paths: Folders below which every module is.
+        paths: Folders below which every module is rewritten too.
         absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
         eager: Names of module classes to leave to eager PyTorch.
         methods: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
-        verify: Compare the first call of each program with eager PyTorch.
+        verify: Whether to compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison, relative to the largest element.
-        port_modules: Calls of modules on `"cuda"` become jitted programs. False leaves them to
-            eager PyTorch on the CPU, and to your own `tpuport.convert`.
+        port_modules: Whether calls of modules on `"cuda"` become jitted programs. False leaves
+            them to eager PyTorch on the CPU, and to your own `tpuport.convert`.
         **options: Settings of single shims: `autocast_float16="float16"` (or "bfloat16", which
-            stands for it if left out), `cuda_version="12.4"` (None if left out), and for provided
+            is the default), `cuda_version="12.4"` (None if left out), and for provided
             packages such as `flash_attn={"version": "2.6.3"}` and
             `megatron={"sizes": {"tensor_model_parallel": 2}}`.
 
     Yields:
-        The settings in force, and the report of what happens in the block (`.report`).
+        The active settings, with the report of what happens in the block (`.report`).
 
     Raises:
         UsageError: a named package was imported before, or no shim has an option of that name.
@@ -108,7 +108,7 @@ def _forget(settings: Settings) -> None:
 
 
 class _Shims(InForce):
-    """The shims of `PORTING` scope: in force once a process, for as long as any context is."""
+    """The shims of `PORTING` scope, installed once a process while any context is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class _Shims(InForce):
 
 
 class _LateModules(importlib.abc.MetaPathFinder):
-    """Tells when one of the wanted modules has been imported."""
+    """A finder that reports when one of the wanted modules has been imported."""
 
     def __init__(self, loaded: Any) -> None:
         self.wanted: set[str] = set()
@@ -152,7 +152,7 @@ class _LateModules(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders give, with a loader that tells when it is done."""
+        """Return the spec of the other finders, with a loader that reports when it is done."""
         if fullname not in self.wanted or getattr(self._finding, "name", None) == fullname:
             return None
         self._finding.name = fullname
@@ -179,17 +179,17 @@ def _find(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSp
 
 
 class _Telling(importlib.abc.Loader):
-    """A loader that does what another does, and says when a module has been executed."""
+    """A loader that wraps another one, and reports when a module has been executed."""
 
     def __init__(self, loader: Any, done: Any) -> None:
         self._loader, self._done = loader, done
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As the other loader does."""
+        """Create the module as the wrapped loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, as itself once it runs, and tell."""
+        """Run the module with the wrapped loader as its own, and report it."""
         spec = module.__spec__
         if spec is not None:
             spec.loader = self._loader

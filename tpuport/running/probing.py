@@ -1,4 +1,4 @@
-"""Whether an import is one that the code can do without."""
+"""Imports that the importing code can do without, such as those inside `try`."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ _BROAD = frozenset({"Exception", "BaseException", "bare"})
 
 
 def importing_frame() -> tuple[FrameType | None, bool]:
-    """The frame of the code whose import is being looked for, and whether it is an import at all.
+    """Return the frame of the importing code, and whether it really imports.
 
     `importlib.util.find_spec` and the like ask without importing.
     """
@@ -38,10 +38,10 @@ def _is_machinery(file: str) -> bool:
 
 
 def copes(frame: FrameType | None) -> bool:
-    """Whether an ImportError raised at a frame's line would be handled by code that goes on.
+    """Return whether an ImportError raised at a frame's line would be caught and survived.
 
-    Looks at the importing line, and outwards through the modules that are being imported because of
-    it, up to the first function. Out there only handlers that name ImportError count: one for
+    It looks at the importing line, and outwards through the modules whose import led to it, up to
+    the first function. In these modules only handlers that name ImportError count: one for
     Exception is how a script reports any failure.
     """
     explicit = False
@@ -74,7 +74,7 @@ def _guarded_lines(code: CodeType, explicit: bool) -> frozenset[int]:
 
 
 def _is_coping(handler: ast.ExceptHandler, caught: frozenset[str]) -> bool:
-    """Whether a handler catches ImportError, and does not raise again."""
+    """Return whether a handler catches ImportError and does not raise again."""
     raises = any(isinstance(statement, ast.Raise) for statement in handler.body)
     return _catches(handler.type, caught) and not raises
 

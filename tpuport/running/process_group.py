@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tpuport.model.locate import port_error
 
-# What the code asked for, by the id of the group; the groups live as long as the default one.
+# The backend that the code asked for, by the id of the group; kept as long as the default group.
 _ASKED: dict[int, tuple[Any, str]] = {}
 _STATE: dict[str, Any] = {"contexts": 0, "ours": None, "excepthook": None}
 
@@ -29,27 +29,27 @@ class Done(dist.Work):
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """True at once."""
+        """Return True at once."""
         del timeout
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """None."""
+        """Return None."""
 
     def result(self) -> list[Any]:
-        """The tensors of the collective."""
+        """Return the tensors of the collective."""
         return [] if self._result is None else [self._result]
 
     def get_future(self) -> Any:
-        """A future that holds the result already."""
+        """Return a future that holds the result already."""
         import torch
 
         future: Any = torch.futures.Future()
@@ -62,9 +62,9 @@ def begin(original: Any, backend: Any, world_size: int, rank: int, timeout: Any)
 
     Args:
         original: PyTorch's own `init_process_group`.
-        backend: What the code asked for; it is what `get_backend` answers.
-        world_size: What the code asked for, -1 to read the environment.
-        rank: As `world_size`.
+        backend: The backend that the code asked for, which `get_backend` returns.
+        world_size: The size that the code asked for, -1 to read the environment.
+        rank: The rank that the code asked for, -1 to read the environment.
         timeout: Passed on.
 
     Raises:
@@ -88,13 +88,13 @@ def begin(original: Any, backend: Any, world_size: int, rank: int, timeout: Any)
 
 
 def note(group: Any, backend: Any) -> None:
-    """Note which backend the code asked for."""
+    """Record which backend the code asked for."""
     name = "undefined" if backend is None else str(backend).lower()
     _ASKED[id(group)] = (group, name)
 
 
 def asked_backend(group: Any) -> str | None:
-    """The backend that the code asked for, if the group is one of ours."""
+    """Return the backend that the code asked for, if the group is one of ours."""
     group = c10d._get_default_group() if group is None else group
     found = _ASKED.get(id(group)) or _ASKED.get(id(_STATE["ours"]))
     if found is None:
@@ -103,19 +103,19 @@ def asked_backend(group: Any) -> str | None:
 
 
 def is_ours() -> bool:
-    """Whether the default group is the one made here."""
+    """Return whether the default group is the one made here."""
     return _STATE["ours"] is not None and c10d.GroupMember.WORLD is _STATE["ours"]
 
 
 def forget() -> None:
-    """The groups are gone."""
+    """Drop all records of groups, which are gone."""
     _STATE["ours"] = None
     _ASKED.clear()
 
 
 @contextlib.contextmanager
 def ended_afterwards() -> Iterator[None]:
-    """When the last of these blocks ends, a group that was made in them goes away."""
+    """Destroy a group made in the block when the last of these blocks ends."""
     _STATE["contexts"] += 1
     try:
         yield

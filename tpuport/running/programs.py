@@ -1,7 +1,7 @@
-"""Calls of the user's modules that become programs by themselves.
+"""Calls of the user's modules that are compiled without being asked for.
 
 The outermost call of a module on the accelerator is one jitted program. Where it cannot be one,
-the modules inside it are asked.
+the modules inside it become programs.
 """
 
 import threading
@@ -28,17 +28,17 @@ class PortWarning(UserWarning):
     """Code ran in another way than asked for, with the same result."""
 
 
-# On whose behalf the methods of classes are replaced.
+# The token under which methods of classes are replaced.
 METHODS = object()
-# A trace swaps functions for the whole process, and a program has one state.
+# A trace swaps functions process-wide, and a program has one state.
 _ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
-# Modules and methods that cannot be one program.
+# By module the methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
 def programs() -> list[LiveModel]:
-    """The modules ported by themselves so far, in order."""
+    """Return the modules that became programs so far, in order."""
     return list(_PROGRAMS.values())
 
 
@@ -49,14 +49,14 @@ def forget() -> None:
 
 
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
-    """Whether a call made now is to be a program of its own."""
+    """Return whether a call made now is to be a program of its own."""
     settings = active()
     if settings is None or not settings.port_modules or is_part_of_program():
         return False
     if _has_any_global_hook():
         return False
     if peek_interpreter_stack() is not None:
-        return False  # torch.func's transformations take apart what is called inside them
+        return False  # torch.func transforms the single operations of what is called inside it
     if current() is not None or method in _DESCENDED.get(module, ()):
         return False
     names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
@@ -73,7 +73,7 @@ def _is_on_accelerator(module: torch.nn.Module) -> bool:
 def call(
     module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """Call a method as a program; where it cannot be one, as it is, its submodules as programs.
+    """Call a method as a program; if it cannot be one, run it eagerly, its submodules as programs.
 
     Raises:
         PortError: it cannot be a program, and nothing inside it could.
@@ -107,13 +107,13 @@ def _has_parts(module: torch.nn.Module) -> bool:
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
-    """Whether code that the module's class does not know of runs in a call (caught features)."""
+    """Return whether a call runs hooks, whose code the class does not know."""
     held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     return any((*held, module._backward_pre_hooks))
 
 
 def _forget_if_empty(module: torch.nn.Module, settings: Settings) -> None:
-    """Where none of a module's methods has become a program, the report is of those inside."""
+    """Drop a module without any program, so that the report lists its submodules instead."""
     model = _PROGRAMS.get(module)
     if model is not None and not model.methods_compiled:
         del _PROGRAMS[module]
@@ -133,7 +133,7 @@ def _say_descended(
 
 
 def program_methods(settings: Settings, cls: type) -> list[str]:
-    """The methods of a class that were named as programs (`Class.method`)."""
+    """Return the methods of a class that were named as programs (`Class.method`)."""
     found = []
     for entry in settings.methods:
         owner, _, method = entry.rpartition(".")

@@ -1,4 +1,4 @@
-"""What became of a block of `porting()`: which calls were programs, and what was rewritten."""
+"""The report of a block of `porting()`: which calls were programs, and what was rewritten."""
 
 import json
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from tpuport.running.imports import Imported
 
 @dataclass(frozen=True)
 class Descended:
-    """A call that is no program: its submodules are.
+    """A call that is not one program, but whose submodules are programs.
 
     Attributes:
         what: The class, or the class and method.
-        reason: Why, with the user's line and what to do.
+        reason: Why it is not one, with the user's line and what to do.
     """
 
     what: str
@@ -28,12 +28,12 @@ class Descended:
 
 @dataclass
 class RunReport(SavedReport):
-    """What a block of `porting()` did.
+    """The report of one block of `porting()`.
 
     Attributes:
         programs: The report of each module that was ported, in the order of first calls.
-        descended: Calls that are no programs.
-        imported: What became of each module that was to be rewritten.
+        descended: Calls that are not one program.
+        imported: The outcome for each module that was to be rewritten.
     """
 
     programs: list[PortReport] = field(default_factory=list)
@@ -42,7 +42,7 @@ class RunReport(SavedReport):
 
     @property
     def ok(self) -> bool:
-        """Whether every program agreed with eager PyTorch, as far as it was compared."""
+        """Return whether every program agreed with eager PyTorch, as far as it was compared."""
         return all(report.ok for report in self.programs)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class RunReport(SavedReport):
                 yield f"{fmt.short_path(module.file)}: imported as it is: {module.reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data."""
+        """Return JSON-ready data."""
         return {
             "ok": self.ok,
             "programs": [report.to_dict() for report in self.programs],
@@ -80,11 +80,11 @@ class RunReport(SavedReport):
         }
 
     def to_json(self) -> str:
-        """The report as standard JSON, indented."""
+        """Return the report as standard JSON, indented."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def to_html(self) -> str:
-        """The report as one HTML page that loads nothing from elsewhere."""
+        """Return the report as one HTML page that loads nothing from elsewhere."""
         rows = [
             tag(
                 "tr",

@@ -1,4 +1,4 @@
-"""What the safe rules make of one file, compiled, and kept on disk from one run to the next."""
+"""Files rewritten by the safe rules, compiled, and kept on disk from one run to the next."""
 
 import base64
 import binascii
@@ -16,7 +16,7 @@ from typing import Any
 
 from tpuport.lint.cache import Cache
 
-# Part of every key: raise it when what is kept, or how it is made, changes in this file.
+# Part of every cache key: raise it when this file changes what is kept or how it is made.
 _FORMAT = "import 2"
 # Inside `porting` the shims and the emulated device answer code about CUDA and process groups.
 _ANSWERED = "TPU5"
@@ -25,13 +25,13 @@ _LOCK = threading.RLock()
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What became of a file.
+    """The result of rewriting a file.
 
     Attributes:
         code: The module's code, which says the user's file and lines; None where the file is to be
-            imported as it is.
-        text: What that was compiled from.
-        origins: For each line of the text the line of the user's file that it stands for.
+            imported unchanged.
+        text: The text that the code was compiled from.
+        origins: For each line of the text the line of the user's file that it comes from.
         applied: The fixes, each as its rule's code and its line.
         left: Findings that stay, each as its rule's code, its line and the reason.
         reason: Why the file could not be rewritten at all; empty where it could.
@@ -46,7 +46,7 @@ class Rewritten:
 
 
 def default_cache_dir() -> Path:
-    """Where rewritten files are kept: a folder of the user's, so that no checkout gets one."""
+    """Return the user's folder for rewritten files, which keeps them out of checkouts."""
     base = os.environ.get("XDG_CACHE_HOME")
     # As the XDG base directory specification has it: a path that is not absolute is ignored.
     home = Path(base) if base and os.path.isabs(base) else Path.home() / ".cache"
@@ -54,16 +54,16 @@ def default_cache_dir() -> Path:
 
 
 def rewritten(data: bytes, path: str, cache: Cache) -> Rewritten:
-    """What the safe rules make of a file.
+    """Rewrite a file by the safe rules, or return the kept result of doing so.
 
     Args:
-        data: Its content.
-        path: Where it is. Tracebacks will say so, and its name and the folders around it tell
+        data: The content of the file.
+        path: The path of the file. Tracebacks show it, and its name and folders tell
             whether it is code that the host runs.
-        cache: Where results are kept, as Python keeps bytecode.
+        cache: The cache of results, as Python keeps bytecode.
 
     Returns:
-        The result. A file that is no Python, or that the rules cannot treat, is one too.
+        The result, also for a file that is not Python or that the rules cannot treat.
     """
     digest = hashlib.sha256(data).hexdigest()
     key = cache.key(_FORMAT, path, digest, str(sys.flags.optimize))
@@ -72,7 +72,7 @@ def rewritten(data: bytes, path: str, cache: Cache) -> Rewritten:
         return kept
     from tpuport.lint.run import Failure, attempt
 
-    # Warnings are silenced for the whole process, so that two threads would undo each other.
+    # Warnings are silenced for the entire process, so two threads would undo each other.
     with _LOCK, warnings.catch_warnings():
         # The compiler tells the user once, when the original is compiled.
         warnings.simplefilter("ignore")
@@ -133,7 +133,7 @@ def _to_json(made: Rewritten) -> dict[str, Any]:
 
 
 def _from_json(kept: Any) -> Rewritten | None:
-    """A kept result, or None where there is none that can be read.
+    """Return a kept result, or None if there is none that can be read.
 
     Bytecode is loaded as Python loads that of its own cache: from a folder of the user's, made by
     this very version of Python, which is part of the folder's name, and with its check sum intact.

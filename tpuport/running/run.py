@@ -1,4 +1,4 @@
-"""`tpuport run`: runs a script as `python` does, inside `tpuport.porting`."""
+"""`tpuport run`: a script run as `python` runs it, inside `tpuport.porting`."""
 
 import contextlib
 import importlib.util
@@ -24,12 +24,12 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Program:
-    """What to run.
+    """The script or module to run.
 
     Attributes:
         name: The path of a script, of a folder or archive with a `__main__.py`; or a module's name.
         is_module: Whether it is a module's name, as `python -m` takes it.
-        arguments: What it finds in `sys.argv[1:]`.
+        arguments: The values of `sys.argv[1:]`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Program:
 
     @property
     def folder(self) -> str:
-        """What Python puts at the start of `sys.path`."""
+        """Return the folder that Python puts at the start of `sys.path`."""
         if self.is_module:
             return os.getcwd()
         path = os.path.realpath(self.name)
@@ -46,7 +46,7 @@ class Program:
 
     @property
     def is_container(self) -> bool:
-        """Whether it is a folder or an archive with a `__main__.py`."""
+        """Return whether it is a folder or an archive with a `__main__.py`."""
         is_file = self.is_module or self.name.endswith(".py")
         return not is_file and PathFinder.find_spec("__main__", [self.name]) is not None
 
@@ -71,15 +71,15 @@ def run(
     tpuport, which tracebacks leave out.
 
     Args:
-        program: What to run.
+        program: The script or module to run.
         packages: Packages to rewrite as they are imported.
         paths: Files and folders to rewrite, besides the program and what is below its folder.
         rewrite: Whether to rewrite anything.
-        profile: Where to write a trace of the run for xprof or TensorBoard.
-        cache_dir: Where compiled programs are kept, see `tpuport.compile_cache`; jax's own settings
-            hold if left out.
-        report: Where to write what was ported, as .html, .json or .txt; also if the program fails.
-        full_traceback: Whether tracebacks have the frames of tpuport, too.
+        profile: Folder for a profiler trace of the run, for xprof or TensorBoard.
+        cache_dir: Folder of compiled programs, see `tpuport.compile_cache`; jax's own settings
+            apply if left out.
+        report: File for the report, .html, .json or .txt; written even if the program fails.
+        full_traceback: Whether tracebacks show the frames of tpuport too.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.running.exit`.
         porting_options: Passed on to `tpuport.porting`.
@@ -123,7 +123,7 @@ def _check(program: Program, report: Path | None) -> None:
 
 
 def _execute(program: Program, full_traceback: bool) -> int:
-    """Run the program, say what it raises as Python does, and give its exit status."""
+    """Run the program, print what it raises as Python does, and return its exit status."""
     try:
         exec(_main_code(program), vars(sys.modules["__main__"]))
     except SystemExit as error:
@@ -136,7 +136,7 @@ def _execute(program: Program, full_traceback: bool) -> int:
 
 
 class _NoProgramError(UsageError):
-    """There is nothing to run under a name."""
+    """The error that there is nothing to run under a name."""
 
 
 def _status(code: Any) -> int:
@@ -167,7 +167,7 @@ def _shown(error: BaseException, full_traceback: bool) -> int:
 
 
 def _main_code(program: Program) -> CodeType:
-    """The code of the program, whose module is then in place."""
+    """Return the code of the program, after setting up its module `__main__`."""
     main = sys.modules["__main__"]
     if program.is_module:
         spec = _module_spec(program.name)
@@ -199,7 +199,7 @@ def _code_of(spec: ModuleSpec, main: ModuleType) -> CodeType:
 
 
 def _module_spec(name: str) -> ModuleSpec:
-    """The spec that `python -m` runs for a name; the packages around it are imported.
+    """Return the spec that `python -m` runs for a name, importing the packages around it.
 
     Raises:
         UsageError: there is none.
@@ -208,7 +208,7 @@ def _module_spec(name: str) -> ModuleSpec:
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # A package around it that is not there; what such a package fails to import is its error.
+        # A package around it is missing; a failing import inside such a package is its own error.
         if error.name is None or not f"{parent}.".startswith(f"{error.name}."):
             raise
         spec = None
@@ -223,19 +223,19 @@ def _module_spec(name: str) -> ModuleSpec:
     return _module_spec(f"{name}.__main__")
 
 
-# What is around it.
+# The surroundings of the program.
 
 
 @contextlib.contextmanager
 def _interpreter(program: Program) -> Iterator[None]:
-    """`sys` as Python sets it up for a program."""
+    """Set up `sys` in the block as Python does for a program."""
     kept = sys.argv, list(sys.path), sys.modules["__main__"], sys.excepthook
     sys.argv = ["-m" if program.is_module else program.name, *program.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = program.folder
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main)["__builtins__"] = sys.modules["builtins"]
-    # The command line has one of its own.
+    # The command line has installed an excepthook of its own.
     sys.excepthook = sys.__excepthook__
     try:
         yield
@@ -245,10 +245,10 @@ def _interpreter(program: Program) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """The variables that `torchrun` sets for the only process of a run.
+    """Set in the block the variables that `torchrun` sets for the only process of a run.
 
-    See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; without the
-    name of an elastic run, for which torch would look for a store that nobody serves.
+    See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
+    elastic run is unset: torch would look for a store of that name, which nobody serves.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -273,7 +273,7 @@ def _environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _profiled(folder: Path | None) -> Iterator[None]:
-    """Take a trace over the block, whatever becomes of it."""
+    """Record a profiler trace of the block, even if it raises."""
     if folder is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What the user asked of a porting context, and which context is active."""
+"""The settings of a porting context, and which context is active."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -10,7 +10,7 @@ from tpuport.running.report import RunReport
 
 @dataclass(frozen=True)
 class Settings:
-    """What one `porting()` block was asked for.
+    """The settings of one `porting()` block.
 
     Attributes:
         packages: Import names whose modules are rewritten as they are imported.
@@ -18,11 +18,11 @@ class Settings:
         absent: Packages that may be missing: stand-ins satisfy their import.
         eager: Names of module classes that are left to eager PyTorch.
         methods: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
-        verify: Compare the first call of each program with eager PyTorch.
+        verify: Whether to compare the first call of each program with eager PyTorch.
         rtol: Tolerance of that comparison; None for the default of the dtype.
-        port_modules: Calls of modules on the accelerator become programs.
-        options: What single shims are configured with, by the shim's name.
-        report: What happens in the block.
+        port_modules: Whether calls of modules on the accelerator become programs.
+        options: The options of single shims and provided packages, by name.
+        report: The report of what happens in the block.
     """
 
     packages: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Settings:
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
 
     def inside(self, outer: "Settings | None") -> "Settings":
-        """These settings in a block inside another: what that says of names and options holds."""
+        """Return these settings with the names and options of an enclosing block added."""
         if outer is None:
             return self
         return replace(
@@ -56,7 +56,7 @@ _EVERYWHERE: list[Settings] = []
 
 
 def active() -> Settings | None:
-    """The settings of the innermost porting context, or None outside of all."""
+    """Return the settings of the innermost porting context, or None outside of all."""
     settings = _ACTIVE.get()
     if settings is not None:
         return settings

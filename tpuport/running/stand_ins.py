@@ -1,4 +1,4 @@
-"""Packages that a TPU host does not have: some are provided, others only satisfy their import.
+"""Packages that a TPU host lacks: some are provided, others only satisfy their import.
 
 Provided packages (`tpuport/shims/packages/`) compute what the CUDA package computes. A stand-in
 (`absent.py`) is served for a package that is named as absent, or that only CUDA hosts can install,
@@ -29,7 +29,7 @@ from tpuport.shims.packages._package import Package, find_packages
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module that is made here with the modules below it, and notes it."""
+    """A loader of a module made here and the modules below it, which are recorded."""
 
     def __init__(
         self, module: ModuleType, made: dict[str, ModuleType], below: Iterable[str] = ()
@@ -37,19 +37,19 @@ class _Loader(importlib.abc.Loader):
         self._module, self._made, self._below = module, made, below
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module that was made."""
+        """Return the module that was made."""
         del spec
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Note it, so that it leaves `sys.modules` with the context."""
+        """Record the module, so that it leaves `sys.modules` with the context."""
         self._made[module.__name__] = module
         for name in self._below:
             importlib.import_module(name)
 
 
 class _Provided(importlib.abc.MetaPathFinder):
-    """Finds the provided packages, before anything that is installed."""
+    """The finder of provided packages, which comes before those of installed ones."""
 
     def __init__(self, made: dict[str, ModuleType]) -> None:
         self._made = made
@@ -57,7 +57,7 @@ class _Provided(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of a provided package."""
+        """Return the spec of a module of a provided package."""
         del path, target
         package = find_packages().get(fullname.partition(".")[0])
         if package is None or package.IF_MISSING or active() is None:
@@ -65,7 +65,7 @@ class _Provided(importlib.abc.MetaPathFinder):
         return _provide(package, fullname, self._made)
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """What `importlib.metadata` finds: the provided packages' names and versions."""
+        """Find the provided packages' metadata for `importlib.metadata`."""
         wanted = getattr(context, "name", None)
         for package in find_packages().values() if active() is not None else ():
             if package.IF_MISSING:
@@ -85,7 +85,7 @@ class _Distribution(importlib.metadata.Distribution):
         self._package = package
 
     def read_text(self, filename: str) -> str | None:
-        """METADATA and top_level.txt; other files are not there."""
+        """Return the text of METADATA or top_level.txt, None for other files."""
         package = self._package
         if filename == "METADATA":
             head = "Metadata-Version: 2.1"
@@ -93,12 +93,12 @@ class _Distribution(importlib.metadata.Distribution):
         return f"{package.NAME}\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """Where a file of it would be."""
+        """Return where a file of the package would be."""
         return Path(__file__).parent / path
 
 
 def _provide(package: type[Package], name: str, made: dict[str, ModuleType]) -> ModuleSpec | None:
-    """The spec of a module of a provided package, or None if it has no such module."""
+    """Return the spec of a module of a provided package, or None if it has no such module."""
     modules = package().modules()
     if name not in modules:
         return None
@@ -116,7 +116,7 @@ def _package_spec(name: str, loader: _Loader, origin: str) -> ModuleSpec:
 
 
 class _Absent(importlib.abc.MetaPathFinder):
-    """Comes last, so that it only sees what is not installed."""
+    """The finder of stand-ins, which comes last and so only sees what is not installed."""
 
     def __init__(self, made: dict[str, ModuleType], guard: Callable[[], None]) -> None:
         self._made, self._guard = made, guard
@@ -124,7 +124,7 @@ class _Absent(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a stand-in, or None where the import may fail."""
+        """Return the spec of a stand-in, or None where the import may fail."""
         del path, target
         frame, imports = importing_frame()
         if not imports or frame is None or active() is None:
@@ -138,14 +138,14 @@ class _Absent(importlib.abc.MetaPathFinder):
         if is_named(fullname) or is_cuda_only(fullname):
             self._guard()
             loader = _Loader(StandInModule(fullname), self._made)
-            return _package_spec(fullname, loader, "stands for a package that is not installed")
+            return _package_spec(fullname, loader, "stand-in for a package that is not installed")
         if "." not in fullname:
             raise _not_found(fullname)
         return None
 
 
 def is_named(name: str) -> bool:
-    """Whether the user says that a module may be missing: it, its package, or a part of it."""
+    """Return whether the user says that a module, its package or a part of it may be missing."""
     settings = active()
     return settings is not None and any(
         f"{name}.".startswith(f"{one}.") or f"{one}.".startswith(f"{name}.")
@@ -163,7 +163,7 @@ def _not_found(name: str) -> ModuleNotFoundError:
 
 
 class StandIns(InForce):
-    """In force, nothing of what it serves is in `sys.modules` afterwards."""
+    """The finders of both kinds; uninstalling them clears their modules from `sys.modules`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class StandIns(InForce):
         REPLACED.add(self._token, [Replacement(importlib.util, "find_spec", find_spec)])
 
     def _guard_imports(self) -> None:
-        # Only once there is a stand-in: it puts a frame into the traceback of each import.
+        # Not before the first stand-in: it adds a frame to the traceback of each import.
         with self._lock:
             if not self._guarding:
                 self._guarding = True
@@ -210,8 +210,9 @@ class StandIns(InForce):
 
 
 def _import_of(original: Any) -> Any:
-    """`__import__` that lets a guarded import of a stand-in fail, although another import of it
-    has succeeded before.
+    """Return an `__import__` that lets a guarded import of a stand-in fail.
+
+    Without it the import would succeed, once another import has put the stand-in in `sys.modules`.
     """
 
     def __import__(
@@ -231,7 +232,7 @@ def _import_of(original: Any) -> Any:
 
 
 def _find_spec_of(original: Any) -> Any:
-    """`importlib.util.find_spec` that says of a stand-in that nothing is there."""
+    """Return an `importlib.util.find_spec` that finds no stand-ins."""
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
         full = importlib.util.resolve_name(name, package)

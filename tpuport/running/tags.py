@@ -1,4 +1,4 @@
-"""Which tensors count as being on the accelerator: those whose storage carries a mark."""
+"""Marks on storages: a tensor whose storage carries one counts as being on the accelerator."""
 
 import itertools
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _SERIALS = itertools.count()
 
 @dataclass
 class Mark:
-    """What is known of a storage on the accelerator: which one it is, and how often written."""
+    """The serial number of a storage on the accelerator, and how often it was written."""
 
     serial: int
     writes: int = 0
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """The storage of a tensor, or None for a kind of tensor that has none."""
+    """Return the storage of a tensor, or None for a kind of tensor that has none."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -47,12 +47,12 @@ def tag(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mark_of(tensor: torch.Tensor) -> Mark | None:
-    """The mark of the storage of a tensor on the accelerator."""
+    """Return the mark of a tensor's storage, or None if it has none."""
     return getattr(storage_of(tensor), MARK, None)
 
 
 def is_accelerator(device: Any) -> bool:
-    """Whether a device argument means the accelerator.
+    """Return whether a device argument means the accelerator.
 
     Raises:
         UsageError: it names a second one.

@@ -13,7 +13,7 @@ from tpuport.errors import UsageError
 
 
 def load_target(target: str) -> Callable[[], Any]:
-    """Import the module or the file, and give the function.
+    """Import the module or the file, and return the function.
 
     The current folder, or that of the file, comes first on the path of imports, as for a script.
 
@@ -41,7 +41,7 @@ def _from_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path}: is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # As for an imported module: dataclasses and pickle look themselves up there.
+    # As for an imported module: dataclasses and pickle look it up there.
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
@@ -52,7 +52,7 @@ def _from_name(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only the module itself: one that it imports is its own problem.
+        # Only if the module itself is missing, not one that it imports.
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
         raise UsageError(f"there is no module {name}") from None

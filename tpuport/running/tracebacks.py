@@ -1,4 +1,4 @@
-"""Tracebacks as the user of someone else's code wants them: without the machinery around it."""
+"""Tracebacks for users of someone else's code: without the frames of the machinery around it."""
 
 import os
 from collections.abc import Iterator

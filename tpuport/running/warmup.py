@@ -20,7 +20,7 @@ class Warmed:
     Attributes:
         name: Model, method and arguments: `Planner.forward(float32[4,8])`.
         hit: Whether the compile cache had it.
-        seconds: How long loading or compiling it took; 0 if this process had it already.
+        seconds: Seconds of loading or compiling; 0 if this process had the program already.
     """
 
     name: str
@@ -31,17 +31,17 @@ class Warmed:
 def warmup(programs: Iterable[tuple[Any, ...]], *, workers: int | None = None) -> list[Warmed]:
     """Compile programs ahead, and run none of them.
 
-    They are traced one after the other and compiled several at a time. For other processes too
-    inside `tpuport.compile_cache()`.
+    They are traced one after the other and compiled several at a time. Other processes can load
+    them if this runs inside `tpuport.compile_cache()`.
 
     Args:
         programs: For each a ported model, a tuple of arguments, and a dict of keyword arguments
             if there are any (`method` is the method, `forward` if left out). Of tensors and
             arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`.
-        workers: How many to compile at a time; as many as there are cores if left out.
+        workers: Programs to compile at a time; by default one a core.
 
     Returns:
-        One for each, in order.
+        The outcome for each program, in order.
 
     Raises:
         PortError: the code cannot be ported exactly.

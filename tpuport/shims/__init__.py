@@ -1,4 +1,4 @@
 """Scoped replacements of calls inside other people's packages.
 
-One file a shim, the folder is walked.
+One file a shim; shims are found by walking the folder.
 """

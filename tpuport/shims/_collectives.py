@@ -1,6 +1,6 @@
 """Collectives among one process: what each of them does to its own tensors.
 
-Written as PyTorch's functions are called: the data is copied without gradients, `async_op=True`
+They have PyTorch's signatures. The data is copied without gradients, `async_op=True`
 returns a finished piece of work, and an unknown source or destination is an error.
 """
 

@@ -1,4 +1,4 @@
-"""Replacements of `PORTING` scope that are torch's own again outside of every context."""
+"""Replacements of `PORTING` scope that call torch's own function outside of every context."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -9,8 +9,9 @@ from tpuport.shim import Replacement
 
 
 def inside(eager: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours` in a porting context, else `eager`: user code keeps what it imported."""
+    """Return a function that calls `ours` in a porting context, else `eager`."""
 
+    # The choice is made at each call: user code keeps the function that it imported in a context.
     @functools.wraps(ours)
     def call(*args: Any, **kwargs: Any) -> Any:
         return (eager if active() is None else ours)(*args, **kwargs)
@@ -20,7 +21,7 @@ def inside(eager: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def functions(owner: Any, table: Mapping[str, Callable[..., Any]]) -> list[Replacement]:
-    """A replacement of each function of a module that this torch has."""
+    """Return a replacement of each function in the table that this torch has."""
     return [
         Replacement(owner, name, inside(getattr(owner, name), ours))
         for name, ours in table.items()

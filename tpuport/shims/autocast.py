@@ -12,7 +12,7 @@ from tpuport.shim import Replacement, Shim
 
 
 class _Registered:
-    """Deleting its attribute `kernels`, as the end of the last context does, takes them back."""
+    """A holder whose attribute `kernels` unregisters them when the last context deletes it."""
 
     def __delattr__(self, name: str) -> None:
         object.__delattr__(self, name)
@@ -24,8 +24,8 @@ _ARGUMENTS = ("device_type", "dtype", "enabled", "cache_enabled")
 
 
 class Autocast(Shim):
-    """Turning CUDA's autocast on puts our casting kernels in force; its regions, decorators,
-    queries and `custom_fwd` stay torch's own.
+    """Turning CUDA's autocast on activates our casting kernels; its regions, decorators, queries
+    and `custom_fwd` stay torch's own.
 
     float16 becomes bfloat16 (`low_dtype`), and the results of casts are then bfloat16; the option
     `autocast_float16="float16"` of `porting()` keeps float16.
@@ -48,7 +48,7 @@ def _enabled(eager: Any) -> Any:
     @functools.wraps(eager)
     def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
         eager(*args, **kwargs)
-        # With one argument, as of old, it is CUDA's.
+        # The old signature with one argument is about CUDA's autocast.
         device = kwargs.get("device_type", args[0] if len(args) + len(kwargs) == 2 else "cuda")
         if device == "cuda" and active() is not None:
             switch(on=torch.is_autocast_enabled("cuda"))

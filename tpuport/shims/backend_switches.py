@@ -24,13 +24,13 @@ _SWITCHES = {
 
 
 class _Switches:
-    """What the user's code has set, by the name of the function that asks for it."""
+    """The values that user code has set, by the name of the function that returns them."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {}
 
     def setter(self, asked_by: str) -> Any:
-        """A function that keeps what is set."""
+        """Return a function that keeps the value that it is given."""
 
         def turn(value: Any) -> None:
             self.state[asked_by] = value
@@ -38,11 +38,11 @@ class _Switches:
         return turn
 
     def getter(self, name: str, default: Any) -> Any:
-        """A function that says what was set, or the default."""
+        """Return a function that returns the value that was set, or the default."""
         return lambda: self.state.get(name, default)
 
     def __delattr__(self, name: str) -> None:
-        # With the end of the last context what was set in it is forgotten.
+        # The last context deletes the attribute at its end, and the values go with it.
         object.__delattr__(self, name)
         self.state.clear()
 
@@ -73,7 +73,7 @@ class BackendSwitches(Shim):
         return [
             *functions(backends, table),
             *functions(torch, matmul),
-            # Recurrent layers ask it whether to lay out their weights for cuDNN.
+            # Recurrent layers call it to decide whether to lay out their weights for cuDNN.
             *functions(torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             Replacement(torch.nn.attention, "sdpa_kernel", chooses),
             *copies(torch.nn.attention.sdpa_kernel, chooses, torch.nn.attention),

@@ -1,4 +1,4 @@
-"""A backward pass runs user code (custom functions, checkpointed blocks) without torch's modes."""
+"""User code in a backward pass (custom functions, checkpointed blocks), without torch's modes."""
 
 import functools
 from typing import Any

@@ -48,8 +48,8 @@ def _script_later(function: Any) -> Any:
 class Compiling(Shim):
     """Identities: `torch.compile(model)` is the model itself.
 
-    What inductor or TorchScript would make of it computes the same, and a ported program is
-    compiled by XLA in any case.
+    Code compiled by inductor or TorchScript computes the same, and a ported program is
+    compiled by XLA anyway.
     """
 
     TARGET = "torch.compile"

@@ -14,17 +14,17 @@ from tpuport.shims._inside import functions
 
 
 class _Device:
-    """`torch.cuda.device`: the block runs on the only device there is."""
+    """`torch.cuda.device`: the block runs on the only device."""
 
     def __init__(self, device: Any) -> None:
         self.idx = index_of(device)
         self.prev_idx = 0
 
     def __enter__(self) -> None:
-        """Nothing to switch to."""
+        """Do nothing: there is no other device to switch to."""
 
     def __exit__(self, *_: object) -> None:
-        """Nothing to switch back to."""
+        """Do nothing: there is no other device to switch back to."""
 
 
 class _DeviceOf(_Device):
@@ -40,7 +40,7 @@ def _set_device(device: Any) -> None:
 
 
 def _about(answer: Any) -> Any:
-    """A function of a device that gives `answer()`."""
+    """Return a function that checks its device argument and returns `answer()`."""
 
     def ask(device: Any = None) -> Any:
         index_of(device)
@@ -59,7 +59,7 @@ class CudaDevice(Shim):
     """One device a process, however many chips there are: the SPMD partitioner spreads programs
     over a mesh of them, not device indices.
 
-    `torch.version.cuda` stays None, as it is with ROCm, where `torch.cuda` is a device too: a
+    `torch.version.cuda` stays None, as with ROCm, where `torch.cuda` is a device too: a
     version would lead code to compiled CUDA extensions. `porting(cuda_version="12.4")` sets one.
     """
 
@@ -104,7 +104,7 @@ class CudaDevice(Shim):
 
 
 def _not_emulated() -> None:
-    """What real functions of torch.cuda, and C++ on its way to a GPU, call first."""
+    """Refuse the real functions of torch.cuda and C++ code for GPUs, which call this first."""
     msg = (
         f"{user_line()}: this needs a GPU: it is a part of torch.cuda that tpuport does not emulate"
         " on TPU. What to do: guard the call, or remove it; torch.cuda's devices, memory, streams,"

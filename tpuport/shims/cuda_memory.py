@@ -1,4 +1,4 @@
-"""Memory statistics of `torch.cuda`: those that jax keeps of its device."""
+"""Memory statistics of `torch.cuda`, taken from jax's statistics of its device."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from tpuport.shims._inside import functions
 class _Peak:
     """The largest amount of memory in use since the last reset.
 
-    jax's own peak cannot be reset: one that is not above that of the reset tells nothing, and what
-    is in use when somebody asks is then the best that is known (a lower bound).
+    jax's own peak cannot be reset. If it has not risen since the reset it tells nothing, and the
+    memory in use at each read is the best that is known (a lower bound).
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class _Peak:
         self.seen = 0
 
     def reset(self) -> None:
-        """Count from now on."""
+        """Start counting from now on."""
         found = accelerator.statistics()
         self.before = found.get("peak_bytes_in_use", 0)
         self.seen = found.get("bytes_in_use", 0)
 
     def read(self) -> int:
-        """Bytes."""
+        """Return the peak in bytes."""
         found = accelerator.statistics()
         self.seen = max(self.seen, found.get("bytes_in_use", 0))
         peak = found.get("peak_bytes_in_use", 0)
@@ -86,7 +86,7 @@ def _summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """jax keeps and frees its memory by itself."""
+    """Do nothing: jax manages its memory itself."""
     del args, kwargs
 
 

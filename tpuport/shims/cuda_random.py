@@ -1,4 +1,4 @@
-"""The random numbers of `torch.cuda`: on the emulated device they come from the CPU's generator."""
+"""The random numbers of `torch.cuda`, drawn from the CPU's generator on the emulated device."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -52,7 +52,7 @@ _TABLE = {
 
 
 class CudaRandom(Shim):
-    """One stream of numbers for host and accelerator: seeding either starts it again. Ported
+    """One stream of numbers for host and accelerator: seeding either restarts it. Ported
     programs take their keys from it, so it makes their calls reproducible too.
     """
 

@@ -1,4 +1,4 @@
-"""Parts of `torch.cuda` that mean a GPU and nothing else: a refusal says so."""
+"""Parts of `torch.cuda` that only a GPU can provide, which are refused with a reason."""
 
 import importlib
 from typing import Any
@@ -61,7 +61,7 @@ def _refusal(name: str, why: str) -> Any:
 
 
 def _refused_class(original: type, refuse: Any) -> type:
-    """A class still: code names it in annotations (`CUDAGraph | None`) and asks `isinstance`."""
+    """Return a refusing subclass; annotations (`CUDAGraph | None`) and `isinstance` need one."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         del cls

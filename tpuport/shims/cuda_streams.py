@@ -1,4 +1,4 @@
-"""Streams and events: the device has one queue, and events say when it is empty."""
+"""Streams and events: all streams are one queue, and events tell when it is empty."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ from tpuport.shims._inside import functions
 
 
 class Stream:
-    """Stands for `torch.cuda.Stream`: work on every stream goes to the same queue, in order."""
+    """Replacement of `torch.cuda.Stream`: work on every stream goes to one queue, in order."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         index_of(device)
@@ -31,19 +31,19 @@ class Stream:
         accelerator.wait()
 
     def query(self) -> bool:
-        """Whether everything given to the device is computed: waits for it, and so is True."""
+        """Wait for everything that was given to the device, and return True."""
         accelerator.wait()
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being recorded: there are none."""
+        """Return False: there are no CUDA graphs to record."""
         return False
 
     def wait_event(self, event: Any) -> None:
-        """Nothing: work runs in the order in which it was given."""
+        """Do nothing: work runs in the order in which it was given."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing: it is the same queue."""
+        """Do nothing: it is the same queue."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record an event."""
@@ -55,11 +55,11 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The queue is the same outside."""
+        """Do nothing: the queue is the same outside."""
 
 
 class Event:
-    """Stands for `torch.cuda.Event`.
+    """Replacement of `torch.cuda.Event`.
 
     `record` with timing waits for the device, so that `elapsed_time` measures work done and not
     work queued.
@@ -80,17 +80,17 @@ class Event:
         self.device, self.cuda_event = CUDA, 0
 
     def record(self, stream: Any = None) -> None:
-        """Note the time at which everything given to the device so far is computed."""
+        """Record the time; with timing, after everything given to the device is computed."""
         del stream
         if self._timing:
             accelerator.wait()
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing: work runs in the order in which it was given."""
+        """Do nothing: work runs in the order in which it was given."""
 
     def query(self) -> bool:
-        """Whether what was recorded is computed: waits for it, and so is True."""
+        """Wait for everything that was given to the device, and return True."""
         accelerator.wait()
         return True
 
@@ -99,7 +99,7 @@ class Event:
         accelerator.wait()
 
     def elapsed_time(self, end_event: "Event") -> float:
-        """Milliseconds from this event to another.
+        """Return the milliseconds from this event to another.
 
         Raises:
             UsageError: one of them has no timing, or was not recorded.
@@ -117,21 +117,21 @@ _DEFAULT = Stream()
 
 
 class StreamContext:
-    """Stands for `torch.cuda.StreamContext`, the block of `torch.cuda.stream(s)`."""
+    """Replacement of `torch.cuda.StreamContext`, the block of `torch.cuda.stream(s)`."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
     def __enter__(self) -> None:
-        """The queue is the same inside."""
+        """Do nothing: the queue is the same inside."""
 
     def __exit__(self, *_: object) -> None:
-        """And outside."""
+        """Do nothing: the queue is the same outside."""
 
 
 def _recorded(eager: Any) -> Any:
     def record_stream(self: torch.Tensor, s: Any) -> None:
-        # Memory of a tensor is not given to others while it is in use: jax sees to that.
+        # jax itself never reuses the memory of a tensor that is still in use.
         if active() is None:
             eager(self, s)
 
@@ -150,7 +150,7 @@ def _range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 class CudaStreams(Shim):
-    """One queue for all streams: what runs beside other work on a GPU runs after it here, which
+    """One queue for all streams: work that overlaps on a GPU runs one after the other here, which
     changes no value. Marks for NVIDIA's profiler are dropped; jax's profiler sees the programs.
     """
 

@@ -40,7 +40,7 @@ class CudaTensorType(type):
         if active() is None:
             return cls.eager(*args)
         del device
-        # Sizes make a tensor with whatever is in memory; data makes one of them.
+        # As in torch: ints are sizes of an uninitialized tensor, anything else is its data.
         if all(isinstance(arg, int) for arg in args):
             return torch.empty(args or (0,), dtype=cls.dtype, device="cuda")
         if len(args) == 1 and isinstance(args[0], torch.Size):
@@ -49,14 +49,14 @@ class CudaTensorType(type):
 
 
 def tensor_type(name: str) -> CudaTensorType:
-    """The class for one of `DTYPES`."""
+    """Return the class for one of `DTYPES`."""
     eager = getattr(torch.cuda, name)
     members = {"dtype": DTYPES[name], "eager": eager, "__module__": "torch.cuda"}
     return CudaTensorType(name, (), members)
 
 
 class CudaTensorTypes(Shim):
-    """Calling one makes a tensor of its dtype on the emulated device, and `isinstance` asks for
+    """Calling one makes a tensor of its dtype on the emulated device, and `isinstance` checks
     both.
     """
 

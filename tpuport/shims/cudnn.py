@@ -8,7 +8,7 @@ from tpuport.shim import Replacement, Shim
 
 
 class CudnnAcceptable(Shim):
-    """No tensor is for cuDNN: its weights stay where they are."""
+    """No tensor is acceptable to cuDNN, so that recurrent layers leave their weights unpacked."""
 
     TARGET = "torch.backends.cudnn.is_acceptable"
     REASON = "a tensor says that it is on CUDA, but nothing of cuDNN is there"

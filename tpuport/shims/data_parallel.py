@@ -22,8 +22,8 @@ def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
 
 
 class DataParallel(Shim):
-    """Its inputs go to the accelerator, whole, and its module is called on them: what it does with
-    one GPU. The batch is spread over chips by sharding (`tpuport.sharding`).
+    """The unsplit inputs go to the accelerator, and the module is called on them, as with
+    one GPU. Sharding (`tpuport.sharding`) spreads the batch over chips.
     """
 
     TARGET = "torch.nn.DataParallel"

@@ -12,8 +12,8 @@ from tpuport.shim import Replacement, Shim
 class DataclassConfigs(Shim):
     """`@dataclass` that finds the default factories of a configuration again.
 
-    transformers 5 makes each subclass of `PretrainedConfig` a dataclass as it is defined, and a
-    dataclass takes `field(default_factory=...)` out of the class. The decorator that code written
+    transformers 5 makes each subclass of `PretrainedConfig` a dataclass at its definition, and a
+    dataclass removes `field(default_factory=...)` from the class. The decorator that code written
     for transformers 4 has on the class then sees a field without a default after fields with one.
     """
 
@@ -51,7 +51,7 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _positional(cls: type) -> type:
-    """A configuration that takes its own fields by position, too, as a dataclass does."""
+    """Make a configuration take its own fields by position too, as a dataclass does."""
     by_name: Any = vars(cls).get("__init__")
     library = {f.name for one in cls.__mro__[1:] if _is_library(one) for f in _fields(one)}
     names = [f.name for f in _fields(cls) if f.name not in library and f.init and not f.kw_only]
@@ -71,7 +71,7 @@ def _positional(cls: type) -> type:
 
 
 def _put_back_factories(cls: type) -> None:
-    """The fields of a class as its body gave them, for those that a dataclass took out of it."""
+    """Set the fields with default factories again, which an earlier `@dataclass` removed."""
     for name, made in vars(cls).get("__dataclass_fields__", {}).items():
         is_own = name in vars(cls).get("__annotations__", {})
         if is_own and name not in vars(cls) and made.default_factory is not dataclasses.MISSING:

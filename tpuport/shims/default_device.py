@@ -24,7 +24,7 @@ def _get_device() -> torch.device:
     device = emulation.default_device()
     if device is None:
         return _EAGER_GET()
-    # With an index, as torch answers.
+    # torch returns the device with an index.
     return emulation.CUDA if device.type == "cuda" else device
 
 
@@ -39,7 +39,7 @@ def _set_type(t: Any) -> None:
 
 
 class DefaultDevice(Shim):
-    """The default device is the emulation's, of this thread and this context."""
+    """The default device is kept by the emulation, for this thread and this context."""
 
     TARGET = "torch.set_default_device"
     REASON = "torch without CUDA makes no tensor there"

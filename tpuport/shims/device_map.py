@@ -1,4 +1,4 @@
-"""`from_pretrained(device_map="cuda")`: with one accelerator, it is loaded and moved there."""
+"""`from_pretrained(device_map="cuda")`: with one accelerator, the model is moved there."""
 
 import functools
 import importlib
@@ -9,12 +9,12 @@ from typing import Any
 from tpuport.running.settings import active
 from tpuport.shim import Replacement, Shim
 
-# Ways to spread layers over several devices, which with one are all the same.
+# Ways to spread layers over several devices, which are all the same with one device.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def device_of(device_map: Any) -> Any:
-    """The only device that a map names; None if there are several."""
+    """Return the only device that a map names; None if there are several."""
     if isinstance(device_map, str):
         return "cuda" if device_map in _SPREAD else device_map
     if isinstance(device_map, dict):
@@ -67,8 +67,8 @@ class DiffusersPipelineDeviceMap(Shim):
 
 
 class DiffusersOffload(Shim):
-    """`enable_model_cpu_offload()` and its kin move the pipeline to the accelerator, and leave it
-    there: what is offloaded is a GPU's memory.
+    """`enable_model_cpu_offload()` and the like move the pipeline to the accelerator and leave it
+    there: offloading saves memory of a GPU, which is not there.
     """
 
     TARGET = "diffusers.DiffusionPipeline.enable_model_cpu_offload"
@@ -91,7 +91,7 @@ class DiffusersOffload(Shim):
 
 
 def _alone() -> bool:
-    """Whether these calls are answered here: accelerate does what it says where it is installed."""
+    """Return whether these calls are answered here, and not by an installed accelerate."""
     return active() is not None and importlib.util.find_spec("accelerate") is None
 
 

@@ -10,7 +10,7 @@ from tpuport.shims.packages import flash_attn, sageattention, xformers
 
 
 def _xformers() -> types.ModuleType:
-    """`xformers` with `ops`, as an import would give it (the one imported in the block, if any)."""
+    """Return `xformers` with `ops`: the module imported in the block if any, else a new one."""
     known = sys.modules.get("xformers")
     if known is not None and hasattr(known, "ops"):
         return known
@@ -21,7 +21,7 @@ def _xformers() -> types.ModuleType:
 
 
 def _flash_3(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    """flash-attn 3 as diffusers wraps it, an operator for CUDA: with the denominators [B, L, H]."""
+    """Run flash-attn 3 as diffusers' wrapped operator does: the denominators are [B, L, H]."""
     out, lse = flash_attn.flash_attn_3_func(q, k, v, *args, return_attn_probs=True, **kwargs)
     return out, lse.transpose(1, 2)
 

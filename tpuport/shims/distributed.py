@@ -1,4 +1,4 @@
-"""`torch.distributed` of one process: NCCL needs GPUs, and the compiler spreads programs here."""
+"""`torch.distributed` of one process: NCCL needs GPUs, and the compiler spreads the programs."""
 
 import functools
 import sys
@@ -39,7 +39,7 @@ class Distributed(Shim):
             for module in (c10d, dist)
             if hasattr(module, name)
         ]
-        # PyTorch's own modules ask the backend what it can do, and must see the one that is there.
+        # Only in the package: PyTorch's own modules ask c10d, and must see the real backend.
         found.append(Replacement(dist, "get_backend", _get_backend(dist.get_backend)))
         return found + _copies(
             {id(getattr(c10d, n)): (getattr(c10d, n), f) for n, f in ours.items()}
@@ -47,7 +47,7 @@ class Distributed(Shim):
 
 
 def _copies(ours: dict[int, tuple[Any, Any]]) -> list[Replacement]:
-    """What `from torch.distributed import function` made elsewhere, found in one pass."""
+    """Return replacements of the copies that `from torch.distributed import ...` made elsewhere."""
     return [
         Replacement(module, name, ours[id(value)][1])
         for module in list(sys.modules.values())
@@ -60,7 +60,7 @@ def _copies(ours: dict[int, tuple[Any, Any]]) -> list[Replacement]:
 
 
 def _inside(name: str, ours: Any) -> Any:
-    """The collective of one process where the group is ours; PyTorch's own elsewhere."""
+    """Return the collective of one process where the group is ours, else PyTorch's own."""
     original = getattr(c10d, name, None)
 
     @functools.wraps(ours)

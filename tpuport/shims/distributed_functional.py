@@ -1,4 +1,4 @@
-"""The collectives that return new tensors, with gradients: among one process, copies."""
+"""Collectives that return new tensors, with gradients: copies, in a group of one process."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ from tpuport.shims import _collectives as plain
 _NN = "torch.distributed.nn.functional"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 
-# Each is called as PyTorch's function of that name.
+# Each has the signature of PyTorch's function of that name.
 
 
 def _first(name: str, tensors: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ WITH_GRADIENTS = {
 
 
 def _same(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A copy of the tensor: what is gathered, reduced or scattered among one process."""
+    """Return a copy of the tensor: the result of any collective among one process."""
     del args, kwargs
     return self.clone()
 
@@ -144,7 +144,7 @@ def _inside(original: Any, ours: Any) -> Any:
 def _replacements(module: str, ours: dict[str, Any]) -> list[Replacement]:
     home = importlib.import_module(module)
     owners = [home]
-    # The package gives the functions of this module as its own.
+    # The package re-exports the functions of this module.
     if module == _NN and "torch.distributed.nn" in sys.modules:
         owners.append(sys.modules["torch.distributed.nn"])
     calls = {n: _inside(getattr(home, n), f) for n, f in ours.items() if hasattr(home, n)}

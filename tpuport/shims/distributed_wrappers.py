@@ -1,4 +1,4 @@
-"""Wrappers that make a module parallel: of one process, they only hold it."""
+"""Wrappers that make a module parallel: in one process, they only hold it."""
 
 import contextlib
 import importlib
@@ -26,7 +26,7 @@ def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> lis
 
 
 def _alone(original: Any, attributes: dict[str, Any]) -> Any:
-    """A subclass under the same name, of which the attributes count inside `porting()`."""
+    """Return a subclass of the same name with these attributes."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     bases: Any = (original,)
     return type(original.__name__, bases, {**names, **attributes})
@@ -99,7 +99,7 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
         return nn.Module.train(self, mode)
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to communicate."""
+        """Do nothing: there is nothing to communicate."""
         del self, args, kwargs
 
     hooks = ("register_comm_hook", "_register_comm_hook", "_set_static_graph")
@@ -108,7 +108,7 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
 
 
 class FullyShard(Shim):
-    """`fully_shard` leaves the parameters whole and gives the module its methods, which do nothing;
+    """`fully_shard` leaves the parameters unsharded and adds its methods, which do nothing;
     `FullyShardedDataParallel` is refused.
     """
 
@@ -131,7 +131,7 @@ class FullyShard(Shim):
             for name, value in vars(base).items()
             if callable(value) and not name.startswith("_")
         }
-        # Where PyTorch's `__new__` finds the class that the module had: one base further here.
+        # PyTorch's `__new__` finds the module's old class by this index: one base further here.
         methods["_orig_cls_mro_index"] = 1 + base._orig_cls_mro_index
         whole = type("FSDPModule", (base,), {"__module__": base.__module__, **methods})
 
@@ -149,7 +149,7 @@ class FullyShard(Shim):
 
 
 def _do_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """There is nothing to shard or to communicate."""
+    """Do nothing: there is nothing to shard or to communicate."""
     del self, args, kwargs
 
 
@@ -166,7 +166,7 @@ def _check_policy(module: nn.Module, policy: Any) -> None:
 
 
 class FullyShardedDataParallel(Shim):
-    """`FullyShardedDataParallel(module)` says to call the module itself."""
+    """`FullyShardedDataParallel(module)` is refused, with `fully_shard` as the way out."""
 
     TARGET = "torch.distributed.fsdp.FullyShardedDataParallel"
     REASON = "it flattens and shards parameters over processes, which one process does not have"

@@ -15,7 +15,7 @@ from tpuport.shim import Replacement, Shim, copies
 
 
 class EagerFlexAttention(Shim):
-    """`flex_attention` in eager PyTorch, where that of the CPU raises: with gradients, and under
+    """`flex_attention` in eager PyTorch where its CPU version raises: with gradients, and under
     the modes that a port is verified with.
     """
 
@@ -34,7 +34,7 @@ class EagerFlexAttention(Shim):
                 given[name].requires_grad for name in _NAMES[:3]
             )
             watched = trained or _get_current_dispatch_mode() is not None
-            # In a trace: who kept this function, in an attribute, is not found by the other shim.
+            # A trace gets here if user code kept this function where the other shim cannot look.
             if current() is None and not (watched and active() is not None):
                 return eager(*args, **kwargs)
             count(self.TARGET)

@@ -1,4 +1,4 @@
-"""`torch.Generator(device="cuda")`: a generator of the CPU that says it is on the accelerator."""
+"""`torch.Generator(device="cuda")`: a CPU generator that reports the accelerator as its device."""
 
 from typing import Any
 
@@ -26,11 +26,11 @@ class CudaGenerator(_EAGER):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The accelerator."""
+        """Return the accelerator."""
         return CUDA
 
     def clone_state(self) -> "CudaGenerator":
-        """A generator with the same state."""
+        """Return a generator with the same state."""
         return _restore(self.get_state())
 
     def __reduce__(self) -> Any:
@@ -51,11 +51,11 @@ class _Meta(type):
 
 
 class _Generator(metaclass=_Meta):
-    """Stands for `torch.Generator`: every generator is an instance of it."""
+    """Replacement of `torch.Generator`: every generator is an instance of it."""
 
 
 class Generator(Shim):
-    """Made for "cuda" it says so; seeds, states and numbers are the CPU generator's."""
+    """A generator made for "cuda" reports that device; its numbers are the CPU generator's."""
 
     TARGET = "torch.Generator"
     REASON = "torch without CUDA cannot make a generator on it"

@@ -1,4 +1,4 @@
-"""`torch.load` and `torch.save`: storages saved on CUDA come back as on the accelerator."""
+"""`torch.load` and `torch.save`: storages saved on CUDA are loaded to the accelerator."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _EAGER_RESTORE = torch.serialization.default_restore_location
 
 
 def _over(storage: Any) -> torch.Tensor:
-    """A tensor over the bytes of a storage."""
+    """Return a tensor over the bytes of a storage."""
     untyped = getattr(storage, "_untyped_storage", storage)
     empty: Any = torch.empty(0, dtype=torch.uint8)
     return empty.set_(untyped)
@@ -33,7 +33,7 @@ def _restore(storage: Any, location: str) -> Any:
 
 
 def _to_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """`storage.cuda()`, as in `map_location=lambda storage, place: storage.cuda()`."""
+    """Run `storage.cuda()`, as in `map_location=lambda storage, place: storage.cuda()`."""
     del non_blocking
     is_accelerator(device)
     if is_tagged(_over(self)):
@@ -45,7 +45,7 @@ def _to_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
 
 class Loading(Shim):
     """A location `cuda` (saved so, or by `map_location`) marks the storage as on the accelerator;
-    `weights_only` and everything else of `torch.load` is torch's. What is saved from the
+    `weights_only` and everything else of `torch.load` is torch's. A storage saved from the
     accelerator says `cuda:0`, as a GPU's would.
     """
 

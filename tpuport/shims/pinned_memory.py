@@ -1,4 +1,4 @@
-"""Pinned memory: the host's memory is what it is, and the mark is kept."""
+"""Pinned memory: a mark on host tensors, whose memory is the ordinary one."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     if isinstance(self, TracedTensor) or _is_pinned(self):
         return self
     if is_tagged(self):
-        # torch's own words.
+        # The message is torch's own.
         msg = f"cannot pin '{self.type()}' only dense CPU tensors can be pinned"
         raise RuntimeError(msg)
     pinned = self.clone()
@@ -33,8 +33,8 @@ def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 class PinnedMemory(Shim):
-    """`pin_memory` is a copy that says it is pinned, as on CUDA. A `DataLoader` with
-    `pin_memory=True` hands out its batches as they are, without a thread that copies them.
+    """`pin_memory` returns a copy that reports being pinned, as on CUDA. A `DataLoader` with
+    `pin_memory=True` returns its batches unpinned, without a thread that copies them.
     """
 
     TARGET = "torch.Tensor.pin_memory"

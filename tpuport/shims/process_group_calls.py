@@ -1,4 +1,4 @@
-"""Collectives called on a group object: the backend that keeps our groups moves no data."""
+"""Collectives called on a group object, whose backend moves no data."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""`torch.profiler` asked for CUDA's activity: it records the host's."""
+"""`torch.profiler` asked for CUDA's activity, which records the host's."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from tpuport.shim import Replacement, Shim
 
 
 class Profiling(Shim):
-    """Torch's profiler sees no accelerator here, and no kernels of one; programs are seen by jax's
+    """Torch's profiler sees no accelerator here, nor its kernels; jax's profiler sees the programs
     (`tpuport run --profile`).
     """
 

@@ -10,7 +10,7 @@ from tpuport.shim import Replacement, Shim, copies
 
 
 class _Slice:
-    """A part of a tensor in the file: what is taken from it is on the accelerator."""
+    """A tensor in the file whose slices are read to the accelerator."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -40,11 +40,11 @@ class _File:
         return getattr(self._real, name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file.
+        """Return a tensor of the file.
 
-        The first time over the mapped file itself (private to this process), so that loading takes
-        no second copy. Another time it is a copy, as each is on a GPU: writing one of them must not
-        show in the other.
+        The first time it is over the mapped file itself (private to this process), so that loading
+        takes no second copy. Later it is a copy, as each is on a GPU: a write to one of them must
+        not show in the other.
         """
         tensor = self._real.get_tensor(name)
         if name in self._given:
@@ -53,11 +53,11 @@ class _File:
         return tag(tensor)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the file."""
+        """Return every tensor of the file."""
         return {name: self.get_tensor(name) for name in self._real.keys()}
 
     def get_slice(self, name: str) -> _Slice:
-        """A tensor of the file to take parts of."""
+        """Return a tensor of the file to take slices of."""
         return _Slice(self._real.get_slice(name))
 
 

@@ -1,4 +1,4 @@
-"""Threads that are started in a porting context are in it too."""
+"""Threads started in a porting context, which are in it too."""
 
 import contextvars
 import threading
@@ -31,7 +31,7 @@ class Threads(Shim):
             context, device, run = contextvars.copy_context(), default_device(), self.run
 
             def inside() -> None:
-                # The thread's own method again before it runs: no cycle holds it.
+                # Restore the thread's own `run` first, so that no reference cycle is left.
                 vars(self).pop("run", None)
                 context.run(_emulate, device, run)
 

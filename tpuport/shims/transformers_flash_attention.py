@@ -7,7 +7,7 @@ from typing import Any
 from tpuport.running.settings import active
 from tpuport.shim import Replacement, Shim
 
-# What transformers keeps in globals once it has loaded an implementation.
+# Globals of transformers that it fills once it has loaded an implementation.
 _KEPT = (
     *("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn"),
     *("_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn"),
@@ -44,7 +44,7 @@ class TransformersFlashAttention(Shim):
                 parts.unpad,
             )
 
-        # Loaded afresh, and put back as they were.
+        # Empty, so that transformers loads again; the old values come back afterwards.
         kept = [Replacement(home, name, None) for name in _KEPT if hasattr(home, name)]
         return [Replacement(home, "_lazy_imports", lazy_imports), *kept]
 
@@ -53,7 +53,7 @@ class TransformersFlashCheck(Shim):
     """The check that flash attention 2 or 3 can be used: a model that supports it may."""
 
     TARGET = "transformers.PreTrainedModel._flash_attn_can_dispatch"
-    REASON = "it asks for the CUDA package and device, and caches the answers for good"
+    REASON = "it asks for the CUDA package and device, and caches the answers permanently"
     REFERENCE = 'the same model with attn_implementation="sdpa"'
     MODULE = "transformers.modeling_utils"
 

@@ -1,4 +1,4 @@
-"""Training of ported models: a state, a step as one program, and what stands around them.
+"""Training of ported models: a state, a step as one program, and the loop and input around them.
 
 Each name is loaded when it is first used: worker processes that read samples need neither jax nor
 torchax, and import this package.

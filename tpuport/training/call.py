@@ -1,4 +1,4 @@
-"""The arguments of a step: taken apart, and put where its program reads them."""
+"""The arguments of a step, flattened and placed where its program reads them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from tpuport.training.input.sources import Share
 
 @dataclass(frozen=True)
 class PlacedArguments:
-    """The arguments of one call on the devices, as `TrainStep.place` gives them.
+    """The arguments of one call on the devices, as `TrainStep.place` returns them.
 
     Attributes:
         values: the arrays.
-        metas: their dtypes and shapes as PyTorch has them, which may be wider.
-        spec: the structure that they are of.
+        metas: their dtypes and shapes in PyTorch, whose dtypes may be wider.
+        spec: the tree structure of the arguments.
         paths: their names.
     """
 
@@ -32,22 +32,22 @@ class PlacedArguments:
 
     @property
     def rows(self) -> int:
-        """The length of the first dim of the first array with dims: the whole batch."""
+        """Return the length of the first dim of the first array with dims: the global batch."""
         return next((int(value.shape[0]) for value in self.values if value.ndim), 0)
 
     @property
     def tokens(self) -> int:
-        """How many there are in the argument `input_ids`; 0 without one."""
+        """Return the number of tokens in the argument `input_ids`; 0 without one."""
         return next(
             (v.size for v, p in zip(self.values, self.paths, strict=True) if "input_ids" in p), 0
         )
 
 
 def placed(ported: PortedModel, given: Any) -> PlacedArguments:
-    """The arguments of a call, equal on all processes.
+    """Place the arguments of a call, which are equal on all processes.
 
     Args:
-        ported: whose mesh they go to.
+        ported: the model, whose mesh the arguments are placed on.
         given: (args, kwargs).
     """
     leaves, spec, paths = arguments.take_apart(given)
@@ -57,12 +57,12 @@ def placed(ported: PortedModel, given: Any) -> PlacedArguments:
 
 
 def placed_part(ported: PortedModel, given: Any, share: Share) -> PlacedArguments:
-    """The arguments of a call of which this process has its rows; straight to its devices.
+    """Place the arguments of a call of which this process has only its own rows.
 
     Args:
-        ported: spread over a mesh.
+        ported: the model, sharded over a mesh.
         given: (args, kwargs) of tensors on the host.
-        share: which rows these are.
+        share: the part of the batch that these rows are.
 
     Raises:
         UsageError: the mesh would have other rows here.
@@ -102,7 +102,7 @@ def placed_part(ported: PortedModel, given: Any, share: Share) -> PlacedArgument
 
 
 def share_of(ported: PortedModel) -> Share:
-    """Which rows of a batch this process's devices hold.
+    """Return which rows of a batch this process's devices hold.
 
     Raises:
         UsageError: there are several processes and no mesh over them, or their rows overlap.
@@ -124,7 +124,7 @@ def share_of(ported: PortedModel) -> Share:
 
 
 def process_share(where: NamedSharding, size: int) -> Share:
-    """Which part of so many rows this process's devices hold under a sharding.
+    """Return which part of `size` rows this process's devices hold under a sharding.
 
     Raises:
         UsageError: processes have rows in common, but not all.

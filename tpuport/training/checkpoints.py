@@ -1,4 +1,4 @@
-"""Training states on disk: written in the background, whole or not at all, the last few kept."""
+"""Training states on disk: written atomically in the background, the last few kept."""
 
 import importlib.util
 import json
@@ -19,11 +19,11 @@ _BY_NAME = ("params", "frozen", "buffers", "ema")
 
 
 class Restored(NamedTuple):
-    """What a run goes on with.
+    """A restored training state and the position of the input.
 
     Attributes:
-        state: as it was saved, on the mesh of the state that was given.
-        position: where the input was, as it was given to `save`.
+        state: the saved state, on the mesh of the state that was given.
+        position: the position of the input that was given to `save`.
     """
 
     state: TrainState
@@ -31,20 +31,20 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The training states of one run in a directory, by orbax.
+    """The training states of one run in a directory, written by orbax.
 
         with Checkpoints("runs/a", keep=3) as saved:
             state, position = saved.restore(step.init()) or (step.init(), None)
             ...
             saved.save(state, position)
 
-    A state is there whole or not at all: orbax writes under a temporary name, so after a kill at
-    any moment `restore` finds the last one that was finished.
+    States are written atomically: orbax writes under a temporary name, so after a kill at
+    any moment `restore` finds the last one that was completed.
 
     Args:
-        directory: made if it is not there. Of many processes each gives the same.
-        keep: how many of the newest to keep; None for all.
-        asynchronous: write in the background. `save` returns when the state is copied off the
+        directory: made if it is missing; the same on all processes.
+        keep: the number of newest states to keep; None for all.
+        asynchronous: write in the background. `save` returns once the state is copied off the
             devices, so the next step may overwrite it.
 
     Raises:
@@ -71,15 +71,15 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose states are there, in order."""
+        """Return the steps whose states are saved, in order."""
         return sorted(self._manager.all_steps())
 
     def save(self, state: TrainState, position: Any = None) -> None:
-        """Save a state under its step; one that is there already stays.
+        """Save the state of its step. An existing state of that step is kept.
 
         Args:
-            state: it may be given to the next step at once.
-            position: of the input, to go on with: numbers, strings, lists and dicts of them.
+            state: the state to save; the next step may overwrite it at once.
+            position: position of the input to resume from: numbers, strings, lists, dicts.
 
         Raises:
             CheckpointError: an earlier write failed in the background, or this one does, or there
@@ -106,12 +106,12 @@ class Checkpoints:
             raise self._not_saved(error) from error
 
     def restore(self, like: TrainState, step: int | None = None) -> Restored | None:
-        """The last state that was saved, or that of a step; None if there is none.
+        """Restore the last saved state, or that of a step; return None if there is none.
 
         Args:
-            like: a state of the same model and optimizer, whose places on devices the arrays get:
-                those of another mesh than they were saved from, if it is. Shapes will do.
-            step: which one.
+            like: a state of the same model and optimizer, whose shardings the arrays get. Its mesh
+                may differ from the one they were saved on, and abstract values will do.
+            step: the step to restore; by default the last one.
 
         Raises:
             CheckpointError: it does not fit, or is damaged, or there is none of that step.
@@ -159,7 +159,7 @@ class Checkpoints:
                 saved, given = found.get(name), wanted.get(name)
                 if saved != given:
                     raise CheckpointError(
-                        f"the state of step {number} in {self.directory} is another model's:"
+                        f"the state of step {number} in {self.directory} is of a different model:"
                         f" {part}[{name!r}] is {_shown(saved)} there and {_shown(given)} in the"
                         " state that was given. What to do: give a state of the model that it was"
                         " saved from"
@@ -178,19 +178,19 @@ class Checkpoints:
             raise self._not_saved(error) from error
 
     def _not_saved(self, error: Exception) -> CheckpointError:
-        """The error of a state that was not written: of which one, orbax does not say."""
+        """Return the error of a state that was not written; orbax does not say which one."""
         why = " ".join(str(error).split())[:300]
         remedy = "see that the directory is there and may be written to"
         if is_full(error):
             why, remedy = f"the disk is full ({why})", "make room there"
         return CheckpointError(
             f"a state was not saved to {self.directory}: {why}. The states of the steps"
-            f" {self.steps} are there. What to do: {remedy}, and start again, which goes on after"
+            f" {self.steps} are there. What to do: {remedy}, and start again, which resumes after"
             " the last of them"
         )
 
     def close(self) -> None:
-        """Wait, and end the threads that write."""
+        """Wait for writes to finish, and end the threads that write."""
         try:
             self.wait()
         finally:
@@ -204,10 +204,10 @@ class Checkpoints:
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Whether a record is other than the echo of a failed write.
+    """Return whether a log record is not merely the echo of a failed write.
 
-    orbax writes each array by a task and raises the error of one; of each other one asyncio logs a
-    traceback when it is thrown away: hundreds for a model, after which nobody sees the error.
+    orbax writes each array in a task and raises the error of one. For every other task asyncio logs
+    a traceback at its collection: hundreds for a model, which bury the error.
     """
     return "async_serialize_from_host" not in record.getMessage()
 
@@ -225,12 +225,12 @@ def _check_position(position: Any) -> None:
 
 
 def _as_tree(state: TrainState) -> Mapping[str, Any]:
-    """The parts of a state by name: a later version of the class reads them, too."""
+    """Return the parts of a state by name, which a later version of the class can read too."""
     return {name: getattr(state, name) for name in TrainState.__dataclass_fields__}
 
 
 def _shown(kind: tuple[tuple[int, ...], str] | None) -> str:
-    """`float32[16, 8]`."""
+    """Format a shape and dtype, such as `float32[16, 8]`."""
     return "missing" if kind is None else f"{kind[1]}{list(kind[0])}"
 
 

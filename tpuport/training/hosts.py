@@ -12,7 +12,7 @@ from tpuport.errors import UsageError
 
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-# What JAX finds out about by itself: the variable that says how many processes there are.
+# Clusters that JAX detects by itself, with the variable of the number of processes.
 _CLUSTERS = {"Slurm": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 
 
@@ -21,9 +21,9 @@ class Hosts:
     """The processes of a run.
 
     Attributes:
-        process: the number of this one, from 0.
-        count: how many there are.
-        found: what said so, such as "torchrun" or "one process".
+        process: the index of this process, from 0.
+        count: the number of processes.
+        found: the source of these numbers, such as "torchrun" or "one process".
     """
 
     process: int
@@ -32,13 +32,13 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes what is written once."""
+        """Return whether this is the process that writes logs and files."""
         return self.process == 0
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Who joins; None where JAX finds it out."""
+    """Arguments for joining the processes; None for values that JAX detects."""
 
     by: str
     coordinator: str | None = None
@@ -53,17 +53,17 @@ def initialize(
     *,
     timeout: int = 300,
 ) -> Hosts:
-    """Join this process to the others of the run, if there are others; call it first of all.
+    """Join this process to the others of the run, if there are others; call it before all else.
 
-    Who they are is read from the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    They are found from the arguments; JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID; torchrun's MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; Slurm or Open MPI; or
-    the TPU slice (queued resources, GKE), in this order. Where there is none of these it is one
+    the TPU slice (queued resources, GKE), in this order. Without any of these it is one
     process, and nothing happens. A second call does nothing.
 
     Args:
         coordinator: "host:port" of the first process.
-        num_processes: of the run.
-        process: the number of this one, from 0.
+        num_processes: the number of processes of the run.
+        process: the index of this process, from 0.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -85,7 +85,7 @@ def initialize(
         )
     options: dict[str, Any] = {"initialization_timeout": timeout}
     if found.coordinator is not None:
-        # Else the variables of a cluster may add devices that are not meant.
+        # Otherwise the variables of a cluster may add devices that do not belong to the run.
         options |= {
             "coordinator_address": found.coordinator,
             "num_processes": found.count,
@@ -97,7 +97,7 @@ def initialize(
 
 
 def _find(env: Mapping[str, str], given: tuple[Any, Any, Any]) -> _Found | None:
-    """Who joins this process, or None if it is alone."""
+    """Return how to join the processes, or None if this one is alone."""
     names = ("coordinator", "num_processes", "process")
     if any(value is not None for value in given):
         values = _all_set({n: v for n, v in zip(names, given, strict=True) if v is not None}, names)
@@ -108,7 +108,7 @@ def _find(env: Mapping[str, str], given: tuple[Any, Any, Any]) -> _Found | None:
     if env.get("RANK") or env.get("WORLD_SIZE"):
         values = _all_set(env, _TORCHRUN)
         port = _number(values["MASTER_PORT"], "MASTER_PORT")
-        # torchrun itself listens at its port.
+        # torchrun itself listens on MASTER_PORT, so JAX's coordinator takes the next port.
         port += "TORCHELASTIC_RUN_ID" in env
         address = f"{values['MASTER_ADDR']}:{port}"
         return _numbered("torchrun", address, values["WORLD_SIZE"], values["RANK"])
@@ -151,7 +151,7 @@ def _number(value: Any, name: str) -> int:
 
 
 def _in_slice(env: Mapping[str, str]) -> bool:
-    """Whether this is a host of a TPU slice that JAX can ask about its other hosts."""
+    """Return whether this is a host of a TPU slice that JAX can ask about its other hosts."""
     if env.get("JAX_PLATFORMS", "").startswith("cpu"):
         return False
     several = "," in env.get("TPU_WORKER_HOSTNAMES", "") or env.get("MEGASCALE_COORDINATOR_ADDRESS")

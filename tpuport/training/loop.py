@@ -1,4 +1,4 @@
-"""The loop around a training step: resumed, logged, saved, evaluated, ended in time."""
+"""The loop around a training step: resuming, logging, saving, evaluating, ending on SIGTERM."""
 
 import contextlib
 import time
@@ -22,18 +22,18 @@ from tpuport.training.preemption import Preempted, Preemption
 from tpuport.training.progress import Meter, Shown
 from tpuport.training.sinks import Sink, as_sinks
 
-# So many steps may wait for the devices: more would only hold their batches in memory.
+# The most steps in flight: more would only hold their batches in memory.
 _AHEAD = 8
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps to trace with `jax.profiler`, for TensorBoard or xprof.
+    """The steps to trace with `jax.profiler`, for TensorBoard or xprof.
 
     Attributes:
-        directory: where the trace goes.
+        directory: the folder of the trace.
         start: the first step that is traced, counted from 1; the first ones compile.
-        steps: how many.
+        steps: the number of steps to trace.
     """
 
     directory: str | Path
@@ -42,7 +42,7 @@ class Profile:
 
     @property
     def stop(self) -> int:
-        """The first step that is not traced any more."""
+        """Return the first step after the traced ones."""
         return self.start + self.steps
 
 
@@ -63,34 +63,34 @@ def fit(
     progress: bool = True,
     peak_flops: float | None = None,
 ) -> TrainState:
-    """Train up to a step, from where the last run of the same command came to.
+    """Train up to a step, resuming from where the last run of the same command ended.
 
-    No step waits for the devices: metrics are read every `log_every` steps, one step late. SIGTERM
-    ends the run after the step that is being taken: its state is saved, and `Preempted` ends the
-    script with status 143. Then, or after a kill, the same call goes on from the last saved state.
+    No step waits for the devices: metrics are read every `log_every` steps, one step late. On
+    SIGTERM the run ends after the current step: its state is saved, and `Preempted` ends the script
+    with status 143. Then, or after a kill, the same call resumes from the last saved state.
 
     Args:
-        step: what `make_train_step` or `alternating` gave.
-        batches: `Batches`, or what they are made of: a list of batches, a DataLoader.
-        steps: of the whole run, those before a restart included.
-        state: to begin with; by default `step.init(seed)`. A saved one comes first.
-        seed: of the state.
-        checkpoints: where states are saved, the last one in any case.
-        save_every: steps.
-        log_every: steps.
-        evaluate: of the step and the state, which it leaves as it is; gives numbers by name.
-        evaluate_every: steps; by default only after the last one.
-        sinks: where numbers go: `JsonLines`, `TensorBoard`, `WandB`, any `Sink`, one or several.
-        profile: which steps to trace.
-        progress: show a bar on a terminal, lines elsewhere, on standard error.
-        peak_flops: of one device a second, for MFU; known for TPUs. MFU counts recomputation.
+        step: a step made by `make_train_step` or `alternating`.
+        batches: `Batches`, or a list of batches or a DataLoader to make them of.
+        steps: the number of steps of the entire run, those before a restart included.
+        state: the initial state; by default `step.init(seed)`. A saved one takes precedence.
+        seed: random seed of the initial state.
+        checkpoints: the folder or `Checkpoints` of saved states, which include the last one.
+        save_every: the number of steps between two saves.
+        log_every: the number of steps between two logs.
+        evaluate: returns numbers by name, given the step and the state, which must not change.
+        evaluate_every: the number of steps between evaluations; by default only after the last one.
+        sinks: one or several sinks to log to: `JsonLines`, `TensorBoard`, `WandB`, any `Sink`.
+        profile: the steps to trace.
+        progress: whether to show a bar on a terminal, lines elsewhere, on standard error.
+        peak_flops: peak FLOP/s of one device, for MFU; known for TPUs. MFU counts recomputation.
 
     Returns:
-        The state after the last step; `step.put(state)` gives it to the model.
+        The state after the last step; `step.put(state)` loads it into the model.
 
     Raises:
         Preempted: the process was asked to end.
-        UsageError: an argument is of no use, or a padded batch's mask is not used by the loss.
+        UsageError: an argument is invalid, or a padded batch's mask is not used by the loss.
         CheckpointError: a state cannot be saved or read.
     """
     counts = {"steps": steps, "save_every": save_every, "log_every": log_every}
@@ -110,7 +110,7 @@ def fit(
 
 @dataclass(frozen=True)
 class _Times:
-    """After which steps something is done."""
+    """The steps after which the loop saves, logs and evaluates."""
 
     steps: int
     save_every: int
@@ -118,7 +118,7 @@ class _Times:
     evaluate_every: int | None
 
     def is_due(self, number: int, every: int | None) -> bool:
-        """Whether it is, after a step; after the last one in any case."""
+        """Return whether something is due after a step, as it always is after the last one."""
         return number == self.steps or (every is not None and number % every == 0)
 
 
@@ -133,7 +133,7 @@ def _check(counts: Mapping[str, int], evaluate: Any, evaluate_every: int | None)
 
 
 def _as_batches(given: Any) -> Batches:
-    """`Batches`, or what is made of a list of batches or a loader."""
+    """Return `Batches`, made of a list of batches or a loader if need be."""
     if isinstance(given, Batches):
         return given
     if isinstance(given, (list, tuple)):
@@ -144,12 +144,12 @@ def _as_batches(given: Any) -> Batches:
 def _begun(
     step: Any, batches: Batches, state: Any, seed: int, checkpoints: Checkpoints | None
 ) -> Any:
-    """The state to begin with, and the batches where they were with it."""
+    """Return the initial or the last saved state, and restore the batches to its position."""
     if state is None:
         state = step.init(seed)
     if checkpoints is None or not checkpoints.steps:
         return state
-    # Its arrays make room for those that are read.
+    # Only shapes are kept, so that the arrays make room for the ones that are read.
     like = jax.tree.map(
         lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=getattr(v, "sharding", None)),
         state,
@@ -185,7 +185,7 @@ class _Loop:
         self._meter = Meter()
         self._num_programs = len(getattr(self.step, "causes", ()))
         self._running: deque[Any] = deque()
-        # A step and the epoch of its batch, whose metrics are still to be read.
+        # A step, the epoch of its batch, and its metrics, which are not read yet.
         self._pending: tuple[int, int, dict[str, Any]] | None = None
         self._started = time.perf_counter()
         self._tracing = False
@@ -197,7 +197,7 @@ class _Loop:
             for sink in self.sinks:
                 sink.start(self.first)
             if self.first:
-                self.shown.note(f"going on after step {self.first}")
+                self.shown.note(f"resuming after step {self.first}")
             with Preemption() as preemption, self.batches.on(self.step) as given:
                 state = self._steps(state, given, preemption)
             if self.checkpoints is not None:
@@ -231,7 +231,7 @@ class _Loop:
         return state
 
     def _next(self, state: Any, given: Iterator[Any], number: int, preemption: Preemption) -> Any:
-        """The next batch; where reading ends as the process is to end, the state is saved."""
+        """Return the next batch; if reading fails during preemption, save the state and end."""
         try:
             return next(given)
         except Exception as error:
@@ -243,13 +243,13 @@ class _Loop:
             self._end(number - 1)
 
     def _save(self, state: Any) -> None:
-        """Save a state, if states are saved: its step's numbers are written before."""
+        """Save a state if the run has checkpoints, after logging the numbers of its step."""
         if self.checkpoints is not None:
             self._log_pending()
             self.checkpoints.save(state, self.batches.position)
 
     def _one(self, state: Any, batch: Any, number: int) -> tuple[Any, dict[str, Any]]:
-        """One step, traced and told of where it compiles."""
+        """Take one step, with profiling and a note if it compiles."""
         if self.profile is not None and number == self.profile.start:
             jax.profiler.start_trace(str(self.profile.directory))
             self._tracing = True
@@ -269,7 +269,7 @@ class _Loop:
         return state, metrics
 
     def _compiled(self, number: int, batch: Any, metrics: Any, seconds: float) -> None:
-        """Say that the step was compiled, and why again."""
+        """Note that the step was compiled, and the causes of a retrace."""
         causes = self.step.causes[self._num_programs :]
         self._num_programs += len(causes)
         for cause in causes:
@@ -285,10 +285,10 @@ class _Loop:
         self._meter.start(number)
 
     def _note(self, number: int, epoch: int, state: Any, metrics: dict[str, Any]) -> None:
-        """Keep what is to be logged, on its way to the host."""
+        """Keep the metrics to log, and start copying them to the host."""
         kept = {name: value for name, value in metrics.items() if name != "skipped"}
         if hasattr(state, "skipped"):
-            # The next step overwrites the state.
+            # The state is donated to the next step, which overwrites its arrays.
             kept["skipped_steps"] = jnp.copy(state.skipped)
         for value in kept.values():
             if isinstance(value, jax.Array):
@@ -331,12 +331,12 @@ class _Loop:
 
 
 def _check_mask(step: Any, batch: Any) -> None:
-    """Refuse a loss that counts the rows of a padded batch that repeat others."""
+    """Refuse a loss that counts the padding rows of a batch."""
     unread, paths = getattr(step, "leaves_unread", None), getattr(batch, "paths", None)
     if unread is None or not paths:
         return
     names = [argument_name(path) for path in paths]
-    # An entry of a dict by its name, and at the end of a tuple.
+    # The mask is an entry of a dict, or the last item of a tuple.
     name = f"0.{MASK}" if f"0.{MASK}" in names else names[-1]
     todo = (
         " What to do: return (each * mask).sum() / mask.sum(), {'weight': mask.sum()}, or"
@@ -356,13 +356,13 @@ def _check_mask(step: Any, batch: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    """A Python number of a scalar; a whole one stays whole."""
+    """Convert a scalar to a Python number; integers stay int, bools become float."""
     found = np.asarray(value).item()
     return found if isinstance(found, int) and not isinstance(found, bool) else float(found)
 
 
 def _peak_of(step: Any, peak: float | None) -> float | None:
-    """FLOP a second of all devices of a step, if they are known."""
+    """Return the peak FLOP/s of all devices of a step, if they are known."""
     mesh = step.ported._program.placement.mesh if hasattr(step, "ported") else None
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     if peak is None:

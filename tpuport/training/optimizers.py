@@ -1,4 +1,4 @@
-"""optax's form of torch's optimizers and schedules, with the same updates."""
+"""torch's optimizers and schedules as optax transformations with the same updates."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ from tpuport.model.ported import PortedModel
 
 # The label of parameters that are in no group.
 _NOWHERE = "in no group"
-# What changes speed and no update, or is looked at elsewhere.
+# Options that change no update, or that are handled elsewhere.
 _NO_EFFECT = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
 _STATIC = ("betas", "momentum", "weight_decay", "eps", "alpha")
 
@@ -30,18 +30,19 @@ def from_torch(
     *,
     steps: int | None = None,
 ) -> optax.GradientTransformation:
-    """The updates that a torch optimizer makes, with its groups and its schedule.
+    """Convert a torch optimizer, with its groups and its schedule, to optax.
 
     A parameter that the loss does not depend on has no gradient in torch, whose optimizers then
-    leave it alone; here its gradient is zero, so weight decay and momentum go on. Freeze it
+    leave it alone. Here its gradient is zero, so weight decay and momentum continue. Freeze it
     (`requires_grad=False`) to have it left alone.
 
     Args:
-        ported: made of the module whose parameters the optimizer has.
+        ported: made by `tpuport.convert` of the module whose parameters the optimizer has.
         optimizer: AdamW, Adam, SGD or RMSprop, before its first step.
-        scheduler: one of torch's, or any with `step()` that sets learning rates by the number of
-            the step; its rates are read by running a copy of it, so each is torch's, in float32.
-        steps: for how many steps; after them the last rate stays. Needed with a scheduler.
+        scheduler: a torch scheduler, or any whose `step()` sets learning rates by the number of
+            the step. Its rates are read by running a copy of it, so each is torch's, in float32.
+        steps: the number of steps to read rates for; then the last rate stays. Needed with a
+            scheduler.
 
     Raises:
         UsageError: there is no such optimizer in optax, its parameters are not the model's, it has
@@ -58,20 +59,20 @@ def from_torch(
     name = type(optimizer).__name__
     transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
     for index, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
-        # A schedule leaves notes of its own in a group.
+        # A scheduler adds entries of its own to a group, such as initial_lr.
         options = {name: group[name] for name in optimizer.defaults}
         transforms[str(index)] = _transform(type(optimizer).__name__, kind, options, rate)
-    # Parameters may be stacked later, also by `tpuport.compile_for`.
+    # A function of the params, as they may be stacked later, also by `tpuport.compile_for`.
     return optax.partition(
         transforms, lambda params: {n: _label(n, group_of, name) for n in params}
     )
 
 
 def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
-    """A schedule from its values by step, the last one for all steps after them.
+    """Return a schedule of given values by step; after them the last value stays.
 
     Args:
-        values: (steps,), at least one.
+        values: the values, of shape (steps,), at least one.
     """
     table = jnp.asarray(values, jnp.float32)
     return lambda step: table[jnp.minimum(step, len(table) - 1)]
@@ -79,7 +80,7 @@ def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one of torch's optimizers is written in optax."""
+    """The optax form of one of torch's optimizers, and the options that it knows."""
 
     make: Callable[[dict[str, Any]], optax.GradientTransformation]
     known: frozenset[str]
@@ -118,7 +119,7 @@ def _transform(
 
 def _adamw(group: dict[str, Any]) -> optax.GradientTransformation:
     b1, b2 = group["betas"]
-    # torch decays p by lr * weight_decay before the update: the same sum.
+    # torch decays p by lr * weight_decay before the update, which is the same sum.
     return optax.chain(
         optax.scale_by_adam(b1, b2, eps=group["eps"]),
         optax.add_decayed_weights(group["weight_decay"]),
@@ -165,7 +166,7 @@ _KINDS: dict[type, _Kind] = {
 
 
 def _groups_of(ported: PortedModel, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """The group of each parameter of the model that is in one, by its fqn."""
+    """Return the group of each parameter of the model that is in one, by its fqn."""
     source = ported._source
     named = dict(source.named_parameters()) if isinstance(source, torch.nn.Module) else {}
     names = {id(parameter): name for name, parameter in named.items()}
@@ -187,7 +188,7 @@ def _groups_of(ported: PortedModel, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _label(name: str, group_of: dict[str, str], optimizer: str) -> str:
-    """The group of a parameter by its name in `params`, where it may be a stack.
+    """Return the group of a parameter by its name in `params`, where it may be a stack.
 
     Raises:
         UsageError: a stack of several groups.
@@ -203,7 +204,7 @@ def _label(name: str, group_of: dict[str, str], optimizer: str) -> str:
 
 
 def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:
-    """The learning rate of each group: a number, or a schedule."""
+    """Return the learning rate of each group: a number, or a schedule."""
     if scheduler is None:
         return [float(group["lr"]) for group in optimizer.param_groups]
     if steps is None or steps < 1:
@@ -221,7 +222,7 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
             f"the {type(scheduler).__name__} is not one of this {type(optimizer).__name__}"
             " (scheduler.optimizer). What to do: pass optax's schedule to optax's optimizer"
         )
-    # A copy has its own optimizer, so that neither of the user's takes a step; without the weights.
+    # The copy has its own optimizer, so that the user's take no step; weights are left out of it.
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     running = copy.deepcopy(scheduler, {id(p): torch.zeros(()) for p in weights})
     groups = running.optimizer.param_groups
@@ -230,7 +231,7 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
     for step in range(steps):
         rows[step] = [float(group["lr"]) for group in groups]
         with warnings.catch_warnings():
-            # That it steps before its optimizer.
+            # torch warns that the scheduler steps before its optimizer.
             warnings.simplefilter("ignore", UserWarning)
             running.step()
         if [[group.get(name) for name in _STATIC] for group in groups] != fixed:

@@ -1,4 +1,4 @@
-"""Ending in time: what a machine that is taken away says beforehand."""
+"""Preemption: ending a run in time when its machine is about to be taken away."""
 
 import signal
 import threading
@@ -6,17 +6,17 @@ from typing import Any, Self
 
 import jax
 
-# 128 + SIGTERM, as a shell has it.
+# 128 + SIGTERM, the convention of shells.
 EXIT_STATUS = 143
 
 
 class Preempted(SystemExit):
-    """The run was asked to end (SIGTERM): its state is saved, and the same command goes on.
+    """The run was asked to end (SIGTERM): its state is saved, and the same command resumes it.
 
     Not caught, the script ends with exit status 143.
 
     Attributes:
-        step: how many steps were taken.
+        step: the number of steps taken.
     """
 
     def __init__(self, step: int) -> None:
@@ -25,9 +25,9 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """Notices SIGTERM while it is entered; a second one ends the process at once.
+    """A block in which SIGTERM is noticed; a second one ends the process at once.
 
-    Of several processes JAX's preemption service tells all which step to end after. Outside of the
+    JAX's preemption service tells several processes to end after the same step. Outside of the
     main thread nothing is noticed.
     """
 
@@ -54,11 +54,11 @@ class Preemption:
 
     @property
     def is_noticed(self) -> bool:
-        """Whether this process alone was asked; never where JAX tells several."""
+        """Return whether SIGTERM was noticed here; never where JAX tells several processes."""
         return self._asked
 
     def asked(self, step: int) -> bool:
-        """Whether to save and end after this step; to be asked once a step, by all processes."""
+        """Return whether to save and end after this step; all processes call it once a step."""
         if _service():
             from jax.experimental import multihost_utils
 
@@ -67,7 +67,7 @@ class Preemption:
 
 
 def _service() -> bool:
-    """Whether several processes are told by JAX."""
-    from jax._src import distributed  # what multihost_utils asks; there is no public way
+    """Return whether JAX's preemption service is running for several processes."""
+    from jax._src import distributed  # as multihost_utils does; there is no public way
 
     return jax.process_count() > 1 and distributed.global_state.preemption_sync_manager is not None

@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on."""
+"""The display of a running training: a progress bar or lines, and rates."""
 
 import time
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Shown first, in this order, and how.
+# The rates to show, in this order, and their formats.
 _RATES = {
     "steps_per_second": "{:.3g} steps/s",
     "samples_per_second": "{:.3g} samples/s",
@@ -18,13 +18,13 @@ _HIDDEN = {"epoch", "seconds"}
 
 
 class Shown:
-    """A bar on a terminal, lines elsewhere, nothing if it is switched off.
+    """The display of a run: a bar on a terminal, lines elsewhere, nothing if switched off.
 
     Args:
-        total: steps of the whole run.
-        first: steps that were taken before.
+        total: steps of the entire run.
+        first: steps taken before this start.
         on: whether to show anything.
-        console: where; standard error by default.
+        console: the console to print to; standard error by default.
     """
 
     def __init__(self, total: int, first: int, *, on: bool, console: Console | None = None) -> None:
@@ -43,12 +43,12 @@ class Shown:
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """So many steps were begun."""
+        """Show how many steps were started."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step."""
+        """Show the numbers of a step."""
         if not self._on:
             return
         text = shown(values)
@@ -58,19 +58,19 @@ class Shown:
             self.note(f"step {step}/{self._total}  {text}")
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line of its own."""
         if self._on:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Stop the bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def shown(values: Mapping[str, float]) -> str:
-    """`loss 1.25  grad_norm 0.3  12.5 steps/s`."""
+    """Format numbers as in `loss 1.25  grad_norm 0.3  12.5 steps/s`."""
     parts = [
         f"{name} {value:.4g}"
         for name, value in values.items()
@@ -83,11 +83,11 @@ def shown(values: Mapping[str, float]) -> str:
 
 
 class Meter:
-    """Rates since the last time that they were asked for.
+    """A meter of rates since they were last read.
 
     Attributes:
-        flops: of a step on all devices; None if that is not known.
-        peak: FLOP a second of all devices; None if that is not known.
+        flops: FLOPs of a step on all devices; None if unknown.
+        peak: peak FLOP/s of all devices; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -97,16 +97,16 @@ class Meter:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Count from here on: what was before (compiling, evaluating) is no step's time."""
+        """Restart the clock at a step, so that compiling and evaluating count for no step."""
         self._time, self._step = time.perf_counter(), step
         self._counts = {n: c for n, c in self._counts.items() if n > step}
 
     def count(self, step: int, batch: Any) -> None:
-        """The batch that a step was given."""
+        """Count the rows and tokens of the batch of a step."""
         self._counts[step] = getattr(batch, "rows", 0), getattr(batch, "tokens", 0)
 
     def rates(self, step: int) -> dict[str, float]:
-        """Of the steps since the last time; empty if there is none."""
+        """Return the rates of the steps since the last call; empty if there is none."""
         seconds, steps = time.perf_counter() - self._time, step - self._step
         if steps < 1 or seconds <= 0:
             return {}

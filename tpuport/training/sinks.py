@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: lines of JSON, TensorBoard, Weights & Biases."""
+"""Sinks for the numbers of a run: lines of JSON, TensorBoard, Weights & Biases."""
 
 import importlib
 import importlib.util
@@ -14,30 +14,30 @@ from tpuport.errors import MissingExtraError, UsageError
 
 
 class Sink(Protocol):
-    """What `fit` writes to; only the first of several processes does."""
+    """Something that `fit` logs to; only the first of several processes does."""
 
     def start(self, step: int) -> None:
-        """Begin, or go on after so many steps: what is there of later ones is of a lost run."""
+        """Start at `step` and drop records of later steps, left by a run that crashed."""
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by name."""
+        """Write the numbers of a step, by name."""
         ...
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush the remaining records."""
         ...
 
 
 class JsonLines:
     """A file with one JSON object a line: `{"step": 10, "loss": 1.25, ...}`.
 
-    A line is written whole, by one call, or not at all. When a run goes on, lines of steps that
-    will come again and a line that was cut off are taken out. A number that JSON does not have
+    Each line is written atomically. When a run resumes, lines of steps that
+    will come again and a line that was cut off are removed. A number that JSON does not have
     (NaN, infinity) is null, and its name is in "nonfinite".
 
     Args:
-        path: made with its directory if it is not there.
+        path: the file, made with its directory if it is missing.
 
     Raises:
         CheckpointError: by `start` and `write`: the disk is full, or the file cannot be written.
@@ -48,7 +48,7 @@ class JsonLines:
         self._file: int | None = None
 
     def start(self, step: int) -> None:
-        """Open the file, with the lines up to that step."""
+        """Open the file, and keep only the lines up to that step."""
         self.close()
         with explained(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class JsonLines:
             self._append(json.dumps(shown).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        """All of a line, or nothing: of the last one, a full disk takes the beginning."""
+        """Append a line entirely or not at all: a full disk may take its beginning only."""
         assert self._file is not None
         before = os.fstat(self._file).st_size
         done = 0
@@ -99,7 +99,7 @@ class JsonLines:
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Whether a line is whole and of that step or one before it."""
+    """Return whether a line is complete and of that step or one before it."""
     try:
         return line.endswith(b"\n") and json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
@@ -110,7 +110,7 @@ class TensorBoard:
     """Scalars for TensorBoard, by tensorboardX or by torch's own writer.
 
     Args:
-        directory: of the run.
+        directory: the folder of the run.
 
     Raises:
         MissingExtraError: neither is installed.
@@ -123,17 +123,17 @@ class TensorBoard:
         self._writer: Any = None
 
     def start(self, step: int) -> None:
-        """Begin a file of events; what earlier ones have of later steps is hidden."""
+        """Start a file of events, which hides later steps in earlier files."""
         self.close()
         if _has("tensorboardX"):
             made: Any = importlib.import_module("tensorboardX")
         else:
             made = importlib.import_module("torch.utils.tensorboard")
-        # From this step on it hides.
+        # TensorBoard hides events of earlier files from purge_step on.
         self._writer = made.SummaryWriter(str(self.directory), purge_step=step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar for each number."""
+        """Write one scalar for each number."""
         if self._writer is None:
             self.start(step)
         writer: Any = self._writer
@@ -151,8 +151,8 @@ class WandB:
     """A run of Weights & Biases.
 
     Args:
-        project: its project.
-        **options: arguments of `wandb.init`; with `id=` a run that goes on is the same one.
+        project: the project of the run.
+        **options: arguments of `wandb.init`; with `id=` a resumed run is the same run.
 
     Raises:
         MissingExtraError: wandb is not installed.
@@ -165,14 +165,14 @@ class WandB:
         self._run: Any = None
 
     def start(self, step: int) -> None:
-        """Begin the run, or go on with it."""
+        """Start or resume the run."""
         del step
         self.close()
         made: Any = importlib.import_module("wandb")
         self._run = made.init(**self.options)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step."""
+        """Log the numbers of a step."""
         if self._run is None:
             self.start(step)
         run: Any = self._run
@@ -186,7 +186,7 @@ class WandB:
 
 
 def as_sinks(given: Any) -> list[Sink]:
-    """A list of sinks from one or several.
+    """Return a list of sinks from one or several.
 
     Raises:
         UsageError: something else is among them.

@@ -26,16 +26,16 @@ from tpuport.training.call import PlacedArguments, placed, placed_part, share_of
 from tpuport.training.input.sources import Share
 from tpuport.training.trainable import trained_names
 
-# How the names begin under which loss functions are methods of the model.
+# Prefix of the method names under which loss functions are added to the model.
 LOSS = "training_loss"
 
-# Of all programs that are compiled, in order.
+# Numbers all programs in the order of compilation, across the steps of `Alternating`.
 _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A step for one signature of arguments."""
+    """A compiled step for one signature of arguments."""
 
     run: Executable
     outcome: Outcome
@@ -55,9 +55,9 @@ class TrainStep:
         step.put(state)  # into the ported model, to save or to evaluate
 
     Attributes:
-        ported: the model; its own `params` stay as they are until `put`.
-        optimizer: one of optax's, without clipping.
-        retraces: how many programs were compiled after the first.
+        ported: the model, whose own `params` do not change until `put`.
+        optimizer: the optax optimizer, without clipping.
+        retraces: the number of programs compiled after the first.
         trained: the names of the parameters that it changes.
     """
 
@@ -72,21 +72,21 @@ class TrainStep:
 
     @property
     def training(self) -> Training:
-        """What a step does; `tpuport.compile_for` compiles it for devices that are not there."""
+        """Return the definition of the step, which `tpuport.compile_for` compiles ahead of time."""
         return self._training
 
     @property
     def retraces(self) -> int:
-        """How many programs there are beyond the first."""
+        """Return the number of programs compiled after the first."""
         return max(len(self._compiled) - 1, 0)
 
     @property
     def causes(self) -> list[tuple[str, ...]]:
-        """Why each program was compiled: nothing for the first, then what was different."""
+        """Return why each program was compiled: nothing for the first, then what changed."""
         return [one.causes for one in self._compiled]
 
     def flops(self) -> int:
-        """Floating-point operations of the last program on all devices, recomputation included.
+        """Return the FLOPs of the last program on all devices, recomputation included.
 
         Raises:
             UsageError: no step was taken yet.
@@ -97,14 +97,14 @@ class TrainStep:
 
     @property
     def counts_parts_alike(self) -> bool:
-        """Whether the last program has parts (`accumulate`), and its loss gave no "weight"."""
+        """Return whether the last program has unweighted parts (`accumulate` without "weight")."""
         return self._compiled[-1].counts_parts_alike
 
     def leaves_unread(self, name: str) -> bool:
-        """Whether the last program does not use an argument of this name, such as `0.mask`.
+        """Return whether the last program leaves an argument unused, such as `0.mask`.
 
         Args:
-            name: whole, with the argument's place in the call, or the last part alone.
+            name: the full name, with the argument's place in the call, or its last part alone.
 
         Raises:
             UsageError: there is none.
@@ -123,12 +123,12 @@ class TrainStep:
         return not any(var in used for var in found)
 
     def init(self, seed: int = 0, *, copy: bool = True) -> TrainState:
-        """The state before the first step.
+        """Make the state before the first step.
 
         Args:
-            seed: of all random numbers that steps draw.
-            copy: False hands over the model's own arrays, which the first step overwrites: until
-                `put` the model has no values then, and the weights are in memory once.
+            seed: random seed of all numbers that steps draw.
+            copy: if False, use the model's own arrays, which are donated to the first step. Until
+                `put` the model then has no values, and the weights are in memory once.
         """
         take: Callable[[Any], Any] = jnp.copy if copy else lambda value: value
         params, frozen, buffers = (jax.tree.map(take, part) for part in self._training.split())
@@ -136,7 +136,7 @@ class TrainStep:
         if mesh is not None:
             whole = NamedSharding(mesh, PartitionSpec())
             _, places = optimizer_state(self.ported, self.optimizer, params)
-        # Made there: jax puts no key on the devices of other processes.
+        # Made under jit: jax cannot put a key on the devices of other processes.
         counts = jax.jit(
             lambda: (jnp.int32(0), jnp.int32(0), jax.random.key(seed)), out_shardings=whole
         )()
@@ -152,11 +152,12 @@ class TrainStep:
         )
 
     def put(self, state: TrainState, *, ema: bool = False) -> PortedModel:
-        """Give the model the weights and buffers of a state, and return it.
+        """Load the weights and buffers of a state into the model, and return it.
 
         Args:
-            state: it stays valid: the model gets copies, as the next step overwrites the arrays.
-            ema: the averages instead of the parameters.
+            state: the state, which stays valid: the model gets copies, as the next step overwrites
+                the arrays.
+            ema: whether to use the averages instead of the parameters.
         """
         source = state.with_ema() if ema else state
         params = {n: source.params.get(n, source.frozen.get(n)) for n in self.ported.params}
@@ -166,7 +167,7 @@ class TrainStep:
         return self.ported
 
     def share(self) -> Share:
-        """Which rows of a batch this process's chips hold, for `place`.
+        """Return which rows of a batch this process's chips hold, for `place`.
 
         Raises:
             UsageError: there are several processes and no mesh over them.
@@ -175,12 +176,12 @@ class TrainStep:
 
     @explaining()
     def place(self, *args: Any, share: Share | None = None, **kwargs: Any) -> PlacedArguments:
-        """The arguments of a step on the devices, to be given to it in their stead.
+        """Place the arguments of a step on the devices; call the step with the result instead.
 
         Args:
-            *args: as those of a step.
-            share: of which this process has these rows; otherwise each has all of them.
-            **kwargs: as those of a step.
+            *args: the arguments of a step.
+            share: the part of the batch that these rows are; if left out, each process has all.
+            **kwargs: the keyword arguments of a step.
 
         Raises:
             UsageError: an argument is of a kind that cannot be passed.
@@ -193,12 +194,12 @@ class TrainStep:
 
     @explaining()
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Metrics]:
-        """One step.
+        """Take one step.
 
         Args:
-            state: its arrays are overwritten; use the one that is returned.
+            state: the state, whose arrays are donated; use the one that is returned.
             *args: the loss function's arguments after the model: tensors, arrays, structures of
-                them, or what `place` made of them. With `accumulate` the first dim of each tensor
+                them, or the result of `place`. With `accumulate` the first dim of each tensor
                 with dims is the batch.
             **kwargs: its keyword arguments.
 
@@ -215,7 +216,7 @@ class TrainStep:
         compiled = self._programs.get(self._signature(call))
         if compiled is None or compiled.outcome.trace.guards.changed() is not None:
             compiled = settled(lambda: self._compile(state, call))
-            # Tracing may have found that it needs the value of an argument.
+            # Tracing may have made an argument static, which changes the signature.
             self._programs[self._signature(call)] = compiled
         return compiled.run(state, unused_key(), call.values)
 
@@ -233,7 +234,7 @@ class TrainStep:
             del key
             after, metrics = train(self._training, state, replace(batch, values=values))
             if self.ported._program.placement.mesh is not None:
-                # Else the partitioner may choose others, and the next step is another program.
+                # Otherwise XLA may choose other shardings, and the next step would be retraced.
                 after = jax.lax.with_sharding_constraint(after, places)
             return after, metrics
 
@@ -250,7 +251,7 @@ class TrainStep:
         causes: tuple[str, ...] = ()
         if self._compiled:
             found = retrace_causes(self._compiled[-1].signature, signature, ())
-            # Of (args, kwargs), the first argument.
+            # The path of the first argument in (args, kwargs).
             causes = tuple(cause.replace("[0][0]", "batch", 1) for cause in found)
         alike = not all(batch.weighted)
         made = _Compiled(run, outcome, signature, causes, call.paths, next(_NUMBERS), alike)
@@ -259,7 +260,7 @@ class TrainStep:
 
 
 def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:
-    """The name under which a loss function is one of the model's methods, each its own."""
+    """Return the method name of a loss function, adding it to the model if it is new."""
     if isinstance(loss, str):
         if not callable(getattr(ported.module, loss, None)):
             raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
@@ -284,30 +285,30 @@ def make_train_step(
     skip_nonfinite: bool = True,
     trainable: str | Sequence[str] | None = None,
 ) -> TrainStep:
-    """A training step of a ported model as one jitted, donated program.
+    """Make a training step of a ported model: one jitted program with a donated state.
 
-    What is trained, frozen and a buffer is what `requires_grad` says. Random numbers are fresh at
-    each step, and the same for the same seed and step.
+    `requires_grad` decides which parameters are trained and which are frozen. Random numbers are
+    fresh at each step, and the same for the same seed and step.
 
     Args:
-        ported: what `tpuport.convert` gave; shard and stack it before.
+        ported: made by `tpuport.convert`; shard and stack it before.
         loss: `def loss(model, batch): ...` in PyTorch, called with the module and the step's
-            arguments; or the name of a method that gives the loss. It gives a scalar, a pair of it
-            and a dict of metrics (scalars), or an output with `loss`. A metric "weight" says what
-            the loss is a mean over (such as the number of tokens that count): with `accumulate`
-            parts count by it.
-        optimizer: one of optax's, or the name of one ("adamw", "adam", "adafactor", "lion", "sgd").
-        accumulate: parts that the batch is cut into, one after another in a scan: memory for one
-            part, the gradient of the whole.
-        clip_norm: the largest norm of all gradients together, as `clip_grad_norm_`.
-        ema_decay: keep averages of the parameters that forget at this rate.
-        skip_nonfinite: leave everything as it was where the loss or a gradient is infinite or NaN
-            (a schedule of optax's, too), and count it; False applies it all the same.
+            arguments; or the name of a method that returns the loss. It returns a scalar, a pair
+            of it and a dict of metrics (scalars), or an output with `loss`. A metric "weight" says
+            how many items the loss is a mean over (such as the number of tokens that count): with
+            `accumulate` parts are weighted by it.
+        optimizer: an optax optimizer or its name ("adamw", "adam", "adafactor", "lion", "sgd").
+        accumulate: the number of parts of the batch, run one after another in a scan: memory for
+            one part, the gradient of the entire batch.
+        clip_norm: the largest global norm of the gradients, as in `clip_grad_norm_`.
+        ema_decay: decay of the moving averages of the parameters; by default there are none.
+        skip_nonfinite: keep parameters, buffers and optimizer state (an optax schedule's count too)
+            where the loss or a gradient is infinite or NaN, and count the skip; False updates them.
         trainable: patterns of the parameters to train, such as "discriminator.**"; the others are
-            frozen in this step. By default all with `requires_grad`.
+            frozen in this step. By default all with `requires_grad` are trained.
 
     Raises:
-        UsageError: an argument is of no use.
+        UsageError: an argument is invalid.
     """
     _check_numbers(accumulate, ema_decay, clip_norm)
     if not ported.params:

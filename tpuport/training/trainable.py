@@ -1,4 +1,4 @@
-"""Which parameters a step trains, where it is not all of them."""
+"""The choice of the parameters that a step trains."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from tpuport.model.ported import PortedModel
 
 
 def trained_names(ported: PortedModel, trainable: str | Sequence[str] | None) -> frozenset[str]:
-    """The names in `params` of what is trained.
+    """Return the names in `params` of the parameters that are trained.
 
     Raises:
         UsageError: a pattern matches nothing, or a part of a stack.

@@ -22,11 +22,11 @@ class Alternating:
         )
         state, metrics = step(state, batch)  # metrics["generator/loss"]
 
-    Its state has the optimizers' states by the names of the steps; it can be saved, and given to
-    `fit`. `step` counts rounds, `skipped` the steps that left everything as it was.
+    Its state has the optimizers' states by the names of the steps; it can be saved and passed to
+    `fit`. `step` counts rounds, `skipped` the steps whose update was skipped.
 
     Attributes:
-        steps: by name.
+        steps: the steps by name.
         ported: the model.
     """
 
@@ -36,38 +36,38 @@ class Alternating:
 
     @property
     def causes(self) -> list[tuple[str, ...]]:
-        """Why each program was compiled, of all steps, in the order in which they were."""
+        """Return why each program of all steps was compiled, in the order of compilation."""
         made = [one for step in self.steps.values() for one in step._compiled]
         return [one.causes for one in sorted(made, key=lambda one: one.number)]
 
     @property
     def retraces(self) -> int:
-        """How many programs were compiled after the first one of each step."""
+        """Return the number of programs compiled after the first one of each step."""
         return sum(step.retraces for step in self.steps.values())
 
     def flops(self) -> int:
-        """Floating-point operations of a round on all devices."""
+        """Return the FLOPs of a round on all devices."""
         return sum(step.flops() for step in self.steps.values())
 
     def leaves_unread(self, name: str) -> bool:
-        """Whether one of the programs does not use an argument of that name."""
+        """Return whether one of the programs leaves an argument of that name unused."""
         return any(step.leaves_unread(name) for step in self.steps.values())
 
     @property
     def counts_parts_alike(self) -> bool:
-        """Whether one of the programs has parts whose loss gave no "weight"."""
+        """Return whether one of the programs has unweighted parts (`accumulate`)."""
         return any(step.counts_parts_alike for step in self.steps.values())
 
     def share(self) -> Share:
-        """Which rows of a batch this process's chips hold."""
+        """Return which rows of a batch this process's chips hold."""
         return next(iter(self.steps.values())).share()
 
     def place(self, *args: Any, share: Share | None = None, **kwargs: Any) -> PlacedArguments:
-        """The arguments of a round on the devices, see `TrainStep.place`."""
+        """Place the arguments of a round on the devices, see `TrainStep.place`."""
         return next(iter(self.steps.values())).place(*args, share=share, **kwargs)
 
     def init(self, seed: int = 0, *, copy: bool = True) -> TrainState:
-        """The state before the first round, see `TrainStep.init`."""
+        """Make the state before the first round, see `TrainStep.init`."""
         states = {name: step.init(seed, copy=copy) for name, step in self.steps.items()}
         first = next(iter(states.values()))
         params = {n: v for state in states.values() for n, v in state.params.items()}
@@ -80,11 +80,11 @@ class Alternating:
         )
 
     def put(self, state: TrainState, *, ema: bool = False) -> PortedModel:
-        """Give the model the weights and buffers of a state, and return it."""
+        """Load the weights and buffers of a state into the model, and return it."""
         return next(iter(self.steps.values())).put(state, ema=ema)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Metrics]:
-        """One step of each, in order; see `TrainStep.__call__`.
+        """Take one step of each, in order; see `TrainStep.__call__`.
 
         Returns:
             The state after them, and the metrics as "name/loss", with "loss", their sum, and
@@ -93,7 +93,7 @@ class Alternating:
         call = self.place(*args, **kwargs)
         count, metrics = state.step, {}
         for name, step in self.steps.items():
-            # A step gives its memory away; the count is needed once more for the next one.
+            # A step's state is donated, and the next step needs the count too, so each gets a copy.
             part, found = step(self._part(state, name, jnp.copy(count)), call)
             state = self._whole(state, name, part)
             metrics |= {f"{name}/{key}": value for key, value in found.items()}
@@ -102,7 +102,7 @@ class Alternating:
         return state, metrics
 
     def _part(self, state: TrainState, name: str, count: Any) -> TrainState:
-        """The state as one of the steps has it: what the others train is frozen."""
+        """Return the state for one of the steps, with the others' parameters frozen."""
         trained = self.steps[name].trained
         params = {n: v for n, v in state.params.items() if n in trained}
         others = {n: v for n, v in state.params.items() if n not in trained}
@@ -116,7 +116,7 @@ class Alternating:
         )
 
     def _whole(self, state: TrainState, name: str, part: TrainState) -> TrainState:
-        """The state after one of the steps."""
+        """Return the joint state after one of the steps."""
         values = {**part.frozen, **part.params}
         return replace(
             part,
@@ -128,10 +128,10 @@ class Alternating:
 
 
 def alternating(**steps: TrainStep) -> Alternating:
-    """One step of several that take turns on a model: a GAN's, with `trainable=` of its own each.
+    """Combine steps that take turns on a model, such as a GAN's, each with its own `trainable=`.
 
     Args:
-        **steps: by name, in the order in which they are taken.
+        **steps: the steps by name, in the order in which they are taken.
 
     Raises:
         UsageError: they are of different models, or train the same parameters.

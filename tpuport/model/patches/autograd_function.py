@@ -23,7 +23,7 @@ from tpuport.shim import Replacement, Shim, installed
 
 
 class _Context:
-    """Stands for the `ctx` of a custom autograd function."""
+    """The `ctx` of a custom autograd function in a trace."""
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
@@ -79,8 +79,8 @@ class _Call:
     """One call of a custom autograd function.
 
     jax runs its forward once or twice: as the primal, and again (maybe after the trace has ended)
-    when it differentiates what it has traced. What the forward leaves in Python objects is kept
-    from the first run only.
+    when it differentiates what it has traced. Changes that the forward makes to Python objects are
+    kept from the first run only.
     """
 
     def __init__(self, trace: Trace, cls: Any, args: tuple[Any, ...]) -> None:
@@ -98,7 +98,7 @@ class _Call:
         self.autocast = autocast_state()
 
     def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
-        """The outputs, the values of escaping and of written storages, and the saved tensors."""
+        """Return outputs, values of escaping and of written storages, and the saved tensors."""
         if self.body is None:
             self.body = body = Body(self.trace, lambda: self._run(values, self.trace))
             alive, after = body.run()
@@ -121,6 +121,7 @@ class _Call:
                 keys = trace.keys
                 reached = keys.count if keys is not None else 0
                 if keys is not None:
+                    # Draw the same keys as in the first run, or the residuals would differ.
                     keys.count = self.count
                 body = Body(trace, lambda: self._run(values, trace))
                 alive = body.run_like(first)
@@ -160,14 +161,14 @@ class _Call:
         return [value_of(leaf) for leaf in leaves], [value_of(leaf) for leaf in kept]
 
     def fwd(self, values: Any) -> Any:
-        """The forward of the custom_vjp: outputs and residuals."""
+        """Run the forward of the custom_vjp: return outputs and residuals."""
         outs, saved = self.forward(values)
         return outs, (saved, values)
 
     def bwd(self, residuals: Any, cotangents: Any) -> Any:
-        """The user's backward; what escapes from the forward by other ways has no gradient."""
+        """Run the user's backward; values that left the forward by other ways have no gradient."""
         saved, values = residuals
-        # Torch runs it after the region, if it is in one; `custom_bwd` enters its own.
+        # Torch runs backward after the autocast region has ended; `custom_bwd` enters its own.
         with _running(self.trace) as trace, autocast_as(OFF):
             restored = _rewrapped(saved, self.saved, trace)
             saved_tensors, attributes = structure.rebuild(self.context_spec, restored)
@@ -203,7 +204,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
 
 @contextlib.contextmanager
 def _running(trace: Trace) -> Iterator[Trace]:
-    """The trace to run a backward in: jax may come to it after the forward's trace has ended."""
+    """Enter a trace for a backward: the forward's, or a new one if that has already ended."""
     if not trace.closed:
         with trace.recording():
             yield trace

@@ -1,4 +1,4 @@
-"""Seeding inside a ported function: it sets the program's keys, not torch's generator."""
+"""Seeding inside a ported function, which sets the program's keys and not torch's generator."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tpuport.shim import Replacement, Shim
 
 
 class ManualSeed(Shim):
-    """`torch.manual_seed(n)` in a trace starts the program's random numbers again from `n`."""
+    """`torch.manual_seed(n)` in a trace restarts the program's random numbers from `n`."""
 
     TARGET = "torch.manual_seed"
     REASON = "it would seed the generator of the host, from which a ported program draws nothing"

@@ -1,6 +1,8 @@
-"""Module calls go through the explorer, which needs to know which module a branch on a traced value
-is in; values that a mesh has a place for get it where they enter or leave a module; and modules
-with a remat policy are regions of `jax.checkpoint`.
+"""Module calls in a trace.
+
+They go through the explorer, which needs to know the module around a branch on a traced value.
+Inputs and outputs of modules get their sharding constraints here, and modules with a remat policy
+become regions of `jax.checkpoint`.
 """
 
 from typing import Any

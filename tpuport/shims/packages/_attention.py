@@ -18,13 +18,13 @@ from tpuport.model.bounded.extents import attach, extents_of, filled
 
 @dataclass(frozen=True)
 class Rule:
-    """Which keys a query sees, and how the scores are changed, beyond the softmax.
+    """The keys that a query sees, and the changes of its scores before the softmax.
 
     Attributes:
         scale: Factor of the scores; None for 1/sqrt(D).
         causal: A query sees no key after its own position; positions are aligned at the last query
             and the last key (flash-attn >= 2.1).
-        window: How many keys before and after its own position a query sees; -1 for all.
+        window: The keys before and after its own position that a query sees; -1 for all.
         softcap: If positive, scores s become softcap * tanh(s / softcap).
         slopes: ALiBi's, [H], [B, H] or [B, H, L]: a score loses slope * distance.
         dropout: Probability that a weight is dropped.
@@ -39,11 +39,11 @@ class Rule:
 
     @property
     def is_local(self) -> bool:
-        """Whether it matters where a key stands."""
+        """Return whether the position of a key matters."""
         return self.causal or self.slopes is not None or tuple(self.window) != (-1, -1)
 
     def mask(self, distance: torch.Tensor) -> torch.Tensor | None:
-        """Which keys are seen, by how far each lies after the query's own position."""
+        """Return which keys are seen, by the distance of each after the query's own position."""
         left, right = (-1 if side is None else side for side in self.window)
         if self.causal:
             right = 0
@@ -66,17 +66,17 @@ def attend(
     seen: torch.Tensor | None = None,
     with_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of [B, H, L, D] queries over [B, G, S, D] keys.
+    """Compute the attention of [B, H, L, D] queries over [B, G, S, D] keys.
 
     Args:
-        query: What asks.
-        key: What is compared.
-        value: What is averaged, [B, G, S, Dv].
-        rule: Which keys count, and how.
-        distance: How far each key lies after each query's own position, broadcastable to
+        query: The queries.
+        key: The keys.
+        value: The values, [B, G, S, Dv].
+        rule: The mask, bias and scale of the scores.
+        distance: The distance of each key after each query's own position, broadcastable to
             [B, H, L, S]; None for sequences that are aligned at their ends.
         seen: Keys that a query may see at all, broadcastable to [B, H, L, S].
-        with_lse: Give the logarithm of each query's softmax denominator too.
+        with_lse: Whether to return the logarithm of each query's softmax denominator too.
 
     Returns:
         [B, H, L, Dv], with zeros for a query that sees nothing; and [B, H, L] in float32 (inf for
@@ -132,7 +132,7 @@ def _aligned_at_the_end(queries: int, keys: int, device: torch.device) -> torch.
 
 
 def _alibi(slopes: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """[B or 1, H, L, S] in float32."""
+    """Return the ALiBi bias, [B or 1, H, L, S] in float32."""
     slopes = slopes.float()
     if slopes.dim() == 1:
         slopes = slopes[None]
@@ -149,7 +149,7 @@ def _attend_by_hand(
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The softmax written out in float32, as the kernels keep it."""
+    """Compute attention with the softmax written out in float32, as the kernels keep it."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
@@ -161,7 +161,7 @@ def _attend_by_hand(
     if mask is None:
         mask = torch.ones((), dtype=torch.bool, device=query.device)
     some = mask.any(-1, keepdim=True)
-    # A row without keys would be nan, and so would its gradient: it is computed as if it saw all.
+    # A row without keys would be nan, as would its gradient: compute it as if it saw all keys.
     scores = scores.masked_fill(~(mask | ~some), float("-inf"))
     weights = torch.softmax(scores, -1) * some
     weights = torch.nn.functional.dropout(weights, rule.dropout, rule.dropout > 0)
@@ -172,7 +172,7 @@ def _attend_by_hand(
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences laid end to end: which one each row belongs to, and where it stands in it.
+    """Sequences laid end to end: the sequence of each row, and its position in that sequence.
 
     Attributes:
         sequence: [T], the number of sequences for rows after the last one.
@@ -186,10 +186,10 @@ class Packed:
 
     @classmethod
     def of(cls, starts: torch.Tensor, rows: int) -> "Packed":
-        """From `cu_seqlens` [N + 1]; its values may be traced, its length may not."""
+        """Make it from `cu_seqlens` [N + 1]; its values may be traced, its length may not."""
         starts = starts.to(torch.int64)
         at = places(rows, starts.device)
-        # Not searchsorted, which a program with a data-dependent number of rows would fix by value.
+        # Not searchsorted, whose result a program with a dynamic number of rows would bake in.
         sequence = (at[:, None] >= starts[1:]).sum(-1)
         lengths = torch.cat([starts[1:] - starts[:-1], torch.zeros_like(starts[:1])])
         return cls(sequence, at - starts[sequence], lengths)
@@ -205,7 +205,7 @@ def attend_packed(
     with_lse: bool = False,
     used: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention within each of N sequences that are laid end to end.
+    """Compute attention within each of N sequences that are laid end to end.
 
     One call over all rows with a mask, so that nothing depends on where sequences end: the memory
     of the mask is the square of the number of rows.
@@ -215,14 +215,14 @@ def attend_packed(
         key: [U, G, D].
         value: [U, G, Dv].
         starts: `cu_seqlens` of the queries and of the keys, [N + 1] each.
-        rule: Which keys count, and how.
-        with_lse: Give the logarithm of each query's softmax denominator too, [H, T].
-        used: How many keys of each sequence count, [N]; None for all.
+        rule: The mask, bias and scale of the scores.
+        with_lse: Whether to return the logarithm of each query's softmax denominator too, [H, T].
+        used: The number of keys of each sequence that count, [N]; None for all.
 
     Returns:
         [T, H, Dv], zeros for rows after the last sequence, and what `with_lse` asks for.
     """
-    # With as many rows as there may be: those past the real ones are past the last sequence.
+    # Pad to the maximal number of rows: the padding is past the last sequence.
     counts = extents_of(query)
     query, key, value = (filled(x, 0) for x in (query, key, value))
     rows, columns = (Packed.of(s, x.shape[0]) for s, x in zip(starts, (query, key), strict=True))
@@ -235,7 +235,7 @@ def attend_packed(
     own = rows.position + lengths[rows.sequence] - rows.lengths[rows.sequence]
     distance = columns.position - own[:, None]
     if starts[0] is starts[1] and used is None and query.shape[0] == key.shape[0]:
-        # The same within a sequence, and known when the program is compiled.
+        # The same distances within a sequence, and static when the program is traced.
         distance = _aligned_at_the_end(query.shape[0], key.shape[0], query.device)
     if rule.slopes is not None and rule.slopes.dim() == 2:
         last = rule.slopes.shape[0] - 1

@@ -1,4 +1,4 @@
-"""What models import from flash-attn besides attention: padding, rotary embeddings and norms."""
+"""The parts of flash-attn besides attention: padding, rotary embeddings and norms."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tpuport.errors import UsageError
 def unpad(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any, torch.Tensor]:
-    """Rows, indices, cu_seqlens, the longest length, and the lengths without the unused rows."""
+    """Return rows, indices, cu_seqlens, the longest length and the lengths without unused rows."""
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -22,14 +22,14 @@ def unpad(
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The rows of x [T, ...] at `indices`."""
+    """Return the rows of x [T, ...] at `indices`."""
     return x[indices]
 
 
 def index_put_first_axis(
     values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
 ) -> torch.Tensor:
-    """Zeros [first_axis_dim, ...] with `values` at `indices`."""
+    """Return zeros [first_axis_dim, ...] with `values` at `indices`."""
     out = values.new_zeros(first_axis_dim, *values.shape[1:])
     out[indices] = values
     return out
@@ -38,7 +38,7 @@ def index_put_first_axis(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """The rows back at their places: [batch, seqlen, ...], zeros elsewhere."""
+    """Put the rows back at their places in [batch, seqlen, ...], zeros elsewhere."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 
@@ -63,14 +63,14 @@ def apply_rotary_emb(
     """Rotate the first 2 * R channels of x [B, L, H, D] (or [T, H, D] with `cu_seqlens`).
 
     Args:
-        x: What is rotated.
-        cos: [L or more, R].
-        sin: As `cos`.
+        x: The tensor to rotate.
+        cos: The cosines by position, [L or more, R].
+        sin: The sines, shaped as `cos`.
         interleaved: Pairs are neighbours (GPT-J) rather than halves (GPT-NeoX).
         inplace: Write the result into `x` too.
         seqlen_offsets: Position of the first row: a number, or [B].
         cu_seqlens: [N + 1], for sequences laid end to end.
-        max_seqlen: Not needed here.
+        max_seqlen: Ignored.
     """
     del max_seqlen
     if cu_seqlens is not None:
@@ -112,14 +112,14 @@ def _rotate(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm over the last dim, computed in float32, in x's dtype."""
+    """Apply RMSNorm over the last dim, computed in float32, in x's dtype."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + epsilon)
     return (y * weight.float()).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a weight, as flash-attn's module (no dropout)."""
+    """RMSNorm with a weight, like flash-attn's module (no dropout)."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class RMSNorm(nn.Module):
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """LayerNorm over the last dim, computed in float32, in x's dtype."""
+    """Apply LayerNorm over the last dim, computed in float32, in x's dtype."""
     bias = None if bias is None else bias.float()
     y = nn.functional.layer_norm(x.float(), weight.shape, weight.float(), bias, epsilon)
     return y.to(x.dtype)

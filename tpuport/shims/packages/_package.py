@@ -1,4 +1,4 @@
-"""What the file of a provided package declares."""
+"""The base class of provided packages."""
 
 import functools
 import importlib
@@ -14,14 +14,14 @@ from tpuport.running.settings import active
 class Package:
     """A package of CUDA kernels that is provided in plain PyTorch inside `porting()`.
 
-    `NAME` is what user code imports, `DISTRIBUTION` what `importlib.metadata` calls it, and
+    `NAME` is the import name, `DISTRIBUTION` the name for `importlib.metadata`, and
     `VERSION` the release whose signatures are followed. `TARGET`, `REASON` and `REFERENCE` are as
     in a shim: what is replaced, why, and what it equals.
 
     Most are used even where the CUDA package is installed. One with `IF_MISSING` is served only if
-    it is not, and only to code that cannot do without, as a stand-in is.
+    it is not, and only to code that cannot do without it, as a stand-in is.
 
-    What user code imported it keeps after the block, where it goes on working.
+    User code keeps what it imported, which still works after the block.
     """
 
     NAME: ClassVar[str]
@@ -33,24 +33,24 @@ class Package:
     IF_MISSING: ClassVar[bool] = False
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """The attributes of each module by its full name, `NAME` itself included."""
+        """Return the attributes of each module by its full name, `NAME` itself included."""
         raise NotImplementedError
 
     @classmethod
     def options(cls) -> dict[str, Any]:
-        """What `porting(name={...})` says of this package."""
+        """Return the options that `porting(name={...})` has for this package."""
         settings = active()
         return dict(settings.options.get(cls.NAME) or {}) if settings is not None else {}
 
     @classmethod
     def version(cls) -> str:
-        """The version that it says it is: `VERSION`, unless the user asked for another."""
+        """Return the version that it reports: `VERSION`, unless the user asked for another."""
         return str(cls.options().get("version", cls.VERSION))
 
 
 @functools.cache
 def find_packages() -> MappingProxyType[str, type[Package]]:
-    """Every provided package by its import name."""
+    """Find every provided package, by its import name."""
     found: dict[str, type[Package]] = {}
     for info in sorted(pkgutil.iter_modules(tpuport.shims.packages.__path__), key=lambda m: m.name):
         if info.name.startswith("_"):
@@ -67,5 +67,5 @@ def find_packages() -> MappingProxyType[str, type[Package]]:
 
 
 def named(*functions: Callable[..., Any]) -> dict[str, Any]:
-    """Functions and classes by their own names."""
+    """Return functions and classes by their own names."""
     return {function.__name__: function for function in functions}

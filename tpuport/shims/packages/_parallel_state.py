@@ -1,6 +1,6 @@
-"""The questions that models ask about their place among parallel processes, answered for one.
+"""Functions by which models ask for their place among parallel processes, answered for one.
 
-Sizes are 1, ranks 0 and groups the only one, under a JAX mesh too: the model is written for one
+Sizes are 1 and ranks 0, and there is one group, under a JAX mesh too: the model is written for one
 device, and the partitioner spreads its program over the mesh.
 """
 
@@ -13,7 +13,7 @@ from tpuport.errors import UsageError
 
 
 class OnlyGroup:
-    """A group of one process, as the group objects of xDiT and vLLM are used."""
+    """A group of one process, with the methods of the group objects of xDiT and vLLM."""
 
     world_size = 1
     rank = local_rank = rank_in_group = 0
@@ -28,29 +28,29 @@ class OnlyGroup:
         self.ranks = [0]
 
     def all_gather(self, input_: torch.Tensor, dim: int = 0, separate_tensors: bool = False) -> Any:
-        """The tensor, or a list of it."""
+        """Return the tensor, or a list of it."""
         del dim
         return [input_] if separate_tensors else input_
 
     def all_reduce(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         del args, kwargs
         return input_
 
     reduce_scatter = all_to_all = broadcast = gather = all_reduce
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """The object."""
+        """Return the object."""
         del src
         return obj
 
     def broadcast_object_list(self, obj_list: Any, src: int = 0, group: Any = None) -> Any:
-        """The list."""
+        """Return the list."""
         del src, group
         return obj_list
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Do nothing: there is no other process to wait for."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -62,12 +62,12 @@ class OnlyGroup:
 
 
 class Table:
-    """Builds the functions of a module of parallel state.
+    """A builder of the functions of a parallel-state module.
 
     Args:
         package: The package, for its options: `porting(package={"sizes": {"tensor_model_parallel":
             2}})` gives another size where a model builds one shard of itself.
-        sizes: Those options.
+        sizes: The sizes in those options.
     """
 
     def __init__(self, package: str, sizes: dict[str, int]) -> None:
@@ -76,12 +76,12 @@ class Table:
         self._known: set[str] = set()
 
     def answers(self, value: Any, *names: str) -> None:
-        """Functions that answer with a value, whatever they are given."""
+        """Add functions that return a value, whatever their arguments."""
         for name in names:
             self.functions[name] = _answering(name, value)
 
     def dimensions(self, names: Iterable[str], group: Any = None) -> None:
-        """`get_X_world_size`, `get_X_rank` and `get_X_group` of each X."""
+        """Add `get_X_world_size`, `get_X_rank` and `get_X_group` of each X."""
         for name in names:
             self._known.add(name)
             self.answers(int(self.sizes.get(name, 1)), f"get_{name}_world_size")
@@ -89,7 +89,7 @@ class Table:
             self.answers(group, f"get_{name}_group")
 
     def initializers(self, *names: str) -> None:
-        """Functions that are told the sizes: all must be 1, or what the options say."""
+        """Add functions that take sizes, all of which must be 1 or the size in the options."""
         for name in names:
             self.functions[name] = self._initializing(name)
 
@@ -109,7 +109,7 @@ class Table:
         return initialize
 
     def finish(self) -> dict[str, Any]:
-        """The functions, and a clear error for a name that is not among them."""
+        """Return the functions, and a clear error for a name that is not among them."""
         for name in set(self.sizes) - self._known:
             raise UsageError(
                 f"porting({self.package}=...): no size is called {name!r}. What to do: name one of"

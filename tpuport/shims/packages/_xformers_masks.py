@@ -7,14 +7,14 @@ import torch
 
 
 class AttentionBias:
-    """Base of the masks; `causal` says how a causal one is aligned."""
+    """The base class of masks; `causal` says how a causal one is aligned."""
 
     causal: ClassVar[str | None] = None
 
     def materialize(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> torch.Tensor:
-        """What is added to the scores of the given shape [..., M, N]: 0 where seen, else -inf."""
+        """Return the bias for scores of the given shape [..., M, N]: 0 where seen, else -inf."""
         rows, columns = (torch.arange(n, device=device) for n in shape[-2:])
         shift = shape[-1] - shape[-2] if self.causal == "bottom right" else 0
         unseen = columns > rows[:, None] + shift
@@ -56,20 +56,20 @@ class BlockDiagonalMask(AttentionBias):
     def from_seqlens(
         cls, q_seqlen: Sequence[int], kv_seqlen: Sequence[int] | None = None, *, device: Any = None
     ) -> Self:
-        """From the lengths of the sequences; the keys' are the queries' if left out."""
+        """Make it from the lengths of the sequences; the keys' are the queries' if left out."""
         del device
         return cls(q_seqlen, q_seqlen if kv_seqlen is None else kv_seqlen)
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[torch.Tensor]) -> tuple[Self, torch.Tensor]:
-        """The mask for tensors [B_i, M_i, ...], and these laid end to end: [1, sum, ...]."""
+        """Return the mask for tensors [B_i, M_i, ...], and them laid end to end: [1, sum, ...]."""
         lengths = [int(t.shape[1]) for t in tensors for _ in range(t.shape[0])]
         mask = cls.from_seqlens(lengths)
         mask._batch_sizes = [int(t.shape[0]) for t in tensors]
         return mask, torch.cat([t.flatten(0, 1) for t in tensors])[None]
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The sequences of [1, sum, ...] again, as `from_tensor_list` got them."""
+        """Split [1, sum, ...] into the sequences that `from_tensor_list` was given."""
         sizes = self._batch_sizes or [1] * len(self.q_lengths)
         out, at, row = [], 0, 0
         for count in sizes:
@@ -80,11 +80,11 @@ class BlockDiagonalMask(AttentionBias):
         return out
 
     def make_causal(self) -> "BlockDiagonalCausalMask":
-        """The mask that is causal in each sequence too."""
+        """Return the mask that is causal in each sequence too."""
         return self._as(BlockDiagonalCausalMask)
 
     def make_causal_from_bottomright(self) -> "BlockDiagonalCausalFromBottomRightMask":
-        """The mask that is causal in each sequence too, aligned at its end."""
+        """Return the mask that is causal in each sequence too, aligned at its end."""
         return self._as(BlockDiagonalCausalFromBottomRightMask)
 
     def _as(self, kind: Any) -> Any:
@@ -95,7 +95,7 @@ class BlockDiagonalMask(AttentionBias):
     def materialize(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> torch.Tensor:
-        """What is added to the scores of the given shape [..., M, N]: 0 where seen, else -inf."""
+        """Return the bias for scores of the given shape [..., M, N]: 0 where seen, else -inf."""
         bias = torch.full(shape, float("-inf"), dtype=dtype, device=device)
         for q, m, k, n in zip(
             self.q_starts[:-1], self.q_lengths, self.k_starts[:-1], self.k_lengths, strict=True

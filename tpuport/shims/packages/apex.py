@@ -70,7 +70,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """LayerNorm over the last dims, computed in float32, in the input's dtype."""
+    """Apply LayerNorm over the last dims, computed in float32, in the input's dtype."""
     del memory_efficient
     shape = _dims(normalized_shape)
     out = nn.functional.layer_norm(input.float(), shape, _wide(weight), _wide(bias), eps)
@@ -80,7 +80,7 @@ def fused_layer_norm_affine(
 def fused_layer_norm(
     input: torch.Tensor, normalized_shape: Sizes, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """LayerNorm without weight and bias."""
+    """Apply LayerNorm without weight and bias."""
     return fused_layer_norm_affine(input, None, None, normalized_shape, eps, memory_efficient)
 
 
@@ -92,7 +92,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """LayerNorm over the last dims, computed in float32, in the weight's dtype."""
+    """Apply LayerNorm over the last dims, computed in float32, in the weight's dtype."""
     del memory_efficient
     shape = _dims(normalized_shape)
     out = nn.functional.layer_norm(input.float(), shape, weight.float(), bias.float(), eps)
@@ -115,7 +115,7 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm over the last dims, computed in float32, in the input's dtype."""
+    """Apply RMSNorm over the last dims, computed in float32, in the input's dtype."""
     del memory_efficient
     return _rms_norm(input, weight, normalized_shape, eps).to(input.dtype)
 
@@ -123,7 +123,7 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: torch.Tensor, normalized_shape: Sizes, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """RMSNorm without a weight."""
+    """Apply RMSNorm without a weight."""
     return fused_rms_norm_affine(input, None, normalized_shape, eps, memory_efficient)
 
 
@@ -134,7 +134,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm over the last dims, computed in float32, in the weight's dtype."""
+    """Apply RMSNorm over the last dims, computed in float32, in the weight's dtype."""
     del memory_efficient
     return _rms_norm(input, weight, normalized_shape, eps).to(weight.dtype)
 

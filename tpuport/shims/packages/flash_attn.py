@@ -75,11 +75,11 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """The rows of [B, L, ...] that `attention_mask` [B, L] keeps, and where they were.
+    """Return the rows of [B, L, ...] that `attention_mask` [B, L] keeps, and where they were.
 
     Returns:
-        rows, their indices, cu_seqlens, the longest length, and since 2.7 the lengths that are used
-        (`porting(flash_attn={"version": "2.6.3"})` leaves these away).
+        Rows, their indices, cu_seqlens, the longest length, and since 2.7 the used lengths
+        (`porting(flash_attn={"version": "2.6.3"})` leaves the used lengths out).
     """
     found = parts.unpad(hidden_states, attention_mask, unused_mask)
     version = tuple(int(part) for part in FlashAttn.version().split(".")[:2])
@@ -99,10 +99,10 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of q [B, L, H, D] over k and v [B, S, G, D]; [B, L, H, D].
+    """Compute the attention of q [B, L, H, D] over k and v [B, S, G, D]: [B, L, H, D].
 
-    With `return_attn_probs` also the logarithm of the softmax denominators, [B, H, L] in float32,
-    and an empty tensor in place of the weights, which exist for dropout only.
+    With `return_attn_probs` also return the logarithm of the softmax denominators, [B, H, L] in
+    float32, and an empty tensor in place of the weights, which exist for dropout only.
     """
     del deterministic
     rule = Rule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
@@ -112,12 +112,12 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`flash_attn_func` of qkv [B, L, 3, H, D]."""
+    """Call `flash_attn_func` on qkv [B, L, 3, H, D]."""
     return flash_attn_func(*_parts(qkv, 2), *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`flash_attn_func` of q [B, L, H, D] and kv [B, S, 2, G, D]."""
+    """Call `flash_attn_func` on q [B, L, H, D] and kv [B, S, 2, G, D]."""
     return flash_attn_func(q, *_parts(kv, 2), *args, **kwargs)
 
 
@@ -139,9 +139,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """Attention within sequences laid end to end: q [T, H, D], k and v [U, G, D], cu_seqlens [N+1].
+    """Compute attention within sequences laid end to end.
 
-    With `return_attn_probs` also the logarithm of the softmax denominators, [H, T] in float32.
+    The shapes are q [T, H, D], k and v [U, G, D] and cu_seqlens [N + 1]. With `return_attn_probs`
+    also return the logarithm of the softmax denominators, [H, T] in float32.
     """
     del max_seqlen_q, max_seqlen_k, deterministic
     _refuse_pages(block_table)
@@ -154,7 +155,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """`flash_attn_varlen_func` of qkv [T, 3, H, D]."""
+    """Call `flash_attn_varlen_func` on qkv [T, 3, H, D]."""
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     q, k, v = _parts(qkv, 1)
     return flash_attn_varlen_func(q, k, v, *lengths, *args, **kwargs)
@@ -163,7 +164,7 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """`flash_attn_varlen_func` of q [T, H, D] and kv [U, 2, G, D]."""
+    """Call `flash_attn_varlen_func` on q [T, H, D] and kv [U, 2, G, D]."""
     return flash_attn_varlen_func(q, *_parts(kv, 1), *args, **kwargs)
 
 
@@ -188,8 +189,10 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q [B, L, H, D] over a cache [B, S, G, D] of which `cache_seqlens` rows count;
-    new rows `k` and `v` [B, M, G, D] are written into the cache, in place, at that row first.
+    """Compute the attention of q [B, L, H, D] over a cache [B, S, G, D].
+
+    The first `cache_seqlens` rows count. New rows `k` and `v` [B, M, G, D] are written into the
+    cache before that, in place, after those rows, and count too.
     """
     del num_splits, rotary_interleaved
     _refuse_pages(block_table)
@@ -239,7 +242,10 @@ def flash_attn_3_func(
     return_attn_probs: bool = False,
     **rest: Any,
 ) -> Any:
-    """Attention of q [B, L, H, D] over k [B, S, G, D] and v [B, S, G, Dv]; [B, L, H, Dv]."""
+    """Compute the attention of q [B, L, H, D] over k [B, S, G, D] and v [B, S, G, Dv].
+
+    The result is [B, L, H, Dv], with the logarithm of the softmax denominators if asked for.
+    """
     _refuse_rest(rest)
     rule = Rule(softmax_scale, causal, window_size, softcap)
     out, lse = attend(*_heads_first(q, k, v), rule, with_lse=return_attn_probs)
@@ -264,7 +270,7 @@ def flash_attn_3_varlen_func(
     return_attn_probs: bool = False,
     **rest: Any,
 ) -> Any:
-    """Attention within sequences laid end to end: q [T, H, D], k [U, G, D], v [U, G, Dv]."""
+    """Compute attention in sequences laid end to end: q [T, H, D], k [U, G, D], v [U, G, Dv]."""
     del max_seqlen_q, max_seqlen_k
     _refuse_rest({"seqused_q": seqused_q, **rest})
     rule = Rule(softmax_scale, causal, window_size, softcap)
@@ -273,7 +279,7 @@ def flash_attn_3_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-# Arguments of flash-attn 3 that say how to compute, or whose usual value changes nothing.
+# Arguments of flash-attn 3 that choose a way to compute, or whose usual value changes nothing.
 _CHANGES_NOTHING = {"deterministic", "num_splits", "pack_gqa", "sm_margin"}
 _USUAL = {"attention_chunk": 0}
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's parallel state, of one process."""
+"""Megatron-Core's parallel state for one process."""
 
 from typing import Any
 

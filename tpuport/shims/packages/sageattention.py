@@ -43,7 +43,7 @@ def sageattn(
     return_lse: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Attention of [B, H, L, D] ("HND") or [B, L, H, D] ("NHD") tensors, in the same layout.
+    """Compute attention of [B, H, L, D] ("HND") or [B, L, H, D] ("NHD") tensors, in that layout.
 
     `attn_mask` (a tensor as `scaled_dot_product_attention` takes) and `dropout_p` count, as some
     callers pass them; other keywords choose between kernels.
@@ -76,7 +76,7 @@ def sageattn_varlen(
     smooth_k: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Attention within sequences laid end to end: q [T, H, D], k and v [U, G, D]."""
+    """Compute attention within sequences laid end to end: q [T, H, D], k and v [U, G, D]."""
     del max_seqlen_q, max_seqlen_k, smooth_k, kwargs
     if is_causal and cu_seqlens_q is not cu_seqlens_k:
         _check_causal(is_causal, q.shape[0], k.shape[0])

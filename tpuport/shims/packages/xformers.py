@@ -52,20 +52,20 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Attention of query [B, M, H, K] over key and value [B, N, H, K]; [B, M, H, K].
+    """Compute the attention of query [B, M, H, K] over key and value [B, N, H, K]: [B, M, H, K].
 
-    Without a dim of heads ([B, M, K]) there is one; with a dim of groups ([B, M, G, H, K]) each
-    group attends alone, and its heads may share keys by `expand`.
+    Without a dim of heads ([B, M, K]) there is one head. With a dim of groups ([B, M, G, H, K])
+    each group attends alone, and its heads may share keys by `expand`.
 
     Args:
-        query: What asks.
-        key: What is compared.
-        value: What is averaged.
+        query: The queries.
+        key: The keys.
+        value: The values.
         attn_bias: None, a tensor added to the scores (broadcastable to [B, H, M, N]), or a mask of
             `xformers.ops`.
         p: Probability that a weight is dropped.
         scale: Factor of the scores; None for 1/sqrt(K).
-        op: Which kernel computes it: ignored.
+        op: The kernel to use; ignored.
         output_dtype: Dtype of the result; None for the query's.
     """
     del op
@@ -90,7 +90,7 @@ def memory_efficient_attention(
 def _with_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """The operands as [B, M, H, K], whichever of the three forms they have."""
+    """Return the operands as [B, M, H, K], whichever of the three forms they have."""
     if query.dim() == 3:
         query, key, value = (x.unsqueeze(2) for x in (query, key, value))
         if isinstance(attn_bias, torch.Tensor) and attn_bias.dim() == 3:

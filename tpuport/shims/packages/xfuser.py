@@ -1,4 +1,4 @@
-"""xDiT's parallel state, of one process."""
+"""xDiT's parallel state for one process."""
 
 from typing import Any
 

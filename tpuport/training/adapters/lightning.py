@@ -1,6 +1,6 @@
 """Lightning modules: `training_step` and `configure_optimizers` as a training step.
 
-By their shape alone: Lightning need not be installed.
+They are recognized by their methods alone: Lightning need not be installed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from tpuport.training.adapters.setup import Setup
 from tpuport.training.optimizers import from_torch
 from tpuport.training.step import make_train_step
 
-# What a step reports itself, or means something to it: logged under these names with a prefix.
+# Names that a step uses itself; what the module logs under them gets a prefix.
 _TAKEN = {"loss", "grad_norm", "skipped", "weight"}
 
 
@@ -27,19 +27,19 @@ def from_lightning(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> Setup:
-    """The training step of a Lightning module: its loss, optimizer, schedule, clipping and parts.
+    """Make the training step of a Lightning module: loss, optimizer, schedule, clipping and parts.
 
     The batch of a step is that of one update: with `accumulate_grad_batches=4` it is four of the
     loader's. Scalars that `training_step` logs are metrics of the step. Its `batch_idx` is always
     0, and a trainer's numbers (`global_step`, `current_epoch`) are refused: a step is one program
-    for all batches, so what depends on the step is to be passed in the batch.
+    for all batches, so pass values that depend on the step in the batch.
 
     Args:
-        ported: made of the module by `tpuport.convert`.
+        ported: the module, converted by `tpuport.convert`.
         trainer: a Trainer, or a mapping or object with some of its arguments: max_steps,
             max_epochs, gradient_clip_val, gradient_clip_algorithm, accumulate_grad_batches.
-        steps: updates of the whole run; by default max_steps, or max_epochs * steps_per_epoch.
-        steps_per_epoch: updates of an epoch, for schedules that go on once an epoch (Lightning's
+        steps: updates of the entire run; by default max_steps, or max_epochs * steps_per_epoch.
+        steps_per_epoch: updates of an epoch, for schedules that advance once an epoch (Lightning's
             default).
         **options: further arguments of `make_train_step`.
 
@@ -71,7 +71,7 @@ def from_lightning(
 
 
 def training_step_loss(model: Any, batch: Any) -> Any:
-    """The loss that `training_step(batch, 0)` gives, with the scalars that it logs."""
+    """Return the loss of `training_step(batch, 0)`, with the scalars that it logs."""
     logged: dict[str, Any] = {}
     with _catching(model, logged):
         out = model.training_step(batch, 0)
@@ -90,7 +90,7 @@ def training_step_loss(model: Any, batch: Any) -> Any:
 
 
 class _NoTrainer:
-    """In a trainer's place: what it knows changes with the step, and a program is traced once."""
+    """A trainer that refuses all attributes: they depend on the step, and a trace runs once."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -104,7 +104,7 @@ class _NoTrainer:
 
 @contextlib.contextmanager
 def _catching(model: Any, logged: dict[str, Any]) -> Iterator[None]:
-    """Collect what the module logs, and leave it as it was."""
+    """Collect what the module logs in the block, and restore the module."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -114,7 +114,7 @@ def _catching(model: Any, logged: dict[str, Any]) -> Iterator[None]:
         for name, value in values.items():
             log(name, value, *args, **kwargs)
 
-    # Without a trainer, global_step and current_epoch are 0 for ever.
+    # Without a trainer, Lightning's global_step and current_epoch are silently 0.
     hooks = {"log": log, "log_dict": log_dict, "_trainer": _NoTrainer()}
     before = {name: vars(model)[name] for name in hooks if name in vars(model)}
     vars(model).update(hooks)
@@ -160,7 +160,7 @@ def _steps(trainer: Any, steps: int | None, steps_per_epoch: int | None) -> int:
 
 
 def _optimizer(found: Any, accumulate: int, steps_per_epoch: int | None) -> tuple[Any, Any]:
-    """The optimizer and the schedule in one of the forms that Lightning takes."""
+    """Return the optimizer and the schedule from any of the forms that Lightning takes."""
     schedulers: Any = []
     match found:
         case torch.optim.Optimizer():
@@ -188,7 +188,7 @@ def _optimizer(found: Any, accumulate: int, steps_per_epoch: int | None) -> tupl
 
 
 def _paced(given: Any, accumulate: int, steps_per_epoch: int | None) -> Any:
-    """A schedule that goes on as often as Lightning lets it."""
+    """Return a schedule that advances as often as Lightning lets it."""
     config = given if isinstance(given, Mapping) else {"scheduler": given}
     interval, frequency = config.get("interval", "epoch"), int(config.get("frequency", 1))
     if interval not in ("step", "epoch"):
@@ -211,11 +211,11 @@ def _paced(given: Any, accumulate: int, steps_per_epoch: int | None) -> Any:
 
 
 class Paced:
-    """A schedule that goes on once in so many steps.
+    """A schedule that advances once every `every` steps.
 
     Args:
-        scheduler: one of torch's.
-        every: steps.
+        scheduler: a scheduler of torch.
+        every: the number of steps between two advances.
     """
 
     def __init__(self, scheduler: Any, every: int) -> None:
@@ -223,7 +223,7 @@ class Paced:
         self.optimizer = scheduler.optimizer
 
     def step(self) -> None:
-        """One more step."""
+        """Count one more step."""
         self.count += 1
         if self.count % self.every == 0:
             self.scheduler.step()

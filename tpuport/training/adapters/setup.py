@@ -1,4 +1,4 @@
-"""What a framework's configuration comes to."""
+"""The result of converting a framework's configuration."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ class Setup:
     """A training step, and the numbers of the loop around it.
 
     Attributes:
-        step: for `fit` or a loop of your own.
-        steps: updates of the whole run.
-        batch_size: rows of one update, of all parts and devices together; None where it is the
-            loader's.
-        seed: of the run; None where nothing is said.
+        step: the step, for `fit` or a loop of your own.
+        steps: updates of the entire run.
+        batch_size: rows of one update, over all parts and devices; None where the loader decides
+            it.
+        seed: random seed of the run; None if the configuration has none.
     """
 
     step: TrainStep

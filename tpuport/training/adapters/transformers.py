@@ -12,7 +12,7 @@ from tpuport.training.adapters.setup import Setup
 from tpuport.training.optimizers import from_torch
 from tpuport.training.step import make_train_step
 
-# What the Trainer takes where nothing is said.
+# The defaults of the Trainer.
 _DEFAULTS = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -30,7 +30,7 @@ _DEFAULTS = {
     "seed": 42,
     "optim": "adamw_torch",
 }
-# What the Trainer would do besides, and a step here does not.
+# Options of the Trainer that a step here does not support, and what to do instead.
 _WITHOUT_FORM = {
     "label_smoothing_factor": "loss= with F.cross_entropy(..., label_smoothing=)",
     "neftune_noise_alpha": "add the noise to the embeddings in the model",
@@ -48,18 +48,18 @@ def from_training_arguments(
     num_devices: int | None = None,
     **options: Any,
 ) -> Setup:
-    """The training step that Hugging Face's Trainer would take with such arguments.
+    """Make the training step that Hugging Face's Trainer would take with such arguments.
 
-    Weight decay leaves out what the Trainer leaves out (biases and norms), by its own rule; the
+    Weight decay leaves out what the Trainer leaves out (biases and norms), by its own rule. The
     schedule is transformers' own. The batch of a step is that of one update, see `batch_size`.
 
     Args:
         args: `TrainingArguments`, or a mapping or object with some of them.
         ported: made of the model by `tpuport.convert`.
-        steps: updates of the whole run; by default `max_steps`.
-        loss: as for `make_train_step`; by default `model(**batch)`, with parts weighted by their
+        steps: updates of the entire run; by default `max_steps`.
+        loss: as in `make_train_step`; by default `model(**batch)`, with parts weighted by their
             labels that are not -100.
-        num_devices: for the size of a batch; by default those of the model's mesh.
+        num_devices: the devices that a batch is spread over; by default those of the model's mesh.
         **options: further arguments of `make_train_step`.
 
     Raises:
@@ -108,7 +108,7 @@ def _check_form(given: Callable[[str], Any]) -> None:
 
 
 def model_loss(model: Any, batch: Mapping[str, Any]) -> Any:
-    """The loss that a transformers model gives for its labels, and how many of them count."""
+    """Return the loss of a transformers model, and as its weight how many labels count."""
     out = model(**batch)
     loss = out["loss"] if isinstance(out, Mapping) else out.loss
     labels = batch.get("labels")
@@ -150,7 +150,7 @@ def _scheduler(said: Callable[[str], Any], optimizer: torch.optim.Optimizer, ste
     except ModuleNotFoundError as error:
         raise _missing(error) from None
     asked = said("warmup_steps")
-    # Below 1 it is a share; older versions have an argument of its own for that.
+    # Below 1 it is a fraction of the steps; older versions have warmup_ratio for that.
     share = asked if 0 < asked < 1 else said("warmup_ratio")
     warmup = int(asked) if asked >= 1 else math.ceil(steps * share)
     kind = said("lr_scheduler_type")

@@ -1,1 +1,1 @@
-"""What a step is given: batches of fixed shapes, read ahead, each process its own rows."""
+"""The input of a step: batches of fixed shapes, read ahead, each process its own rows."""

@@ -19,18 +19,18 @@ _JOIN_SECONDS = 10.0
 
 
 class OnDevice:
-    """Iterates over batches that are on the devices already, or on their way.
+    """An iterator over batches that are placed on the devices ahead of time.
 
     Args:
-        batches: where they come from.
-        step: says where to put them, by its `place` and `share`.
-        ahead: how many beyond the one that is asked for.
+        batches: the source of the batches.
+        step: decides where to put them, by its `place` and `share`.
+        ahead: the number of batches to place beyond the current one.
     """
 
     def __init__(self, batches: "Batches", step: Any, ahead: int) -> None:
         self._batches, self._step, self._ahead = batches, step, ahead
         self._times_restored = batches._times_restored
-        # Where to read on, and where it left the batches.
+        # The place to read next, and the place of `batches` after the last batch that was returned.
         self._next = self._left = batches._place
         self._share: Share = share_of(step)
         self._ready: deque[tuple[Any, Place]] = deque()
@@ -42,12 +42,12 @@ class OnDevice:
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             UsageError: the batches were restored to another position meanwhile, or others read
                 from them.
-            Exception: what reading it raised, from where it was raised.
+            Exception: any error of reading it.
         """
         if self._times_restored != self._batches._times_restored:
             raise UsageError(
@@ -62,7 +62,7 @@ class OnDevice:
         if self._thread is not None:
             batch, after = self._thread.take()
         else:
-            # What a device does is not waited for, so this reads while it computes.
+            # Steps are dispatched asynchronously, so this reads while the device computes.
             while len(self._ready) <= self._ahead:
                 self._ready.append(self._load())
             batch, after = self._ready.popleft()
@@ -79,7 +79,7 @@ class OnDevice:
         return batch, read.after
 
     def close(self) -> None:
-        """End the thread; what was read ahead is read again later."""
+        """End the thread; batches that were read ahead are read again later."""
         self._ready.clear()
         if self._thread is not None:
             self._thread.stop()
@@ -92,7 +92,7 @@ class OnDevice:
 
 
 def share_of(step: Any) -> Share:
-    """Which rows this process reads for a step."""
+    """Return which rows this process reads for a step."""
     from tpuport.training.input.batches import default_share
 
     ask = getattr(step, "share", None)
@@ -100,11 +100,11 @@ def share_of(step: Any) -> Share:
 
 
 class _Thread:
-    """Calls a function again and again, a few results ahead.
+    """A thread that calls a function repeatedly, a few results ahead.
 
     Args:
-        load: what to call.
-        ahead: how many results to keep ready.
+        load: the bound method to call.
+        ahead: the number of results to keep ready.
     """
 
     def __init__(self, load: Any, ahead: int) -> None:
@@ -120,7 +120,7 @@ class _Thread:
         weakref.finalize(self, self._stopped.set)
 
     def take(self) -> Any:
-        """The next result; raises what the function raised."""
+        """Return the next result, or raise what the function raised."""
         if not self._started:
             self._started = True
             self._thread.start()
@@ -135,21 +135,21 @@ class _Thread:
         return result
 
     def stop(self) -> None:
-        """Let it end, and wait for that."""
+        """End the thread, and wait for its end."""
         self._stopped.set()
         if self._started and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
 
 def _pump(load: Any, results: queue.Queue[Any], stopped: threading.Event) -> None:
-    """What the thread does; it holds who asks only while it reads, so it ends with them."""
+    """Fill the queue until stopped or its owner is gone; only a read keeps the owner alive."""
     while not stopped.is_set():
         call = load()
         if call is None:
             return
         try:
             result = ("result", call())
-        except BaseException as error:  # handed over to who asks for the batch
+        except BaseException as error:  # raised later, by the consumer of the batch
             result = ("error", error)
         call = None
         while not stopped.is_set():

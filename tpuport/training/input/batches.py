@@ -1,4 +1,4 @@
-"""Batches of fixed shapes in an order that can be gone on with, each process its own rows."""
+"""Batches of fixed shapes in a resumable order, each process reading its own rows."""
 
 import json
 import warnings
@@ -15,45 +15,45 @@ from tpuport.training.input.buckets import Buckets, as_buckets
 from tpuport.training.input.sources import Indexed, Place, Read, Share, Workers
 from tpuport.training.input.taken_over import Settings, settled, source_of
 
-# The entry that says which rows of a padded batch are samples.
+# The entry that marks the rows of a padded batch that are samples.
 MASK = "sample_mask"
 
 
 class BatchesWarning(UserWarning):
-    """Something of the input may not be meant."""
+    """The input settings look unintended."""
 
 
 class Batches:
-    """The batches of a training run: endless, of fixed shapes, and gone on with after a restart.
+    """The batches of a training run: endless, of fixed shapes, and resumable after a restart.
 
         batches = Batches(dataset, batch_size=64, workers=4)
         for batch in batches.on(step):  # on the devices, read ahead
             state, metrics = step(state, batch)
             saved.save(state, batches.position)
 
-    The order of an epoch follows from the seed and the epoch's number, the random numbers that a
-    sample draws from the seed, the epoch and its index: neither depends on workers, on processes
-    or on where a run was resumed.
+    The order of an epoch depends on the seed and the epoch's number. The random numbers that a
+    sample draws depend on the seed, the epoch and its index. Neither depends on workers, processes
+    or the step at which a run was resumed.
 
     Args:
         dataset: a torch `Dataset` or any sequence; an iterable; a torch `DataLoader`, whose
             settings are taken over; or a loader or data set of grain.
-        batch_size: rows of a batch, of all processes together: each reads its part of them. None
-            if the items are batches already. Of a loader it is its own.
-        shuffle: another order in each epoch; by default what has indices is shuffled.
-        seed: of the order, and of the random numbers that samples draw.
-        collate: a list of samples to a batch; by default as torch does.
-        last: what becomes of a short last batch: "drop" leaves it out; "pad" fills it with
-            samples that it has already, and every batch says which rows count in an entry
+        batch_size: rows of a batch over all processes, of which each reads its part. None
+            if the items are batches already. By default that of a loader.
+        shuffle: a new order in each epoch; by default datasets with indices are shuffled.
+        seed: random seed of the order and of the random numbers that samples draw.
+        collate: makes a batch from a list of samples; by default torch's.
+        last: the treatment of a short last batch: "drop" leaves it out; "pad" fills it with
+            samples that it has already, and every batch tells which rows count in an entry
             "sample_mask" (rows,), bool, at the end of it if it is a tuple. By default "drop"; a
-            loader that keeps short batches (`drop_last=False`) and has some needs a word.
-        workers: processes that read samples; they are spawned, so a script that has some needs
+            loader that keeps short batches (`drop_last=False`) and has some needs a choice.
+        workers: the number of processes that read samples. They are spawned, so the script needs
             `if __name__ == "__main__":`. 0 reads in the process itself.
         buckets: lengths that ragged entries are padded to, or `Buckets`.
-        prefetch: batches that are read ahead.
+        prefetch: the number of batches to read ahead.
 
     Raises:
-        UsageError: an argument is of no use.
+        UsageError: an argument is invalid.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Batches:
         self._live: tuple[Iterator[Read], Place, Share] | None = None
         self._readers: weakref.WeakSet[OnDevice] = weakref.WeakSet()
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- length and padding ------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches of an epoch.
+        """Return the number of batches of an epoch.
 
         Raises:
-            UsageError: it is a stream, and not known.
+            UsageError: the dataset is a stream, whose length is unknown.
         """
         if self._source.num_batches is None:
             raise UsageError(
@@ -105,34 +105,34 @@ class Batches:
         return self._source.num_batches
 
     def __bool__(self) -> bool:
-        """Always: whether there are batches is known when they are read."""
+        """Return True, as only reading shows whether there are batches."""
         return True
 
     @property
     def num_batches(self) -> int | None:
-        """Batches of an epoch, or None for a stream."""
+        """Return the number of batches of an epoch, or None for a stream."""
         return self._source.num_batches
 
     @property
     def pads(self) -> bool:
-        """Whether some batches have rows that repeat others, which "sample_mask" tells apart."""
+        """Return whether some batches are padded with repeated rows, which "sample_mask" marks."""
         if self._settings.last != "pad" or self._settings.batch_size is None:
             return False
         if isinstance(self._source, Indexed) and not self._source.order.grouped:
             return self._source.order.short_by > 0
         return True
 
-    # -- where it is -------------------------------------------------------------------------------
+    # -- position ----------------------------------------------------------------------------------
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the next batch is, as JSON has it: of those that were given out, not read ahead."""
+        """Return the position after the last batch that was returned, as JSON-ready data."""
         place = {"epoch": self._place.epoch, "batch": self._place.batch}
         inner = {} if self._place.inner is None else {"inner": self._place.inner}
         return {**place, **inner, **self._order()}
 
     def _order(self) -> dict[str, Any]:
-        """What the order depends on."""
+        """Return the settings that the order depends on."""
         settings, source = self._settings, self._source
         length = source.order.length if isinstance(source, Indexed) else None
         return {
@@ -144,10 +144,10 @@ class Batches:
         }
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Go on from a position, with the batch that would have come next.
+        """Resume from a position, with the batch that would have come next.
 
         Raises:
-            UsageError: it is of other data, another batch size or another order, or no position.
+            UsageError: it is not a position, or its data, batch size or order differs.
         """
         if not isinstance(position, Mapping) or not {"epoch", "batch"} <= position.keys():
             raise UsageError(f"expected a position that Batches gave, got {position!r}")
@@ -164,25 +164,25 @@ class Batches:
     # -- reading -----------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches of torch tensors on the host from the position on, over all epochs."""
+        """Yield batches of torch tensors on the host from the position on, over all epochs."""
         while True:
             yield self._taken()[0]
 
     def epoch(self) -> Iterator[Any]:
-        """The batches up to the end of the epoch; the next call gives those of the next one."""
+        """Yield the batches up to the end of the epoch; the next call continues with the next."""
         ends = False
         while not ends:
             batch, ends = self._taken()
             yield batch
 
     def on(self, step: Any) -> OnDevice:
-        """The same batches on the devices of a step, `prefetch` of them ahead.
+        """Return the same batches on the devices of a step, `prefetch` of them ahead.
 
-        Over a mesh each process reads the rows that its chips hold. What worker processes or
-        grain read is put there by a thread; an error in either is raised by the next batch.
+        Over a mesh each process reads the rows that its chips hold. Batches that worker processes
+        or grain read are placed by a thread; an error in either is raised with the next batch.
 
         Args:
-            step: what `make_train_step` gave; of anything else the batches stay on the host.
+            step: a step made by `make_train_step`; for anything else the batches stay on the host.
         """
         reader = OnDevice(self, step, self._settings.prefetch)
         self._readers.add(reader)
@@ -195,18 +195,18 @@ class Batches:
         return batch, read.ends
 
     def _read(self, place: Place, share: Share) -> Read:
-        """The batch at a place; the reading goes on where it is already."""
+        """Read the batch at a place, with the live iterator if it is already there."""
         if self._live is None or self._live[1:] != (place, share):
             self._stop()
             self._live = self._source.read(place, share), place, share
         reading = self._live[0]
-        self._live = None  # what failed is begun again
+        self._live = None  # after an error the iterator is made again
         read = next(reading)
         self._live = reading, read.after, share
         return read
 
     def _masked(self, read: Read, share: Share) -> Any:
-        """A batch with the mask of its rows, if short ones are padded."""
+        """Return a batch with the mask of its rows, if short batches are padded."""
         size = read.size
         if self._settings.last != "pad" or read.kept is None or size is None:
             return read.batch
@@ -234,7 +234,7 @@ class Batches:
             close()
 
     def close(self) -> None:
-        """End threads and worker processes; iterating again begins at the position."""
+        """End threads and worker processes; iterating again starts at the position."""
         for reader in list(self._readers):
             reader.close()
         self._stop()
@@ -248,12 +248,12 @@ class Batches:
 
 
 def default_share() -> Share:
-    """This process's part of a batch where no mesh says more."""
+    """Return this process's part of a batch where no mesh decides it."""
     import jax
 
     return Share(jax.process_index(), jax.process_count())
 
 
 def tell(message: str) -> None:
-    """Warn of what may not be meant."""
+    """Warn of settings that look unintended."""
     warnings.warn(message, BatchesWarning, stacklevel=3)

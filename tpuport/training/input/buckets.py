@@ -1,4 +1,4 @@
-"""Ragged entries padded to one of a few lengths, so that there are only so many programs."""
+"""Ragged entries padded to one of a few lengths, so that only a few programs are compiled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from tpuport.errors import UsageError
 
 @dataclass(frozen=True)
 class Buckets:
-    """Lengths that ragged entries are padded to: the smallest one that all of a batch fit in.
+    """Lengths that ragged entries are padded to, each batch to the smallest one that fits.
 
         Buckets((512, 1024, 2048), fill={"input_ids": 0, "labels": -100, "attention_mask": 0})
 
     Args:
         lengths: one program is compiled for each.
-        fill: by the name of an entry of the samples (which are mappings), what it is padded with.
-            Entries that are not named stay. Empty: every entry with dims, with zeros; then all of
-            a sample have to have the same length.
-        dim: of a sample, the one that is ragged (of a batch it is the next one).
+        fill: the padding value by the name of an entry of the samples (which are mappings).
+            Entries that are not named stay. If empty, every entry with dims is padded with zeros;
+            then all entries of a sample need the same length.
+        dim: the ragged dim of a sample (in a batch it is the next one).
         sizes: the length of each sample by its index; needed with several lengths on several
             processes, which have to choose the same one.
 
@@ -41,7 +41,7 @@ class Buckets:
         object.__setattr__(self, "lengths", lengths)
 
     def length_for(self, longest: int) -> int:
-        """The smallest length that something fits in.
+        """Return the smallest length that something fits in.
 
         Raises:
             UsageError: there is none.
@@ -55,13 +55,13 @@ class Buckets:
         )
 
     def length_of(self, indices: Sequence[int]) -> int | None:
-        """The length for samples by their indices, if `sizes` tells."""
+        """Return the length for samples by their indices, if `sizes` tells."""
         if self.sizes is None:
             return self.lengths[0] if len(self.lengths) == 1 else None
         return self.length_for(int(max(self.sizes[index] for index in indices)))
 
     def pad_samples(self, samples: list[Any], length: int | None) -> list[Any]:
-        """The ragged entries of samples, all of one length."""
+        """Pad the ragged entries of samples to one length."""
         found = [self._ragged(sample, self.dim, f"sample {i}") for i, sample in enumerate(samples)]
         longest = max((n for entries in found for n in entries.values()), default=0)
         target = self._target(longest, length)
@@ -71,7 +71,7 @@ class Buckets:
         ]
 
     def pad_batch(self, batch: Any, length: int | None) -> Any:
-        """The ragged entries of a batch, in one of the lengths."""
+        """Pad the ragged entries of a batch to one of the lengths."""
         dim = self.dim + 1
         entries = self._ragged(batch, dim, "the batch")
         target = self._target(max(entries.values(), default=0), length)
@@ -87,7 +87,7 @@ class Buckets:
         return fits if length is None else length
 
     def _ragged(self, given: Any, dim: int, where: str) -> dict[Any, int]:
-        """The lengths of the entries that are padded, by name (None: the value itself)."""
+        """Return the lengths of the entries to pad, by name (None: the value itself)."""
         if not isinstance(given, Mapping | torch.Tensor | np.ndarray):
             raise UsageError(
                 f"buckets: {where} is a {type(given).__name__}: expected a mapping with named"
@@ -119,7 +119,7 @@ class Buckets:
 
 
 def as_buckets(given: Any) -> Buckets | None:
-    """`Buckets` from themselves, or from lengths alone."""
+    """Return `Buckets`, made from lengths if need be."""
     return given if given is None or isinstance(given, Buckets) else Buckets(given)
 
 

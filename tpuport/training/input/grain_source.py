@@ -1,4 +1,4 @@
-"""Batches from grain, which keeps its own order, workers and place."""
+"""Batches from grain, which has its own order, workers and iterator state."""
 
 import base64
 import itertools
@@ -12,23 +12,23 @@ from tpuport.training.input.sources import Place, Read, Share
 
 
 def is_grain(value: Any) -> bool:
-    """Whether something is of grain, which is not imported for asking."""
+    """Return whether something is an object of grain, without importing grain."""
     return any(cls.__module__.partition(".")[0] == "grain" for cls in type(value).__mro__)
 
 
 def is_random_access(value: Any) -> bool:
-    """Whether it has samples by index (a grain `MapDataset`)."""
+    """Return whether it has samples by index (a grain `MapDataset`)."""
     return hasattr(value, "__getitem__") and hasattr(value, "__len__")
 
 
 class GrainSource:
-    """What a grain `DataLoader`, `IterDataset` or batched `MapDataset` gives, batch by batch.
+    """The batches of a grain `DataLoader`, `IterDataset` or batched `MapDataset`.
 
-    Which part of the data each process reads is said in grain (`ShardOptions`, slices), so each
-    batch is taken for this process's rows.
+    grain decides which part of the data each process reads (`ShardOptions`, slices), so each
+    batch counts as this process's rows.
 
     Args:
-        dataset: one of these.
+        dataset: a dataset or loader of grain.
         reader: pads ragged entries.
     """
 
@@ -40,7 +40,7 @@ class GrainSource:
         self.dataset, self.reader = dataset, reader
 
     def read(self, place: Place, share: Share) -> Iterator[Read]:
-        """Batches from there on; each has the loader's state after it as its place."""
+        """Yield batches from a place on, each with the loader's state after it."""
         share.common_length(self.reader.buckets)
         for epoch in itertools.count(place.epoch):
             start = place if epoch == place.epoch else Place(epoch)
@@ -55,7 +55,7 @@ class GrainSource:
                 if before is not None:
                     yield before
                 batch = self._batch(item)
-                # Those of several processes differ, and there is one place for all.
+                # States of several processes differ, and a position is one for all processes.
                 inner = _as_json(items.get_state()) if share.count == 1 else None
                 rows = num_rows(batch) * share.count
                 before = Read(batch, Place(epoch, number + 1, inner), None, rows)
@@ -71,11 +71,11 @@ class GrainSource:
         return batch if self.reader.buckets is None else self.reader.buckets.pad_batch(batch, None)
 
     def close(self) -> None:
-        """Its workers end with its iterators."""
+        """Do nothing: grain's workers end with its iterators."""
 
 
 def _as_json(state: Any) -> Any:
-    """A state as JSON has it: a dict as it is, bytes as text."""
+    """Convert an iterator state to JSON-ready data: dicts stay, bytes become text."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
     return {"state": json.loads(json.dumps(state))}

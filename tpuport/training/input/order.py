@@ -1,4 +1,4 @@
-"""Which samples make the batches of an epoch."""
+"""The order of samples: which of them make the batches of an epoch."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from tpuport.training.input.reading import own_randomness, seed_all
 
 
 class Order:
-    """Which samples make the batches of an epoch.
+    """The samples of each batch of an epoch.
 
     Args:
-        length: of the dataset.
-        batch_size: rows of a batch, of all processes together; None where items are batches.
-        shuffle: another order in each epoch, the same for the same seed.
-        seed: of the order.
-        pad: fill the last batch by samples that it has already; else leave it out.
+        length: length of the dataset.
+        batch_size: rows of a batch over all processes; None where items are batches.
+        shuffle: a new order in each epoch, the same for the same seed.
+        seed: random seed of the order.
+        pad: fill the last batch with samples that it has already; else leave it out.
         sampler: gives the order instead: indices, or lists of them with `grouped`.
-        grouped: `sampler` gives whole batches.
+        grouped: `sampler` gives batches of indices.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Order:
 
     @property
     def short_by(self) -> int:
-        """How many samples the last batch of an epoch lacks."""
+        """Return how many samples the last batch of an epoch lacks."""
         return 0 if self.batch_size is None or self.grouped else -self.length % self.batch_size
 
     def _num_batches(self) -> int:
@@ -54,7 +54,7 @@ class Order:
         return -(-self.length // size) if self.pad else self.length // size
 
     def epoch(self, epoch: int) -> list[tuple[np.ndarray, int | None]]:
-        """The indices of each batch, and how many of them are no repetitions."""
+        """Return the indices of each batch, and how many of them are not padding."""
         if self.grouped:
             groups = self._asked(epoch)
         else:
@@ -92,7 +92,7 @@ class Order:
         return np.arange(self.length)
 
     def _asked(self, epoch: int) -> list[Any]:
-        """What a sampler gives in an epoch, the same each time it is asked.
+        """Return the order of a sampler in an epoch, which has to be reproducible.
 
         Raises:
             UsageError: it gives another order when it is asked again.
@@ -101,7 +101,7 @@ class Order:
         if len(asked) != len(again) or not all(map(np.array_equal, asked, again)):
             raise UsageError(
                 f"the {type(self.sampler).__name__} gives another order each time it is asked, so"
-                " processes would read different ones, and a run that goes on would lose samples."
+                " processes would read different ones, and a resumed run would lose samples."
                 " What to do: draw from torch's, numpy's or Python's global random numbers, which"
                 " are seeded for each epoch, or make its generator anew in __iter__, from the"
                 " epoch that set_epoch tells"

@@ -1,4 +1,4 @@
-"""Reads the samples of a batch; imports neither jax nor torchax, as worker processes need none."""
+"""Reading the samples of a batch, without jax and torchax, which worker processes do not need."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 from tpuport.errors import UsageError
 from tpuport.training.input.buckets import Buckets
 
-# Ends the seed of what `collate` draws.
+# Appended to the seed of the random numbers that `collate` draws.
 _COLLATING = 1
 
 
@@ -25,10 +25,10 @@ class Job:
     """One batch to read: in each process its own rows.
 
     Attributes:
-        indices: of the samples, with repetitions where the batch was short.
-        seed: of the run, and `epoch`: what the random numbers of each sample follow from.
-        epoch: which pass over the data.
-        length: what ragged entries are padded to; None for the smallest bucket that fits.
+        indices: indices of the samples, with repetitions where the batch was short.
+        seed: random seed of the run, which with `epoch` seeds the random numbers of each sample.
+        epoch: number of the pass over the data.
+        length: length to pad ragged entries to; None for the smallest bucket that fits.
     """
 
     indices: tuple[int, ...]
@@ -38,17 +38,17 @@ class Job:
 
 
 class Reader:
-    """Samples to batches, as `torch.utils.data.Dataset`s are read: by `reader[job]`.
+    """A dataset of batches for torch's `DataLoader`, read by `reader[job]`.
 
-    Each sample finds torch's, numpy's and Python's global random numbers seeded by the run's seed,
-    the epoch and its index: augmentations do not depend on workers, processes or on where a run
-    was resumed. `collate` finds them seeded by the indices of the rows that this process reads.
+    For each sample torch's, numpy's and Python's global random numbers are seeded by the run's
+    seed, the epoch and its index, so augmentations do not depend on workers, processes or where a
+    run was resumed. For `collate` they are seeded by the indices of this process's rows.
 
     Args:
         dataset: with `dataset[index]`, or `__getitems__` for several.
-        collate: a list of samples to a batch; None for torch's, with the ragged entries padded.
-            `dataset[index]` is a batch already where it is False.
-        buckets: to which lengths; None pads nothing.
+        collate: makes a batch of a list of samples; None for torch's, with ragged entries padded.
+            If False, `dataset[index]` is a batch already.
+        buckets: lengths to pad to; None pads nothing.
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class Reader:
         self.collate = collate
 
     def __getitem__(self, job: Job) -> Any:
-        """The batch of a job, with tensors for arrays."""
+        """Return the batch of a job, with arrays converted to tensors."""
         with own_randomness():
             samples = self._samples(job)
             if self.collate is False:
                 (batch,) = samples
                 return as_tensors(self.padded(batch, job.length))
-            # Numbers that no sample drew.
+            # Seeds that no sample has used.
             seed_all(job.seed, job.epoch, *job.indices, _COLLATING)
             return as_tensors(self.collated(samples, job.length))
 
     def collated_alone(self, samples: list[Any], *numbers: int) -> Any:
-        """One batch of samples without indices; what `collate` draws follows from the numbers."""
+        """Collate samples without indices; the numbers seed what `collate` draws."""
         with own_randomness():
             seed_all(*numbers, _COLLATING)
             return as_tensors(self.collated(samples, None))
 
     def collated(self, samples: list[Any], length: int | None) -> Any:
-        """One batch of samples."""
+        """Collate samples to one batch."""
         buckets: Buckets | None = self.buckets
         if callable(self.collate):
             return self.padded(self.collate(samples), length)
@@ -84,7 +84,7 @@ class Reader:
         return default_collate(samples)
 
     def padded(self, batch: Any, length: int | None) -> Any:
-        """A batch with its ragged entries padded."""
+        """Return a batch with its ragged entries padded."""
         return batch if self.buckets is None else self.buckets.pad_batch(batch, length)
 
     def _samples(self, job: Job) -> list[Any]:
@@ -110,7 +110,7 @@ def seed_all(*numbers: int) -> None:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Leave the global random numbers as they were."""
+    """Restore the global random numbers after the block."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -121,7 +121,7 @@ def own_randomness() -> Iterator[None]:
 
 
 class WorkerStart:
-    """What a worker process does first: it stays off the accelerator, which is its parent's.
+    """The start of a worker process, which keeps it off the accelerator of its parent.
 
     Args:
         then: the user's own `worker_init_fn`.
@@ -131,12 +131,12 @@ class WorkerStart:
         self.then = then
 
     def __call__(self, worker: int) -> None:
-        """Called by torch with the worker's number."""
-        # One for the whole group is for the parent, which still needs batches to save its state.
+        """Set up the worker; torch calls this with the worker's number."""
+        # A first SIGTERM, sent to the process group, is for the parent, which still needs batches.
         signal.signal(signal.SIGTERM, _end_next_time)
         os.environ["JAX_PLATFORMS"] = "cpu"
         if "jax" in sys.modules:
-            # Imported with the user's script, and no device asked for yet.
+            # The user's script has imported it, but not initialized its backends yet.
             sys.modules["jax"].config.update("jax_platforms", "cpu")
         if self.then is not None:
             self.then(worker)
@@ -148,12 +148,12 @@ def _end_next_time(number: int, frame: Any) -> None:
 
 
 def as_is(value: Any) -> Any:
-    """In place of a collating function, where there is nothing to do."""
+    """Return the value: a collate function for batches that are complete already."""
     return value
 
 
 def as_tensors(value: Any) -> Any:
-    """The same structure with torch tensors for numpy arrays and numbers.
+    """Convert numpy arrays and numbers in a structure to torch tensors.
 
     Raises:
         UsageError: an array of objects or strings.
@@ -177,7 +177,7 @@ def as_tensors(value: Any) -> Any:
 
 
 def _same_kind(value: Any, made: dict[Any, Any]) -> Any:
-    """A mapping of the same class (BatchFeature, ModelOutput) with other values."""
+    """Put values into a mapping of another class than dict (BatchFeature, ModelOutput)."""
     for key, one in made.items():
         if one is not value[key]:
             value[key] = one
@@ -185,7 +185,7 @@ def _same_kind(value: Any, made: dict[Any, Any]) -> Any:
 
 
 def rows_of(value: Any, start: int, stop: int, size: int) -> Any:
-    """Rows of a whole batch: tensors whose first dim is the batch, and lists of that length."""
+    """Slice the rows of a batch: of tensors whose first dim is `size`, and lists of that length."""
     if isinstance(value, torch.Tensor):
         return value[start:stop] if value.ndim and value.shape[0] == size else value
     if isinstance(value, dict):
@@ -201,7 +201,7 @@ def rows_of(value: Any, start: int, stop: int, size: int) -> Any:
 
 
 def num_rows(value: Any) -> int:
-    """The length of the first dim of the first tensor that has dims; 0 if there is none."""
+    """Return the length of the first dim of the first tensor with dims; 0 if there is none."""
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else 0
     parts: Sequence[Any] = ()
@@ -213,7 +213,7 @@ def num_rows(value: Any) -> int:
 
 
 def first_dims(value: Any) -> set[int]:
-    """The lengths of the first dims of all tensors that have dims."""
+    """Return the lengths of the first dims of all tensors that have dims."""
     if isinstance(value, torch.Tensor):
         return {value.shape[0]} if value.ndim else set()
     parts: Sequence[Any] = ()

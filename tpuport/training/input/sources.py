@@ -1,6 +1,6 @@
-"""Where batches come from: samples by index, streams of samples, and loaders with states of theirs.
+"""Sources of batches: samples by index, streams of samples, and loaders with their own state.
 
-Each gives one endless sequence over all epochs, from any batch on.
+Each yields one endless sequence over all epochs, from any batch on.
 """
 
 import itertools
@@ -27,12 +27,12 @@ from tpuport.training.input.reading import (
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the data: so many whole epochs, and so many batches of the next one.
+    """A place in the data: the number of completed epochs, and of batches of the next one.
 
     Attributes:
-        epoch: counted from 0.
-        batch: the next one to read.
-        inner: the state of a loader that keeps its own, as JSON has it.
+        epoch: number of the epoch, from 0.
+        batch: number of the next batch to read.
+        inner: the JSON-ready state of a loader that keeps its own.
     """
 
     epoch: int = 0
@@ -42,21 +42,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Share:
-    """Which rows of a batch are read here.
+    """The rows of a batch that this process reads.
 
     Attributes:
-        index: of `count` equal parts, in order.
-        count: how many parts; 1 where every process reads whole batches.
+        index: number of this part among `count` equal parts, in order.
+        count: number of parts; 1 where every process reads all rows.
     """
 
     index: int = 0
     count: int = 1
 
     def rows(self, size: int) -> slice:
-        """The rows of this part.
+        """Return the rows of this part.
 
         Raises:
-            UsageError: the batch does not divide.
+            UsageError: the batch does not divide evenly.
         """
         if size % self.count:
             raise UsageError(
@@ -67,7 +67,7 @@ class Share:
         return slice(self.index * part, (self.index + 1) * part)
 
     def of(self, batch: Any) -> Any:
-        """This part of a whole batch that every process has read.
+        """Return this part of a batch that every process has read.
 
         Raises:
             UsageError: its tensors do not agree on its rows, or these do not divide.
@@ -85,7 +85,7 @@ class Share:
         return rows_of(batch, rows.start, rows.stop, size)
 
     def common_length(self, buckets: Buckets | None, length: int | None = None) -> None:
-        """Refuse ragged batches of which each process would choose the length by itself.
+        """Refuse ragged batches whose length each process would choose by itself.
 
         Raises:
             UsageError: there are several lengths, and none is given.
@@ -105,9 +105,9 @@ class Read:
 
     Attributes:
         batch: this process's rows.
-        after: where the one after it is.
-        kept: how many rows of the whole batch are samples, the others repeat some; None for all.
-        size: rows of the whole batch, of all processes; None if that is not known.
+        after: place of the next batch.
+        kept: number of rows of the global batch that are not padding; None for all.
+        size: rows of the global batch, over all processes; None if unknown.
         ends: whether it is the last one of its epoch.
     """
 
@@ -119,20 +119,20 @@ class Read:
 
 
 class Source(Protocol):
-    """What batches are read from."""
+    """Something that batches are read from."""
 
     @property
     def num_batches(self) -> int | None:
-        """Of one epoch, if that is known."""
+        """Return the number of batches of one epoch, if that is known."""
         ...
 
     @property
     def in_background(self) -> bool:
-        """Whether reading is somebody else's work, so that a thread may wait for it."""
+        """Return whether other processes or threads read, so that a thread should wait for them."""
         ...
 
     def read(self, place: Place, share: Share) -> Iterator[Read]:
-        """Batches from there on, over all epochs, without end."""
+        """Yield batches from a place on, over all epochs, without end."""
         ...
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Workers:
     """The processes that samples are read in.
 
     Attributes:
-        count: how many; 0 reads in the process itself.
+        count: number of processes; 0 reads in the process itself.
         prefetch: batches that each one reads ahead.
         start: the user's `worker_init_fn`.
         timeout: seconds to wait for a batch, 0 for ever.
@@ -157,7 +157,7 @@ class Workers:
     timeout: float = 0
 
     def options(self) -> dict[str, Any]:
-        """Arguments of torch's DataLoader.
+        """Return the arguments of torch's DataLoader.
 
         Processes are spawned: a forked one inherits locks that JAX's threads hold, and waits for
         ever. Nothing is pinned, as that is for copies to a CUDA device.
@@ -178,10 +178,10 @@ class Indexed:
     """Batches of samples with indices: a map-style dataset or any sequence.
 
     Args:
-        reader: reads them.
+        reader: reads the samples.
         order: gives the indices of an epoch's batches.
-        workers: where.
-        seed: of the run.
+        workers: the processes that read.
+        seed: random seed of the run.
     """
 
     def __init__(self, reader: Reader, order: Order, workers: Workers, seed: int) -> None:
@@ -189,17 +189,17 @@ class Indexed:
 
     @property
     def num_batches(self) -> int | None:
-        """Of one epoch."""
+        """Return the number of batches of one epoch."""
         return self.order.num_batches
 
     @property
     def in_background(self) -> bool:
-        """Whether worker processes read."""
+        """Return whether worker processes read."""
         return self.workers.count > 0
 
     def read(self, place: Place, share: Share) -> Iterator[Read]:
-        """Batches from there on, over all epochs."""
-        sent: list[Read] = []  # what workers were given and did not answer yet, in order
+        """Yield batches from a place on, over all epochs."""
+        sent: list[Read] = []  # jobs that workers were given and did not answer yet, in order
         jobs = self._jobs(place, share, sent)
         if not self.workers.count:
             for job in jobs:
@@ -233,11 +233,11 @@ class Indexed:
                 yield Job(tuple(int(i) for i in mine), self.seed, epoch, length)
 
     def close(self) -> None:
-        """Workers end with what reads from them."""
+        """Do nothing: workers end with the iterator that reads from them."""
 
 
 class _Once:
-    """A sampler that gives what an iterator gives."""
+    """A sampler over an iterator, which can be iterated over once."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self.items = items
@@ -247,14 +247,14 @@ class _Once:
 
 
 class Stream:
-    """Batches of a stream, which has no indices: read from its beginning in each epoch.
+    """Batches of a stream, which has no indices and is read from its start in each epoch.
 
     Args:
         dataset: anything that can be iterated over more than once.
         batch_size: rows of a batch; None where items are batches.
-        reader: puts samples together.
+        reader: collates samples.
         pad: fill the last batch; else leave it out.
-        seed: of what `collate` draws.
+        seed: random seed of what `collate` draws.
     """
 
     in_background = False
@@ -272,7 +272,7 @@ class Stream:
         self.seed = seed
 
     def read(self, place: Place, share: Share) -> Iterator[Read]:
-        """Batches from there on; what is before them is read and left."""
+        """Yield batches from a place on; earlier samples are read and skipped."""
         share.common_length(self.reader.buckets)
         for epoch in itertools.count(place.epoch):
             set_epoch = getattr(self.dataset, "set_epoch", None)
@@ -295,7 +295,7 @@ class Stream:
             yield replace(before, after=Place(epoch + 1), ends=True)
 
     def _epoch(self, epoch: int, start: int, share: Share) -> Iterator[tuple[Any, int | None, int]]:
-        """The batches of one; those before `start` are not put together."""
+        """Yield the batches of one epoch; those before `start` are not collated."""
         if self.batch_size is None:
             for item in self.dataset:
                 batch = as_tensors(self.reader.padded(item, None))
@@ -314,4 +314,4 @@ class Stream:
             yield batch, kept, self.batch_size
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no workers to end."""

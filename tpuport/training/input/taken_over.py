@@ -1,4 +1,4 @@
-"""Which source a data set is, and what is taken over from a loader that a script has already."""
+"""The source for a data set, and settings taken over from an existing loader."""
 
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
@@ -24,26 +24,26 @@ from tpuport.training.input.order import Order
 from tpuport.training.input.reading import Reader, as_is
 from tpuport.training.input.sources import Indexed, Source, Stream, Workers
 
-# Of a loader: short batches as they are.
+# The setting of a loader that keeps short batches.
 _KEEP = "keep"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `Batches` was asked for; None, or `...` for the batch size, where nothing was said.
+    """The arguments of `Batches`; None, or `...` for the batch size, where one was not given.
 
     Attributes:
-        dataset: what to read.
-        batch_size: rows of a batch; None: items are batches.
-        shuffle: another order in each epoch.
-        seed: of order and of random numbers.
-        collate: samples to a batch.
-        last: what becomes of a short last batch, "pad" or "drop".
-        workers: how many processes, or what `Workers` says.
+        dataset: the data to read.
+        batch_size: rows of a batch; None if items are batches.
+        shuffle: a new order in each epoch.
+        seed: random seed of the order and of the samples.
+        collate: makes a batch of samples.
+        last: the treatment of a short last batch, "pad" or "drop".
+        workers: the processes that read samples.
         buckets: lengths for ragged entries.
-        prefetch: batches read ahead.
+        prefetch: number of batches to read ahead.
         sampler: an order of the user's own.
-        grouped: the sampler gives whole batches.
+        grouped: the sampler gives batches of indices.
     """
 
     dataset: Any
@@ -60,7 +60,7 @@ class Settings:
 
 
 def settled(asked: Settings) -> Settings:
-    """The same with a loader's own settings, where it is one, and defaults."""
+    """Fill in defaults, and the settings of a loader if the dataset is one."""
     last = asked.last
     if isinstance(asked.dataset, DataLoader):
         asked = _of_loader(asked, asked.dataset)
@@ -94,7 +94,7 @@ def settled(asked: Settings) -> Settings:
 
 
 def _without_short(made: Settings) -> Settings:
-    """A loader that keeps a short last batch: no matter if there is none.
+    """Drop the short last batch that a loader keeps, if there is provably none.
 
     Raises:
         UsageError: there is one, or may be one.
@@ -111,10 +111,10 @@ def _without_short(made: Settings) -> Settings:
 
 
 def source_of(settings: Settings) -> Source:
-    """What batches are read from.
+    """Return the source that batches are read from.
 
     Raises:
-        UsageError: the data set is of no use, or cannot be shuffled.
+        UsageError: the data set is of an unknown kind, or cannot be shuffled.
     """
     dataset, size = settings.dataset, settings.batch_size
     assert size is not ...
@@ -159,19 +159,19 @@ def source_of(settings: Settings) -> Source:
 
 
 class Spread:
-    """A torch `IterableDataset` read by worker processes, which share its samples out themselves.
+    """A torch `IterableDataset` read by worker processes, among which it splits its samples itself.
 
     Args:
-        dataset: see `torch.utils.data.get_worker_info`.
-        workers: how many.
-        seed: of the workers' random numbers.
+        dataset: splits its samples as described in `torch.utils.data.get_worker_info`.
+        workers: the processes that read.
+        seed: random seed of the workers.
     """
 
     def __init__(self, dataset: Any, workers: Workers, seed: int) -> None:
         self.dataset, self.workers, self.seed, self.epoch = dataset, workers, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set, too, if it wants to know."""
+        """Set the epoch, also of the data set if it has a `set_epoch`."""
         self.epoch = epoch
         tell = getattr(self.dataset, "set_epoch", None)
         if callable(tell):
@@ -196,7 +196,7 @@ def _has_indices(dataset: Any) -> bool:
 
 
 def _of_loader(asked: Settings, loader: Any) -> Settings:
-    """What a torch DataLoader says, where the user did not say otherwise."""
+    """Take over the settings of a torch DataLoader that the user did not give."""
     if asked.shuffle is not None:
         raise UsageError("shuffle: a DataLoader has its own order. What to do: leave it out")
     workers = Workers(
@@ -241,14 +241,14 @@ def _last_of(drop_last: bool) -> str:
 
 
 def _ordered(made: Settings, sampler: Any) -> Settings:
-    """The order of a sampler: of torch's own ones the same kind of order, shared out by us."""
+    """Take over the order of a sampler: for torch's own, the same kind of order, made by us."""
     if type(sampler) is SequentialSampler:
         return replace(made, shuffle=False)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return replace(made, shuffle=True)
     if type(sampler) is DistributedSampler:
         size = made.batch_size
-        # Its loader makes batches for one process.
+        # Its loader's batch size is per process, ours is over all processes.
         whole = size * sampler.num_replicas if isinstance(size, int) else size
         return replace(made, shuffle=sampler.shuffle, seed=sampler.seed, batch_size=whole)
     _check_share(sampler)
@@ -256,7 +256,7 @@ def _ordered(made: Settings, sampler: Any) -> Settings:
 
 
 def _check_share(sampler: Any) -> None:
-    """Refuse a sampler that gives one process its part: batches are shared out here."""
+    """Refuse a sampler that gives one process its part: here batches are split afterwards."""
     for name in ("num_replicas", "num_processes", "world_size"):
         count = getattr(sampler, name, None)
         if isinstance(count, int) and count > 1:
