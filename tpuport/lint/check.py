@@ -50,7 +50,7 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except RecursionError:
         problem = Problem("", "nested too deeply to be read")
     except MemoryError:
-        problem = Problem("", "nested too deeply, or too large for the memory there is")
+        problem = Problem("", "nested too deeply, or too large for the available memory")
     return {"checked": Checked("", problems=(problem,)).to_json(), "summary": None}
 
 

@@ -257,7 +257,7 @@ def write_to(change: Change, root: Path, folder: Path) -> Problem | None:
 
 
 def common_root(paths: Sequence[Path]) -> Path:
-    """Return the root of the paths that copies keep: the current folder, or one around all files."""
+    """Return the root of the paths that copies keep: the current folder, or the files' own."""
     here = Path.cwd()
     absolute = [path.absolute() for path in paths]
     if all(path.is_relative_to(here) for path in absolute):

@@ -9,7 +9,7 @@ from tpuport.source.finding import Severity
 # Severities that keep a function from computing right results on TPU.
 BLOCKING = (Severity.ERROR, Severity.SILENT)
 
-# Prefix of codes -> their topic, in the order of work: code that cannot be imported hides everything
+# Prefix of codes -> their topic, in the order of work: code that cannot be imported hides all
 # else, and speed is worth measuring only once results are right.
 STEPS = {
     "TPU5": "devices, imports and CUDA-only packages",
