@@ -146,7 +146,7 @@ class _Walk:
             visit = waiting.pop(0)
             real = os.path.realpath(visit.folder)
             if real in visit.above:
-                reason = "a link to a folder that it lies in, not followed"
+                reason = "a link to a folder around it, not followed"
                 self._problem(visit.folder, reason, Trouble.SKIPPED)
             elif real not in self._folders:
                 self._folders.add(real)

@@ -30,7 +30,7 @@ class ClassInfo:
 
     Attributes:
         node: Its definition.
-        bases: The full names of its bases, as far as imports tell.
+        bases: Its bases outside of this file by full name, or as written if they are not imported.
         methods: Its own methods by name.
         parents: Its bases that this file defines.
         attributes: The abstract value of each `self.name` known so far.

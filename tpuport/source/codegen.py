@@ -57,7 +57,7 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
     owner = _class_around(code.co_qualname)
     body: ast.stmt = definition
     if owner is not None:
-        # The class gives private names their prefix and `super()` its `__class__`.
+        # Only inside a class does CPython mangle private names and give `super()` its `__class__`.
         body = _wrapper(f"class {owner}: pass", body)
         free = [name for name in free if name != "__class__"]
         path.insert(0, owner)

@@ -22,7 +22,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Safety:
-    """How close rewritten code stays to the original.
+    """The guarantee of a fix about the results of the rewritten code.
 
     Attributes:
         name: `exact`: bit for bit the same result. `close`: within `rtol`. `unsafe`: not the same

@@ -140,6 +140,7 @@ class Flow:
         for statement in reversed(statements):
             self.after[statement] = live
             self.on_error[statement] = exits.error
+            # Any statement may raise, so the names that handlers read are live before each.
             live = self._live_statement(statement, live, exits) | exits.error
         return live
 

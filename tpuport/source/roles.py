@@ -159,6 +159,7 @@ class Roles:
                 roles[function] = Role.HOST
             else:
                 roles[function] = role
+        # What a step calls is traced, whatever its own name and text suggest.
         for function in self._closure([f for f, role in roles.items() if role is Role.STEP]):
             roles[function] = Role.STEP
         return roles

@@ -153,6 +153,7 @@ class Walker(Caller):
                     self.statement(part)
                 else:
                     self.parts(part)
+            # If every path leaves, code after the statement is dead: any environment will do.
             if not self._leaves(alternative) or (alternative is alternatives[-1] and not ends):
                 ends.append(self.environment)
         self.environment = meet(ends)

@@ -26,7 +26,7 @@ class DeletedArray(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Name the shape of the array."""
+        """Explain the error, naming the shape of the array."""
         if not raised.says("Array has been deleted", "buffer has been deleted or donated"):
             return None
         shape = _SHAPE.search(raised.message)

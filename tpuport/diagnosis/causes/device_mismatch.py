@@ -30,7 +30,7 @@ class DeviceMismatch(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """List the device of each argument."""
+        """Explain the error, listing the device of each argument."""
         if not raised.says("incompatible devices"):
             return None
         found = _ARGUMENT.findall(raised.message)

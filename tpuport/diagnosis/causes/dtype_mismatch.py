@@ -68,7 +68,7 @@ class DtypeMismatch(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Name the two dtypes."""
+        """Explain the error, naming the two dtypes."""
         pair = self._pair(raised.message)
         if pair is None:
             return None

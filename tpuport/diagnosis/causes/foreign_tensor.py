@@ -36,7 +36,7 @@ class ForeignTensor(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Tell which library got the other's array, and in which argument."""
+        """Explain the error, saying which library got the other's array, and in which argument."""
         if raised.says("not a valid JAX type") and raised.says("torch.return_types."):
             made = raised.message.partition("torch.return_types.")[2].partition("'")[0]
             return Explanation(

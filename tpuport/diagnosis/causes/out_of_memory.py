@@ -101,7 +101,7 @@ class OutOfMemory(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Tell how much memory was needed and available, and list the largest buffers."""
+        """Explain the error, with the memory needed and available and the largest buffers."""
         message = raised.message
         if not raised.says("RESOURCE_EXHAUSTED", "DefaultCPUAllocator: can't allocate memory"):
             return None
@@ -133,7 +133,7 @@ class OutOfMemory(Cause):
 
 
 def _size(number: str, unit: str) -> str:
-    """Format a size as the compiler gives it, with the unit written out."""
+    """Format a size of the compiler's message with its unit as MiB, GiB and so on."""
     digits = number if unit in "GT" else f"{float(number):.1f}"
     return f"{digits} {unit}iB" if unit != "B" else f"{number} B"
 

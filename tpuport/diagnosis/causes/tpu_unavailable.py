@@ -36,7 +36,7 @@ class TpuUnavailable(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Name the process that holds the TPU, or the missing package."""
+        """Explain the error, naming the process that holds the TPU, or the missing package."""
         if raised.says(*_HELD):
             found = _PROCESS.search(raised.message)
             holder = f", {found.group(1)}" if found else ""

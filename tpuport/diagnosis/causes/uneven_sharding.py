@@ -30,7 +30,7 @@ class UnevenSharding(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Name the dimension and the number of parts."""
+        """Explain the error, naming the dimension and the number of parts."""
         found = _FACTS.search(raised.message)
         if found is None:
             return None
