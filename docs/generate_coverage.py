@@ -1,7 +1,7 @@
-"""Write docs/coverage.md: what of torch models use, and where the port takes each of it from.
+"""Write docs/coverage.md: the torch operations that models use, and what implements each.
 
-Run with `make docs`. Nothing is executed but imports: names are read from the installed sources of
-torch.nn, diffusers and transformers, and looked up in the registries of torch, torchax and tpuport.
+Run with `make docs`. No model is executed: names are read from the installed sources of torch.nn,
+diffusers and transformers, and looked up in the registries of torch, torchax and tpuport.
 """
 
 import importlib.metadata
@@ -30,7 +30,7 @@ SOURCES = {
     "transformers": ("transformers", ("models/*/modeling_*.py", "*_utils.py", "activations.py")),
 }
 
-# The namespaces in which a name stands for a function of torch.
+# The namespaces through which code calls functions of torch.
 _CALL = re.compile(
     r"(?<![\w.])(?:torch\.nn\.functional|nn\.functional|F|torch)"
     r"\.((?:(?:fft|linalg|special)\.)?[a-z_]\w*)\b(?!\.[a-z])"
@@ -44,15 +44,15 @@ _COMMON = {
 }
 _PREFIXES = {"fft": "fft_", "linalg": "linalg_", "special": "special_"}
 
-# What answers, in the order of the page's legend.
+# The implementations of an operation, in the order of the page's legend.
 OURS, VIEW, FUNCTION = "lowering", "view", "function"
-THEIRS, APART, PYTHON, NONE = "torchax", "taken apart", "Python", "no form"
+THEIRS, APART, PYTHON, NONE = "torchax", "decomposed", "Python", "no form"
 LEGEND = {
     OURS: "a lowering of tpuport (`tpuport/model/lowerings/`)",
     FUNCTION: "tpuport handles the call of the torch function itself",
-    VIEW: "a view: tpuport keeps what it shares with its base",
+    VIEW: "a view: tpuport keeps its storage shared with its base",
     THEIRS: "torchax's lowering, under tpuport's dtypes and writes",
-    APART: "PyTorch takes it apart into other operations",
+    APART: "PyTorch decomposes it into other operations",
     PYTHON: "a function of torch.nn.functional written in Python: its operations are what counts",
     NONE: "refused for traced tensors, with the line and what to do instead",
 }
@@ -60,7 +60,7 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Row:
-    """A name, in how many files of each library it occurs, and what answers to it."""
+    """A name, the number of files of each library with it, and its implementations."""
 
     name: str
     files: tuple[int, ...]
@@ -73,7 +73,7 @@ class Row:
 
 
 def folder(package: str) -> Path:
-    """Where a package is installed; nothing of it is imported."""
+    """Return the folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         msg = f"{package} is not installed: pip install -e '.[jax,recipes]'"
@@ -82,7 +82,7 @@ def folder(package: str) -> Path:
 
 
 def used(package: str, patterns: tuple[str, ...]) -> Counter[str]:
-    """Name of a torch function or tensor method -> in how many files it occurs."""
+    """Count the files in which each torch function or tensor method occurs."""
     root = folder(package)
     found: Counter[str] = Counter()
     for path in sorted({p for pattern in patterns for p in root.glob(pattern)}):
@@ -101,7 +101,7 @@ def _is_method(name: str) -> bool:
 
 
 def overloads_of(packet: Any) -> Iterator[Any]:
-    """The overloads that Python reaches: with a kernel, without named dims, and without `out=`."""
+    """Yield the overloads that Python reaches: with a kernel, without named dims or `out=`."""
     for name in packet.overloads():
         overload = getattr(packet, name)
         schema = overload._schema
@@ -112,12 +112,12 @@ def overloads_of(packet: Any) -> Iterator[Any]:
 
 
 def theirs(op: Any) -> Any:
-    """torchax's entry of an overload or of its packet."""
+    """Return torchax's entry of an overload or of its packet."""
     return backend.TORCHAX_OPS.get(op) or backend.TORCHAX_OPS.get(op.overloadpacket)
 
 
 def answer(op: Any) -> str:
-    """What the dispatch takes for one ATen overload."""
+    """Return the implementation that the dispatch uses for one ATen overload."""
     special, lower = lowerings.find(op)
     ours = lowerings.LOWERINGS.get(op) or lowerings.LOWERINGS.get(op.overloadpacket)
     if ours is not None or special is not None:
@@ -135,12 +135,12 @@ def answer(op: Any) -> str:
 
 
 def makes_tensors(op: Any) -> bool:
-    """Whether the result is data: sizes and dtypes are known while tracing."""
+    """Return whether the result is data; sizes and dtypes are static while tracing."""
     return any("Tensor" in str(r.type) for r in op._schema.returns) or bool(lowerings.find(op)[0])
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
-    """The torch function or method that a name stands for."""
+    """Return the torch function or method with a name."""
     for owner in (torch.nn.functional, torch, torch.Tensor):
         value: Any = owner
         for part in name.split("."):
@@ -151,13 +151,13 @@ def function_of(name: str) -> Callable[..., Any] | None:
 
 
 def handled(name: str) -> bool:
-    """Whether the call itself is handled, in any of the namespaces."""
+    """Return whether tpuport handles the call of the function itself, in any namespace."""
     owners = (torch.nn.functional, torch, torch.Tensor)
     return any(getattr(owner, name, None) in FUNCTIONS for owner in owners)
 
 
 def row(name: str, files: tuple[int, ...]) -> Row | None:
-    """The row of a name; None if it is no operation on tensors."""
+    """Make the row of a name; return None if it is no operation on tensors."""
     space, _, last = name.rpartition(".")
     packet = getattr(aten, _PREFIXES.get(space, "") + last, None)
     ops = [op for op in overloads_of(packet) if makes_tensors(op)] if packet is not None else []
@@ -179,7 +179,7 @@ def row(name: str, files: tuple[int, ...]) -> Row | None:
 
 
 def rows() -> list[Row]:
-    """One row for each operation that occurs, the most used first."""
+    """Make one row for each operation that occurs, the most used first."""
     lowerings.load()
     counts = [used(package, patterns) for package, patterns in SOURCES.values()]
     names = sorted(set().union(*counts))
@@ -188,14 +188,14 @@ def rows() -> list[Row]:
 
 
 def versions() -> str:
-    """The versions that the page is about."""
+    """Return the versions that the page is about."""
     names = ("torch", "torchax", "diffusers", "transformers")
     found = ((n, importlib.metadata.version(n).partition("+")[0]) for n in names)
     return ", ".join(f"{name} {version}" for name, version in found)
 
 
 def cell(one: Row) -> str:
-    """What answers, and the overloads that nothing answers to."""
+    """Format the implementations, and the overloads without one."""
     if not one.missing:
         return ", ".join(one.answers)
     rest = "no form: " + ", ".join(f"`{m}`" for m in one.missing)
@@ -203,7 +203,7 @@ def cell(one: Row) -> str:
 
 
 def summary(table: list[Row]) -> str:
-    """How many operations each answer gives."""
+    """Format the number of operations of each implementation."""
     whole = Counter(one.answers[0] if one.answers else NONE for one in table)
     lines = ["| what answers | operations | |", "|---|--:|---|"]
     lines += [f"| {name} | {whole[name]} | {text} |" for name, text in LEGEND.items()]
@@ -213,7 +213,7 @@ def summary(table: list[Row]) -> str:
 
 
 def operations(table: list[Row]) -> str:
-    """The table of every operation."""
+    """Format the table of every operation."""
     head = " | ".join(SOURCES)
     lines = [f"| operation | {head} | torchax | tpuport |", "|---|--:|--:|--:|---|---|"]
     for one in table:
@@ -224,7 +224,7 @@ def operations(table: list[Row]) -> str:
 
 
 def registered() -> str:
-    """The lowerings that are registered here, and what torchax lacks or does instead."""
+    """Format the lowerings that tpuport registers, each with what torchax lacks."""
     lines = ["| ATen operation | file | what torchax lacks |", "|---|---|---|"]
     entries = sorted(lowerings.LOWERINGS.items(), key=lambda item: str(item[0]))
     for op, entry in entries:
@@ -234,7 +234,7 @@ def registered() -> str:
 
 
 def page() -> str:
-    """The whole text of docs/coverage.md."""
+    """Return the text of docs/coverage.md."""
     table = rows()
     return f"""# Coverage of torch operations
 

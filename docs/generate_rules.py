@@ -1,6 +1,6 @@
-"""Write docs/rules/ and docs/porting_checklist.md: one page a rule, a list of all, a work order.
+"""Write docs/rules/ and docs/porting_checklist.md: a page per rule, an index, an order of work.
 
-Run with `make docs`. Everything on the pages stands in the rule files, which the test suite proves.
+Run with `make docs`. The pages are generated from the rule files, which the test suite checks.
 """
 
 import inspect
@@ -36,23 +36,23 @@ NOT_ABOUT_TORCH = "Its own comments"
 
 
 def slug(entry: Entry) -> str:
-    """The name of a rule's page: `tensor-branch`."""
+    """Return the name of a rule's page: `tensor-branch`."""
     words = "".join(f"-{c.lower()}" if c.isupper() else c for c in entry.name)
     return words.lstrip("-")
 
 
 def link(entry: Entry, *, start: str = "") -> str:
-    """A link to a rule's page."""
+    """Write a link to a rule's page."""
     return f"[{entry.code}]({start}{slug(entry)}.md)"
 
 
 def code_block(source: str, language: str = "python") -> str:
-    """Source as a block of Markdown."""
+    """Write source as a Markdown code block."""
     return f"```{language}\n{textwrap.dedent(source).strip()}\n```"
 
 
 def message_of(entry: Entry) -> str:
-    """What the rule reports, its placeholders as words."""
+    """Return the message of a rule, with placeholders as words."""
     return entry.message.replace("`{", "`<").replace("}`", ">`").replace("{", "<").replace("}", ">")
 
 
@@ -60,7 +60,7 @@ def message_of(entry: Entry) -> str:
 
 
 def rule_page(entry: Entry) -> str:
-    """The page of one rule."""
+    """Write the page of one rule."""
     title, _, rest = entry.page.partition("\n")
     body, _, references = rest.partition("## References")
     parts = [
@@ -80,7 +80,7 @@ def rule_page(entry: Entry) -> str:
 
 
 def references_of(text: str) -> str:
-    """References, one an item."""
+    """Write references as a list."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     shown = [f"<{line}>" if line.startswith("http") else line for line in lines]
     shown = [line.replace("docs/lint.md", "[Linting](../lint.md)") for line in shown]
@@ -88,7 +88,7 @@ def references_of(text: str) -> str:
 
 
 def facts(entry: Entry) -> str:
-    """Severity, fix and message."""
+    """Write the table of message, severity and fix."""
     lines = ["| | |", "|---|---|", f"| reports | {message_of(entry)} |"]
     lines.append(f"| severity | **{entry.severity}**: {MEANING[entry.severity]} |")
     lines.append(f"| fix | {fix(entry)} |")
@@ -96,7 +96,7 @@ def facts(entry: Entry) -> str:
 
 
 def fix(entry: Entry) -> str:
-    """What the fix promises."""
+    """Describe what the fix promises."""
     name = entry.fix.partition(" ")[0]
     words = {
         NO_FIX: "none",
@@ -108,7 +108,7 @@ def fix(entry: Entry) -> str:
 
 
 def examples(entry: Entry) -> list[str]:
-    """Every example, what becomes of it or why it stays."""
+    """Write every example, with its rewritten form or the reason why it has none."""
     if not entry.examples:
         return []
     parts = ["## Examples"]
@@ -118,7 +118,7 @@ def examples(entry: Entry) -> list[str]:
 
 
 def example_parts(example: Example) -> list[str]:
-    """One example."""
+    """Write one example."""
     parts = [code_block(example.before)]
     if example.jit_error:
         parts.append(f"Under plain torchax and `jax.jit`: `{example.jit_error}`.")
@@ -132,16 +132,16 @@ def example_parts(example: Example) -> list[str]:
 
 
 def harm(name: str) -> str:
-    """What goes wrong without an exception, as the harm's own first sentence says it."""
+    """Describe what goes wrong without an exception, by the first paragraph of the harm's check."""
     # Imported here: it needs torch, which pages of rules without such examples do not.
     from tpuport.testing.harms import HARMS
 
-    first = (inspect.getdoc(HARMS[name]) or name).split("\n\n")[0]
+    first = (inspect.getdoc(HARMS[name]) or name).split("\n\n")[0].removeprefix("Check for ")
     return " ".join((first[:1].lower() + first[1:]).split())
 
 
 def look_alikes(entry: Entry) -> list[str]:
-    """What is not reported."""
+    """Write the examples that the rule does not report."""
     if not entry.clean:
         return []
     blocks = [code_block(source) for source in entry.clean]
@@ -152,7 +152,7 @@ def look_alikes(entry: Entry) -> list[str]:
 
 
 def table(entries: list[Entry], *, start: str = "") -> str:
-    """Rules as a table."""
+    """Write rules as a table."""
     lines = ["| rule | | severity | fix |", "|---|---|---|---|"]
     for entry in entries:
         title = entry.page.partition("\n")[0].rstrip(".")
@@ -164,7 +164,7 @@ def table(entries: list[Entry], *, start: str = "") -> str:
 
 
 def index_page() -> str:
-    """The list of all rules."""
+    """Write the index of all rules."""
     severities = "\n".join(f"- **{name}**: {text}" for name, text in MEANING.items())
     return f"""# Rules
 
@@ -180,7 +180,7 @@ to work is in the [porting checklist](../porting_checklist.md).
 
 
 def checklist_page() -> str:
-    """The rules in the order in which to work."""
+    """Write the rules in the order of work."""
     parts = [
         "# Porting checklist",
         NOTICE,
@@ -201,14 +201,14 @@ def checklist_page() -> str:
 
 
 def item(entry: Entry) -> str:
-    """One point of the checklist."""
+    """Write one item of the checklist."""
     title = entry.page.partition("\n")[0].rstrip(".")
     done = "" if entry.fix == NO_FIX else f", fix {entry.fix}"
     return f"- [ ] {link(entry, start='rules/')} {title} ({entry.severity}{done})"
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page by path."""
+    """Return every generated page by path."""
     made = {FOLDER / f"{slug(entry)}.md": rule_page(entry) for entry in catalogue()}
     made[FOLDER / "index.md"] = index_page()
     made[DOCS / "porting_checklist.md"] = checklist_page()

@@ -17,7 +17,7 @@ __all__ = ["FAILED", "WRONG_CALL", "app"]
 
 app = typer.Typer(
     name="tpuport",
-    help="Ports PyTorch models to JAX and TPU, and proves that they compute the same function.",
+    help="Port PyTorch models to JAX and TPU, and prove that they compute the same function.",
     epilog="Exit codes: 0 all is well, 1 findings or failed parity, 2 wrong call or bug.",
     no_args_is_help=True,
     add_completion=False,
@@ -40,7 +40,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Ports PyTorch models to JAX and TPU, and proves that they compute the same function."""
+    """Port PyTorch models to JAX and TPU, and prove that they compute the same function."""
     del version
 
 
@@ -48,7 +48,7 @@ app.command()(lint.lint)
 app.command()(rewrite.rewrite)
 app.command()(rules.rules)
 app.command()(rules.explain)
-# What follows the script is the script's, options included.
+# Everything after the script's name belongs to the script, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)

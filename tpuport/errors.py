@@ -1,6 +1,6 @@
-"""Every error that tpuport raises on purpose. Each message says what is wrong and what to do."""
+"""The errors that tpuport raises on purpose. Each message says what is wrong and what to do."""
 
-# Which extra brings a package that `pip install tpuport` leaves out.
+# Package that `pip install tpuport` leaves out -> the extra that installs it.
 EXTRA_OF_PACKAGE = {
     "jax": "jax",
     "jaxlib": "jax",
@@ -73,14 +73,14 @@ class UsageError(TpuportError, ValueError):
 
 
 class CheckpointError(TpuportError, ValueError):
-    """A file of weights that cannot be read or written as asked; no file was left half written."""
+    """A file of weights that cannot be read or written; no partly written file is left behind."""
 
 
 class MissingExtraError(TpuportError, ImportError):
     """A feature whose packages are not installed.
 
     Args:
-        feature: What was asked for, such as `tpuport.convert`.
+        feature: The name of the feature, such as `tpuport.convert`.
         package: The package that is missing.
         extra: The extra of tpuport that installs it.
     """
@@ -91,7 +91,7 @@ class MissingExtraError(TpuportError, ImportError):
             f'What to do: pip install "tpuport[{extra}]"',
             name=package,
         )
-        # Pickling rebuilds an exception from these.
+        # Pickle rebuilds an exception from `args`, so they must be those of `__init__`.
         self.args = (feature, package, extra)
         self.feature = feature
         self.package = package
@@ -99,7 +99,7 @@ class MissingExtraError(TpuportError, ImportError):
 
     @classmethod
     def from_import(cls, feature: str, error: ModuleNotFoundError) -> "MissingExtraError | None":
-        """The error to raise for a failed import, or None if no extra would bring that module."""
+        """Make the error for a failed import, or return None if no extra has that module."""
         package = (error.name or "").partition(".")[0]
         extra = EXTRA_OF_PACKAGE.get(package)
         return None if extra is None else cls(feature, package, extra)

@@ -1,4 +1,4 @@
-"""Where each public name lives, so that importing tpuport imports none of them."""
+"""The module of each public name, loaded on first use so that `import tpuport` stays fast."""
 
 import importlib
 
@@ -33,7 +33,7 @@ MODULE_OF = {
 
 
 def load(name: str) -> object:
-    """A public name's value, from the module that defines it.
+    """Import the module that defines a public name, and return the name's value.
 
     Raises:
         AttributeError: tpuport has no such name.

@@ -1,4 +1,4 @@
-"""Words and HTML that every report is made of: safe to show whatever names and paths contain."""
+"""Text and HTML building blocks of all reports, which escape names and paths."""
 
 import html
 import unicodedata
@@ -10,10 +10,10 @@ _VOID = {"meta", "wbr"}
 
 
 def visible(text: object) -> str:
-    """Text with its control, format and surrogate characters spelled out; tabs become spaces.
+    """Escape the control, format and surrogate characters of text; tabs become spaces.
 
-    Paths and source lines come from files nobody here has seen: an escape sequence must not reach
-    a terminal, nor a bidirectional override reorder a line on a page.
+    Paths and source lines come from untrusted files: an escape sequence must not reach a terminal,
+    nor a bidirectional override reorder a line on a page.
     """
     text = str(text)
     if text.isprintable():
@@ -27,7 +27,7 @@ def visible(text: object) -> str:
 
 
 def plural(num: int, noun: str) -> str:
-    """`1 value`, `3 values`, `2 branches`."""
+    """Format a count with its noun: `1 value`, `3 values`, `2 branches`."""
     suffix = "" if num == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
     return f"{num:,} {noun}{suffix}"
 
@@ -39,7 +39,7 @@ class Markup(str):
 
 
 def tag(name: str, /, *children: str, **attributes: object) -> Markup:
-    """An HTML or SVG element; every child and attribute that is not Markup is escaped.
+    """Make an HTML or SVG element; every child and attribute that is not Markup is escaped.
 
     Args:
         name: The element.
@@ -59,18 +59,18 @@ def tag(name: str, /, *children: str, **attributes: object) -> Markup:
 
 
 def join(children: Iterable[str]) -> Markup:
-    """Children one after the other, with what is not Markup escaped."""
+    """Join children, escaping those that are not Markup."""
     return Markup(
         "".join(c if isinstance(c, Markup) else html.escape(visible(c)) for c in children)
     )
 
 
 def page(title: str, *body: str, style: str = "") -> str:
-    """A whole page in the style that every report shares; its policy forbids it to load anything.
+    """Make a complete page in the style of all reports; its policy forbids it to load anything.
 
     Args:
-        title: What the browser's tab says.
-        body: What the page holds.
+        title: The title of the page.
+        body: The children of the body.
         style: Style sheet of this kind of report, after the shared one.
     """
     house = files("tpuport").joinpath("house.css").read_text(encoding="utf-8")

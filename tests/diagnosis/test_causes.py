@@ -110,10 +110,15 @@ BY_THEMSELVES = [
         "the code asks for CUDA, which this machine does not have",
         None,
     ),
-    (faulty.donated, "deleted-array", "an array is used whose memory was given away", "float32[4]"),
+    (
+        faulty.donated,
+        "deleted-array",
+        "an array is used after its memory was donated or freed",
+        "float32[4]",
+    ),
     (
         *(faulty.two_devices, "device-mismatch"),
-        "the arguments of one computation lie on different devices",
+        "the arguments of one computation are on different devices",
         None,
     ),
     (
@@ -185,7 +190,7 @@ def test_functions_of_jax_are_explained(function, argument, problem: str):
 def test_a_named_tuple_that_a_program_returns_is_explained():
     diagnosis = diagnosis_of(PlainTorchax(faulty.named_tuple), torch.ones(4, 3))
     assert diagnosis.problem == (
-        "the program returns the named tuple of torch.linalg_qr, which jax cannot take apart"
+        "the program returns the named tuple of torch.linalg_qr, which jax cannot flatten"
     )
 
 

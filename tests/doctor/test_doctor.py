@@ -51,11 +51,11 @@ def machine(tmp_path: Path, **changes: Any) -> Machine:
 
 
 def not_ok(found: list[Finding]) -> list[tuple[str, str, str, str | None]]:
-    """What is not well, but for the compile cache that is not there yet."""
+    """What is not well, but for the compile cache that does not exist yet."""
     return [
         (one.status.value, one.topic, one.text, one.fix)
         for one in found
-        if one.status is not Status.OK and "is not there yet" not in one.text
+        if one.status is not Status.OK and "does not exist yet" not in one.text
     ]
 
 
@@ -284,7 +284,7 @@ def test_variables_worth_knowing(tmp_path: Path):
 def test_little_room(tmp_path: Path):
     small = machine(tmp_path, disk=2**30, memory=2**30)
     assert [found[1:3] for found in not_ok(check(small))] == [
-        ("disk", "1.0 GiB free beside the compile cache, which is little"),
+        ("disk", "1.0 GiB free for the compile cache, which is little"),
         ("memory", "1.0 GiB free, which is little"),
     ]
     assert "memory" not in {one.topic for one in check(replace(small, memory=None))}
@@ -324,7 +324,7 @@ def test_a_compile_cache_with_problems(tmp_path: Path):
     assert not_ok(check(machine(tmp_path))) == [
         (
             *("problem", "compile cache"),
-            f"others can write to {folder}, and what is in it is run as it is",
+            f"others can write to {folder}, and the programs in it are trusted",
             f"chmod go-w {folder}",
         ),
         (

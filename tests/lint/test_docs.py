@@ -78,7 +78,7 @@ def test_a_page_shows_all_that_the_rule_says(generator):
         "| fix | **close (rtol 1e-06)**: the same results within that tolerance |",
         "```python\nx = 1\n```\n\nUnder plain torchax and `jax.jit`: `TypeError`.",
         "`tpuport rewrite` makes of it\n\n```python\nx = 2\n```",
-        "Under plain torchax and `jax.jit`: a silently wrong result: not what eager PyTorch",
+        "Under plain torchax and `jax.jit`: a silently wrong result: it differs from eager",
         "There is no automatic fix: it cannot be.",
         "## What looks alike and stays\n\nNothing is reported here.\n\n```python\nz = 1\n```",
         "# tpuport: ignore[TPU999]",

@@ -123,7 +123,7 @@ def test_a_loop_of_links_is_reported_and_the_rest_taken(project):
     (root / "a/b/up").symlink_to(root / "a")
     (root / "a/self").symlink_to(root / "a/self")
     assert found() == ["a/b/c.py"]
-    assert problems() == ["a/b/up: a link to a folder that it lies in, not followed"]
+    assert problems() == ["a/b/up: a link to a folder around it, not followed"]
 
 
 def test_a_linked_folder_is_followed_once_and_files_go_by_their_own_place(project):

@@ -30,7 +30,7 @@ def test_the_page_is_not_stale(generator):
     ("name", "answer", "in_torchax"),
     [
         ("cat", "lowering", True),
-        ("nll_loss", "taken apart", False),
+        ("nll_loss", "decomposed", False),
         ("adaptive_max_pool2d", "lowering", False),
         ("transpose", "view", True),
         ("linear", "function", True),

@@ -1,4 +1,4 @@
-"""What every command does alike: exit codes, errors without a traceback, output."""
+"""Helpers that all commands share: exit codes, errors without a traceback, output."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ WRONG_CALL = 2
 
 @contextmanager
 def errors_as_exit_codes(command: str) -> Iterator[None]:
-    """Prints tpuport's own errors without a traceback; every other one is a bug and keeps its own.
+    """Print tpuport's own errors without a traceback; any other error is a bug and keeps its own.
 
     Args:
-        command: What to name in the message about a package that is not installed.
+        command: The command's name, for the message about a package that is not installed.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def errors_as_exit_codes(command: str) -> Iterator[None]:
 
 
 def has_color(*, err: bool = False) -> bool:
-    """Whether to write in colour: on a terminal, unless the environment says otherwise."""
+    """Return whether to write in colour: on a terminal, unless the environment overrides it."""
     if os.environ.get("FORCE_COLOR"):
         return True
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
@@ -43,10 +43,10 @@ def has_color(*, err: bool = False) -> bool:
 
 
 def printable(text: str) -> str:
-    """Text that every terminal takes: file names may hold bytes that are no character."""
+    """Escape what a terminal may refuse: file names can contain bytes that are no character."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def say(line: str) -> None:
-    """A line for the reader beside the output, which may be going to a file or a program."""
+    """Print a line on standard error, as standard output may go to a file or a program."""
     typer.echo(printable(line), err=True)

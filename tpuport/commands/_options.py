@@ -1,4 +1,4 @@
-"""The options that `lint` and `rewrite` share, and what they ask for together."""
+"""The options that `lint` and `rewrite` share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,13 @@ Select = Annotated[
 ]
 Ignore = Annotated[
     str | None,
-    typer.Option(metavar="CODES", rich_help_panel=_RULES, help="The same, for what to leave out."),
+    typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Codes to ignore."),
 ]
 Severity = Annotated[
     Literal["error", "silent", "slow", "note"] | None,
     typer.Option(
         rich_help_panel=_RULES,
-        help="The mildest severity to show: error stops the trace, silent is wrong without a word, "
+        help="The mildest severity to show: error stops the trace, silent gives wrong results, "
         "slow costs time or memory, note is worth knowing. Default: slow.",
         show_default=False,
     ),
@@ -73,11 +73,12 @@ StdinFilename = Annotated[
     typer.Option(
         metavar="PATH",
         rich_help_panel=_FILES,
-        help="The path that standard input goes by.",
+        help="The file name to use for standard input.",
     ),
 ]
 NoCache = Annotated[
-    bool, typer.Option("--no-cache", rich_help_panel=_RUN, help="Keep no results, use none.")
+    bool,
+    typer.Option("--no-cache", rich_help_panel=_RUN, help="Neither read nor write the cache."),
 ]
 Jobs = Annotated[
     int | None,
@@ -85,14 +86,14 @@ Jobs = Annotated[
         min=1,
         metavar="N",
         rich_help_panel=_RUN,
-        help="How many processes work at once; as many as there are processors if left out.",
+        help="Number of parallel processes; the number of processors if left out.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a command line asks for, as far as `lint` and `rewrite` agree on it."""
+    """The options of a command line that `lint` and `rewrite` share."""
 
     paths: list[str]
     select: str | None
@@ -108,10 +109,10 @@ class Choice:
 
     @property
     def from_stdin(self) -> bool:
-        """Whether the source comes in on standard input.
+        """Return whether the source comes from standard input.
 
         Raises:
-            UsageError: it is asked for together with files.
+            UsageError: files are given as well.
         """
         if STDIN not in self.paths:
             return False
@@ -121,20 +122,20 @@ class Choice:
 
     @property
     def stdin_name(self) -> str:
-        """The path that standard input goes by."""
+        """Return the file name used for standard input."""
         return self.stdin_filename or "stdin.py"
 
     def leaves_stdin_out(self, settings: "Settings") -> bool:
-        """Whether standard input goes by a path that is excluded, which an editor does not know."""
+        """Return whether the file name of standard input is excluded; an editor cannot tell."""
         from tpuport.lint.files import is_excluded
 
         return self.force_exclude and is_excluded(Path(self.stdin_name), settings)
 
     def settings(self) -> "Settings":
-        """The configuration with the command line over it.
+        """Load the configuration and override it with the command line.
 
         Raises:
-            UsageError: one of them is wrong.
+            UsageError: an option of either is wrong.
         """
         from tpuport.lint.settings import find_config, load_settings, override
         from tpuport.source.finding import Severity as Levels
@@ -155,7 +156,7 @@ class Choice:
         return settings
 
     def _start(self) -> Path:
-        """The folder to look for a configuration file from: the one that holds all paths."""
+        """Return the folder from which to search for a configuration file: one around all paths."""
         import os
 
         paths = [self.stdin_name if path == STDIN else path for path in self.paths]
@@ -166,23 +167,23 @@ class Choice:
         return Path(os.path.commonpath(folders))
 
     def files(self, settings: "Settings") -> "Found":
-        """The files to work on.
+        """Find the files to work on.
 
         Raises:
-            UsageError: a path leads nowhere.
+            UsageError: a path does not exist, or a pattern matches nothing.
         """
         from tpuport.lint.files import find_files
 
         return find_files(self.paths, settings, force_exclude=self.force_exclude)
 
     def codes(self, settings: "Settings") -> list[str]:
-        """The codes of all rules."""
+        """Return the codes of all rules."""
         from tpuport.lint.catalogue import known_codes
 
         return known_codes(self.cache(settings))
 
     def cache(self, settings: "Settings") -> "Cache":
-        """Where results are kept."""
+        """Return the cache of results."""
         from tpuport.lint.cache import Cache
 
         return Cache(None if self.no_cache else settings.cache_dir)

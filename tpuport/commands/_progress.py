@@ -15,7 +15,7 @@ _PATIENCE = 1.0
 
 
 class _Bar:
-    """Appears once there has been something to wait for."""
+    """A progress bar that appears only after a while, so that short runs show none."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -23,7 +23,7 @@ class _Bar:
         self.bar: Progress | None = None
 
     def advance(self, done: int, total: int) -> None:
-        """Show how many files of how many are done."""
+        """Show the number of files done."""
         if self.bar is None:
             if time.monotonic() - self.started < _PATIENCE:
                 return
@@ -36,14 +36,14 @@ class _Bar:
         self.bar.update(self.bar.task_ids[0], completed=done)
 
     def close(self) -> None:
-        """Remove it from the terminal."""
+        """Remove the bar from the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
 
 @contextmanager
 def progress(word: str) -> "Iterator[Advance | None]":
-    """What to tell how many files are done; None where nobody is looking."""
+    """Yield a callback for the number of files done; None if standard error is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -32,7 +32,7 @@ Mesh = Annotated[
         help="Sizes by axis, as in fsdp=4,tensor=2; one may be -1 [default: fsdp=-1].",
     ),
 ]
-Rules = Annotated[str, typer.Option(metavar="PRESET", help="How parameters are spread.")]
+Rules = Annotated[str, typer.Option(metavar="PRESET", help="How parameters are sharded.")]
 Train = Annotated[bool, typer.Option("--train", help="Compile a training step.")]
 Optimizer = Annotated[
     str, typer.Option(metavar="NAME", help="adamw, adam, adafactor, lion, sgd or none.")
@@ -56,12 +56,12 @@ Quick = Annotated[
     typer.Option("--quick", help="Half the time or less: let the compiler optimise less."),
 ]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Fail where something of the rules may not be meant.")
+    bool, typer.Option("--strict", help="Fail where the sharding rules look unintended.")
 ]
 Search = Annotated[
     bool,
     typer.Option(
-        "--search", help="Try meshes, presets and ways of attention; rank those that fit."
+        "--search", help="Try meshes, presets and attention strategies; rank those that fit."
     ),
 ]
 Minutes = Annotated[
@@ -85,14 +85,14 @@ def compile_(
     search: Search = False,
     minutes: Minutes = 30.0,
 ) -> None:
-    """Compile a model for a TPU slice that is not there: does it fit, and what does it cost.
+    """Compile a model for a TPU slice without having one: does it fit, and what does it cost.
 
     TARGET returns (model, inputs): a module, built under torch.device("meta") if
     it is large, and the arguments of a call, a tuple or a dict, in which shapes
-    will do for tensors. Or it returns a dict with "model", "inputs" and any other
-    argument of tpuport.compile_for, such as "rules" or "train", which win over
-    options. The model may also be what tpuport.training.make_train_step gives.
-    Exit code 3 says that it does not fit.
+    may replace tensors. Or it returns a dict with "model", "inputs" and any other
+    argument of tpuport.compile_for, such as "rules" or "train", which override
+    options. The model may also be the result of tpuport.training.make_train_step.
+    Exit code 3 means that it does not fit.
     """
     with errors_as_exit_codes("tpuport compile"):
         given = {
@@ -130,7 +130,7 @@ def compile_(
 
 
 def _wanted(target: str) -> dict[str, Any]:
-    """What the function named on the command line returns, as arguments by name."""
+    """Call the function named on the command line, and return its result as arguments by name."""
     from tpuport.running.target import load_target
 
     match load_target(target)():
@@ -147,7 +147,7 @@ def _wanted(target: str) -> dict[str, Any]:
 
 
 def _ported(model: Any, target: str, method: str) -> Any:
-    """What to compile: a module ported, anything that is ported as it is."""
+    """Port the model if it is a plain module; return a ported model or training step unchanged."""
     import torch
 
     from tpuport.model.convert import convert
@@ -162,7 +162,7 @@ def _ported(model: Any, target: str, method: str) -> Any:
 
 
 def _sizes(text: str | None) -> dict[str, int] | None:
-    """`fsdp=4,tensor=2` as sizes by axis."""
+    """Parse `fsdp=4,tensor=2` to sizes by mesh axis."""
     if text is None:
         return None
     sizes: dict[str, int] = {}

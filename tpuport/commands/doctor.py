@@ -1,4 +1,4 @@
-"""`tpuport doctor`: what is installed, what the machine has, and what to do about it."""
+"""`tpuport doctor`: checks of the installation and the machine, with the commands to fix them."""
 
 import json
 from dataclasses import asdict

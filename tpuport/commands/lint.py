@@ -1,4 +1,4 @@
-"""`tpuport lint`: what breaks, goes silently wrong or gets slow on TPU, before anything is run."""
+"""`tpuport lint`: finds code that breaks, goes silently wrong or gets slow on TPU."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,18 +30,18 @@ Strict = Annotated[
     typer.Option(
         "--strict/--no-strict",
         rich_help_panel="Rules",
-        help="In a step, take what is not known for a traced value: finds more, and errs more.",
+        help="Treat unknown values inside a step as traced: more findings, more false positives.",
         show_default=False,
     ),
 ]
 Format = Annotated[
     Literal["full", "concise", "json", "sarif", "github", "html"],
-    typer.Option("--format", rich_help_panel=_OUTPUT, help="How findings are written."),
+    typer.Option("--format", rich_help_panel=_OUTPUT, help="Output format."),
 ]
 OutputFile = Annotated[
     Path | None,
     typer.Option(
-        "--output-file", "-o", metavar="FILE", rich_help_panel=_OUTPUT, help="Write them there."
+        "--output-file", "-o", metavar="FILE", rich_help_panel=_OUTPUT, help="Write to a file."
     ),
 ]
 Statistics = Annotated[
@@ -70,7 +70,7 @@ BaselineFile = Annotated[
         "--baseline",
         metavar="FILE",
         rich_help_panel=_KNOWN,
-        help="Show only what it does not have.",
+        help="Show only findings that are not in this baseline.",
     ),
 ]
 WriteBaseline = Annotated[
@@ -85,7 +85,7 @@ WriteBaseline = Annotated[
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is to come of a run of `lint`."""
+    """The options of a run of `lint`."""
 
     choice: Choice
     form: str
@@ -122,9 +122,9 @@ def lint(
 ) -> None:
     """Find what breaks, goes silently wrong or gets slow when PyTorch code is moved to TPU.
 
-    Reads Python files and notebooks; runs nothing of them and needs neither torch nor jax. Options
-    stand in the table tool.tpuport of pyproject.toml too. A comment "# tpuport: ignore" at the end
-    of a line keeps its findings from being shown; followed by codes in brackets, those of them.
+    Reads Python files and notebooks without running them; needs neither torch nor jax. Options can
+    also be set in the table tool.tpuport of pyproject.toml. A comment "# tpuport: ignore" at the
+    end of a line hides its findings; followed by codes in brackets, only those with these codes.
     """
     with errors_as_exit_codes("tpuport lint"):
         choice = Choice(

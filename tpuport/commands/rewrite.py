@@ -1,4 +1,4 @@
-"""`tpuport rewrite`: the rules' fixes in files, as a diff, in place or as a copy."""
+"""`tpuport rewrite`: applies the rules' fixes to files, as a diff, in place or as a copy."""
 
 import difflib
 from collections import Counter
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _WHERE = "Where to"
 Diff = Annotated[
     bool,
-    typer.Option("--diff", rich_help_panel=_WHERE, help="Print the changes. Done if left out."),
+    typer.Option("--diff", rich_help_panel=_WHERE, help="Print the changes (the default)."),
 ]
 Write = Annotated[
     bool, typer.Option("--write", rich_help_panel=_WHERE, help="Change the files themselves.")
@@ -64,10 +64,10 @@ def rewrite(
     no_cache: options.NoCache = False,
     jobs: options.Jobs = None,
 ) -> None:
-    """Apply the fixes of `tpuport lint` that are proved to leave results as they are.
+    """Apply the fixes of `tpuport lint` that are proved not to change results.
 
-    Formatting and comments stay, and a second run changes nothing. What is left, and why, is said
-    on standard error. Exits with 1 if a diff is not empty, and with 0 once changes are written.
+    Formatting and comments stay, and a second run changes nothing. Findings left, with the reasons,
+    go to standard error. Exits with 1 if a diff is not empty, and with 0 once changes are written.
     """
     with errors_as_exit_codes("tpuport rewrite"):
         choice = Choice(
@@ -127,7 +127,7 @@ def _from_files(
         say("No Python files or notebooks there.")
     with progress("Rewriting") as advance:
         checked = run(found.files, jobs=choice.jobs, cache=choice.cache(settings), progress=advance)
-        # To another folder go the files without findings too.
+        # A copy to another folder is complete: it has the files without findings too.
         pairs = list(zip(found.files, checked, strict=True))
         wanted = pairs if out else with_findings(pairs, settings)
         changes, problems = _rewritten(wanted, choice, settings, unsafe)
@@ -146,7 +146,7 @@ def _from_files(
 
 
 def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]":
-    """The files in which there is something to rewrite, or to say why not."""
+    """Return the files with a selected finding: one to rewrite, or to explain why not."""
     return [
         (path, one)
         for path, one in pairs
@@ -157,7 +157,7 @@ def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]"
 def fix_files(
     pairs: "Sequence[Pair]", choice: Choice, settings: "Settings", *, unsafe: bool
 ) -> "tuple[list[Change], list[Problem]]":
-    """Rewrite files in place: those that were changed, and what went wrong."""
+    """Rewrite files in place, and return the changes made and the problems met."""
     changes, problems = _rewritten(with_findings(pairs, settings), choice, settings, unsafe)
     changed = [change for change in changes if change.changed]
     problems += [problem for change in changed for problem in _written(change)]
@@ -214,7 +214,7 @@ def _colored(line: str) -> str:
 def _finish(
     changes: "Sequence[Change]", problems: "Sequence[Problem]", total: int, did: str
 ) -> int:
-    """Says on standard error what was done and what was left, and gives the exit code."""
+    """Report on standard error what was done and left, and return the exit code."""
     from tpuport.lint.records import Trouble
 
     for problem in problems:

@@ -1,4 +1,4 @@
-"""`tpuport rules` and `tpuport explain`: what is looked for, why, and when a fix is safe."""
+"""`tpuport rules` and `tpuport explain`: the rules, their reasons, and when a fix is safe."""
 
 import json
 import textwrap
@@ -11,9 +11,9 @@ from tpuport.commands._common import errors_as_exit_codes
 if TYPE_CHECKING:
     from tpuport.lint.catalogue import Entry
 
-Format = Annotated[Literal["text", "json"], typer.Option("--format", help="How to write it.")]
+Format = Annotated[Literal["text", "json"], typer.Option("--format", help="Output format.")]
 Code = Annotated[
-    str, typer.Argument(metavar="CODE", help="A rule's code or name; `tpuport rules` has them.")
+    str, typer.Argument(metavar="CODE", help="A rule's code or name; `tpuport rules` lists them.")
 ]
 
 
@@ -37,7 +37,7 @@ def rules(form: Format = "text") -> None:
 
 
 def explain(code: Code, form: Format = "text") -> None:
-    """Say what one rule looks for, why that is a problem, and when its fix is safe."""
+    """Explain what one rule looks for, why that is a problem, and when its fix is safe."""
     with errors_as_exit_codes("tpuport explain"):
         from tpuport.lint.catalogue import entry_named
 

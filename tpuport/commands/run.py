@@ -1,4 +1,4 @@
-"""`tpuport run`: someone else's script, untouched, on the JAX device."""
+"""`tpuport run`: runs an unmodified PyTorch script on the JAX device."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +19,7 @@ Script = Annotated[
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="ARGS", show_default=False, help="What follows is the script's, options included."
-    ),
+    typer.Argument(metavar="ARGS", show_default=False, help="Arguments and options of the script."),
 ]
 Module = Annotated[
     bool, typer.Option("-m", "--module", help="Run a module by its name, as `python -m` does.")
@@ -41,7 +39,7 @@ Paths = Annotated[
         "--path",
         metavar="DIR",
         rich_help_panel=_REWRITTEN,
-        help="Rewrite what is below this folder too, but for site-packages. May be repeated.",
+        help="Rewrite files below this folder too, except site-packages. May be repeated.",
     ),
 ]
 NoRewrite = Annotated[
@@ -62,7 +60,7 @@ Eager = Annotated[
         "--eager",
         metavar="CLASS",
         rich_help_panel=_PORTED,
-        help="Leave modules of this class to eager PyTorch. May be repeated.",
+        help="Run modules of this class in eager PyTorch. May be repeated.",
     ),
 ]
 Programs = Annotated[
@@ -117,7 +115,7 @@ Report = Annotated[
         dir_okay=False,
         rich_help_panel=_RUN,
         show_default=False,
-        help="Write what was ported and how well it agrees there: .html, .json or .txt.",
+        help="Write a report of what was ported, and how well it agrees: .html, .json, .txt.",
     ),
 ]
 CacheDir = Annotated[
@@ -127,7 +125,7 @@ CacheDir = Annotated[
         metavar="DIR",
         rich_help_panel=_RUN,
         show_default=False,
-        help="Keep compiled programs there, and load those that are.",
+        help="Folder to keep compiled programs in and to load them from.",
     ),
 ]
 FullTraceback = Annotated[
@@ -158,12 +156,12 @@ def run(
     report: Report = None,
     full_traceback: FullTraceback = False,
 ) -> None:
-    """Run a script that was written for CUDA, as it is.
+    """Run a script that was written for CUDA, without editing it.
 
-    Like `torchrun` with one process. The script and what is below its folder
-    are rewritten as they are imported, in memory; CUDA calls are answered;
-    calls of modules on "cuda" become compiled programs, compared with eager
-    PyTorch. Exits with the script's own status.
+    Like `torchrun` with one process. The script and the files below its folder
+    are rewritten in memory on import; CUDA calls are emulated; calls of modules
+    on "cuda" become compiled programs, compared with eager PyTorch. Exits with
+    the script's own status.
     """
     with errors_as_exit_codes("tpuport run"):
         from tpuport.running.run import Program

@@ -40,7 +40,7 @@ def warmup(
     """Fill the compile cache ahead of time, so that other processes load their programs.
 
     TARGET returns what to compile: (ported model, args) or (ported model, args,
-    kwargs) for each program, where shapes will do for tensors. Or it returns
+    kwargs) for each program, where shapes may replace tensors. Or it returns
     nothing and makes the calls itself. Damaged entries are removed first.
     """
     with errors_as_exit_codes("tpuport warmup"):

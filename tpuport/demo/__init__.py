@@ -1,3 +1,3 @@
-"""What `tpuport demo` runs: two models ported as they are, beside plain torchax and eager."""
+"""The demo: two models ported without edits, compared with plain torchax and eager PyTorch."""
 
 from tpuport.demo.story import run as run

@@ -1,4 +1,4 @@
-"""The two models of the demo, with inputs as they are in use, and what to try on plain torchax."""
+"""The two models of the demo, with realistic inputs, and their comparisons on plain torchax."""
 
 import copy
 import math
@@ -20,13 +20,13 @@ class Example:
     """A model with example inputs.
 
     Attributes:
-        title: The class.
-        story: What it is, in a sentence.
+        title: The name of the model's class.
+        story: A sentence about the model.
         model: The module, with random weights.
         inputs: Named input tensors.
-        methods: What to port.
-        bind: The arguments of a call, made of the inputs.
-        differences: What plain torchax computes differently from eager PyTorch without saying so.
+        methods: The names of the methods to port.
+        bind: Makes the arguments of a call from the inputs.
+        differences: Finds silent differences of plain torchax from eager PyTorch.
     """
 
     title: str
@@ -46,10 +46,10 @@ class Example:
 
 
 def make_video_transformer(seed: int = 0) -> Example:
-    """The HunyuanVideo-1.5 transformer of diffusers, 2 of its 54 blocks and narrow, text to video.
+    """Make a small HunyuanVideo-1.5 transformer of diffusers for text to video: 2 of 54 blocks.
 
     The prompts are padded to one length, the second text encoder is empty for the first prompt, and
-    the image embedding is zeros, which is how the pipeline says that there is no image.
+    the image embedding is zeros, as the pipeline passes it when there is no image.
     """
     torch.manual_seed(seed)
     model = HunyuanVideo15Transformer3DModel(
@@ -85,7 +85,7 @@ def make_video_transformer(seed: int = 0) -> Example:
 
 
 def make_planner(seed: int = 0) -> Example:
-    """The diffusion planner of `tpuport.demo.planner` in training; one sample has no context."""
+    """Make the diffusion planner in training mode, with one sample that has no context."""
     torch.manual_seed(seed)
     model = DiffusionPlanner(depth=2)
     size, length = 8, 48

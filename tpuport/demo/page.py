@@ -1,4 +1,4 @@
-"""Several port reports as one HTML page with a tab for each; like them it loads nothing."""
+"""Several port reports as one HTML page with a tab for each. It loads no external files."""
 
 import html
 
@@ -19,7 +19,7 @@ input:checked + label + iframe { display: block }
 
 
 def to_page(reports: list[PortReport]) -> str:
-    """One page, the first report shown."""
+    """Write one page that shows the first report."""
     tabs = []
     for number, report in enumerate(reports):
         checked = " checked" if number == 0 else ""

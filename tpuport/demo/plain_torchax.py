@@ -1,4 +1,4 @@
-"""Plain torchax on the demo's models, run live: its exception, or what it computes instead."""
+"""Runs of the demo's models on plain torchax: the exception, or the different result."""
 
 import copy
 import traceback
@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "torchax", "jax", "jaxlib")
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of plain torchax, and the line of the model that it came from."""
+    """An exception of plain torchax, and the line of the model that raised it."""
 
     error: str
     place: str
@@ -28,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Difference:
-    """What eager PyTorch and plain torchax make of the same thing; no error tells them apart."""
+    """A result of eager PyTorch and of plain torchax; the two may differ without an error."""
 
     what: str
     eager: str
@@ -36,7 +36,7 @@ class Difference:
 
 
 class _Call(torch.nn.Module):
-    """A function of a model as a module, which is what torchax takes."""
+    """A function of a model as a module, because `extract_jax` takes only modules."""
 
     def __init__(self, model: torch.nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ class _Call(torch.nn.Module):
 def run_plain(
     model: torch.nn.Module, function: Callable[..., Any], *args: Any, times: int = 1
 ) -> list[Any]:
-    """Results of `function(model, *args)` under `torchax.extract_jax` and `jax.jit`, on a copy.
+    """Run `function(model, *args)` under `torchax.extract_jax` and `jax.jit`, on a copy.
 
     Args:
-        model: Any module; it is left alone.
-        function: What to run.
-        *args: Structures of CPU tensors.
-        times: How often to call the jitted function.
+        model: Any module; it is not changed.
+        function: The function to run.
+        *args: Pytrees of CPU tensors.
+        times: Number of calls of the jitted function.
 
     Returns:
-        One result a call, tensors on the CPU.
+        One result per call, with tensors on the CPU.
     """
-    import torchax  # by tpuport.model.backend already, which puts back what the import changes
+    import torchax  # tpuport.model.backend has imported it, and undid what the import changes
 
     with _environment() as env:
         states, pure = torchax.extract_jax(_Call(copy.deepcopy(model), function))
@@ -73,10 +73,10 @@ def run_plain(
 def failure_of(
     model: torch.nn.Module, call: Callable[[Any, Any], Any], inputs: Any
 ) -> Failure | None:
-    """How plain torchax fails on a call of the model; None if it runs."""
+    """Return how plain torchax fails on a call of the model; None if it runs."""
 
     def as_dict(model: torch.nn.Module, inputs: Any) -> Any:
-        # jax.jit refuses classes like ModelOutput, so what the call returns is unpacked inside.
+        # jax.jit refuses outputs of classes like ModelOutput, so the result becomes a dict inside.
         return dict(call(model, inputs))
 
     try:
@@ -104,7 +104,7 @@ def _is_model_code(file: str) -> bool:
 
 @contextmanager
 def _environment() -> Iterator[Any]:
-    """torchax's environment, given back without the tracer that a jitted random op leaves in it."""
+    """Yield torchax's environment; restore its key, in which a jitted random op leaves a tracer."""
     import torchax
 
     env = torchax.default_env()

@@ -1,7 +1,7 @@
-"""A diffusion planner written the way research code is written; `tpuport demo` ports it untouched.
+"""A diffusion planner in the style of research code; `tpuport demo` ports it untouched.
 
-It plans where a car drives next from its state and from tokens of a vision-language model, and
-nothing in this file knows of JAX: in-place edits, boolean masks, `.item()` on schedule values and
+It plans where a car drives next from its state and from tokens of a vision-language model. Nothing
+in this file knows of JAX: in-place edits, boolean masks, `.item()` on schedule values and
 positions, a rotary table that grows on demand, noise drawn in `forward`, buffers that training
 updates, and results in a dictionary class. B is the batch size, H the horizon.
 """
@@ -29,7 +29,7 @@ class BatchFeature(UserDict):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates pairs of channels in proportion to the position; its table grows on demand."""
+    """Rotary position embedding whose table grows on demand."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -57,7 +57,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention on the actions themselves, or on the context where one is given."""
+    """Multi-head self-attention, or cross-attention if a context is given."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         context: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Mix `x` [B, N, width] with itself, or with `context` [B, L, width] where `mask` holds."""
+        """Attend from `x` [B, N, width] to itself, or to `context` [B, L, width] under `mask`."""
         source = x if context is None else context
         query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         key, value = (
@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, attention to the context and an MLP, each gated by the condition."""
+    """Self-attention, cross-attention and an MLP, each modulated and gated by the condition."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Block(nn.Module):
         context: torch.Tensor,
         mask: torch.Tensor,
     ) -> torch.Tensor:
-        """One layer of the denoiser: `x` [B, N, width] under a `condition` [B, width]."""
+        """Apply one layer of the denoiser to `x` [B, N, width] under a `condition` [B, width]."""
         steps = self.modulation(F.silu(condition))[:, None].chunk(9, dim=-1)
         branches = (
             lambda y: self.itself(y, rope),
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class DiffusionPlanner(nn.Module):
-    """Learns the noise in noisy plans, and samples a plan by removing it step by step (DDIM).
+    """A planner that learns the noise in noisy plans, and samples plans by removing it (DDIM).
 
     `forward` takes `context` [B, L, context_width], `context_mask` bool [B, L] (False is padding),
     `status` [B, 8], `action` [B, H, 3] and `valid` bool [B, H]; `get_action` the first three.
@@ -168,20 +168,20 @@ class DiffusionPlanner(nn.Module):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
 
     def normalize(self, action: torch.Tensor) -> torch.Tensor:
-        """Metres and radians to [-1, 1]."""
+        """Scale metres and radians to [-1, 1]."""
         action = action.clone()
         action.sub_(self.low).div_(self.high - self.low)
         return action.mul_(2).sub_(1).clamp_(-1, 1)
 
     def add_noise(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The noisy action, the noise in it, and the step of each sample that says how much."""
+        """Add noise to actions; return the result, the noise, and each sample's diffusion step."""
         step = torch.randint(0, self.train_steps, (action.shape[0],), device=action.device)
         noise = torch.randn_like(action)
         alpha = self.alphas[step][:, None, None]
         return alpha.sqrt() * action + (1 - alpha).sqrt() * noise, noise, step
 
     def encode_step(self, step: torch.Tensor) -> torch.Tensor:
-        """Sines and cosines of the diffusion steps [B], through an MLP: [B, width]."""
+        """Embed diffusion steps [B] by sines, cosines and an MLP to [B, width]."""
         emb = torch.zeros(step.shape[0], self.width, device=step.device)
         rates = torch.exp(torch.arange(0, self.width, 2, device=step.device) * (-9.2 / self.width))
         emb[:, 0::2] = torch.sin(step[:, None] * rates)
@@ -189,7 +189,7 @@ class DiffusionPlanner(nn.Module):
         return self.time_encoder(emb)
 
     def encode_status(self, status: torch.Tensor) -> torch.Tensor:
-        """The car's state [B, 8] to [B, width]; in training some samples go without."""
+        """Encode the car's state [B, 8] to [B, width], dropping it for some samples in training."""
         status = self.status_encoder(self.status_norm(status))
         if self.training:
             dropped = torch.rand(status.shape[0], device=status.device) < self.status_dropout
@@ -199,7 +199,7 @@ class DiffusionPlanner(nn.Module):
     def denoise(
         self, action: torch.Tensor, step: torch.Tensor, batch: BatchFeature
     ) -> torch.Tensor:
-        """The noise that is seen in a noisy action [B, H, 3]."""
+        """Predict the noise in a noisy action [B, H, 3]."""
         condition = self.encode_step(step) + self.encode_status(batch.status)
         context = self.context_encoder(batch.context)
         context[~batch.context_mask] = 0.0
@@ -209,7 +209,7 @@ class DiffusionPlanner(nn.Module):
         return self.action_decoder(x)
 
     def forward(self, batch: BatchFeature) -> BatchFeature:
-        """The training loss on one batch."""
+        """Compute the training loss on one batch."""
         noisy, noise, step = self.add_noise(self.normalize(batch.action))
         error = (self.denoise(noisy, step, batch) - noise).square().mean(dim=-1)
         loss = error[batch.valid].mean()
@@ -224,7 +224,7 @@ class DiffusionPlanner(nn.Module):
 
     @torch.no_grad()
     def get_action(self, batch: BatchFeature) -> BatchFeature:
-        """A sampled plan [B, H, 3] in metres and radians."""
+        """Sample a plan [B, H, 3] in metres and radians."""
         size = batch.status.shape[0]
         action = torch.randn(size, self.horizon, 3, device=batch.status.device)
         for i in range(len(self.schedule)):

@@ -1,4 +1,4 @@
-"""The demo as told on the terminal: what plain torchax says, the port, and how it compares."""
+"""The demo on the terminal: the failure of plain torchax, the port, and their comparison."""
 
 import statistics
 import sys
@@ -33,12 +33,12 @@ def run(*, out: Path, console: Console | None = None) -> bool:
     """Port both models, print the story, and write their reports to one HTML page.
 
     Args:
-        out: Where to write the page.
-        console: Where to print; the terminal by default.
+        out: The file to write the page to.
+        console: The console to print to; the terminal by default.
 
     Returns:
         Whether outputs, gradients and buffers of both ports agree with eager PyTorch, the noise is
-        fresh in each call, and the models are as they were.
+        fresh in each call, and the models are unchanged.
     """
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     start = time.perf_counter()
@@ -66,7 +66,7 @@ def _tell(
     *,
     seed_matters: bool,
 ) -> tuple[PortReport, bool]:
-    """One model's chapter; gives its report and whether the checks beside it held."""
+    """Print one model's chapter; return its report and whether the other checks passed."""
     example = make()
     console.print()
     console.rule(Text(example.title, style="bold"), align="left")
@@ -77,7 +77,7 @@ def _tell(
     console.print(Padding(ported.report, (1, 0, 0, 2)))
     _heading(console, "In short")
     untouched = _is_unchanged(example.model, before)
-    _line(console, untouched, "the model, its class and its weights are as before")
+    _line(console, untouched, "the model, its class and its weights are unchanged")
     _tell_parity(console, ported.report)
     fresh = not seed_matters or _tell_noise(console, example, ported)
     with _working(console, "timing the jitted step against eager PyTorch"):
@@ -132,7 +132,8 @@ def _port(console: Console, example: Example) -> PortedModel:
 def _tell_parity(console: Console, report: PortReport) -> None:
     for kind in ("output", "gradient", "buffer"):
         found = [parity for parity in report.parity if parity.kind == kind]
-        # One that is zero but for rounding was held to an absolute limit: it has no relative error.
+        # A value that is zero up to rounding was checked by an absolute limit: its relative
+        # error means nothing.
         sizable = [one.max_rel for one in found if one.max_rel <= one.tolerance or not one.ok]
         if sizable:
             what = f"{plural(len(found), kind)} as in eager PyTorch"
@@ -141,7 +142,7 @@ def _tell_parity(console: Console, report: PortReport) -> None:
 
 
 def _tell_noise(console: Console, example: Example, ported: PortedModel) -> bool:
-    """Whether two calls differ and the same seed repeats them."""
+    """Print and return whether two calls differ and the same seed repeats them."""
 
     def plans() -> list[torch.Tensor]:
         return [example.call(ported, "get_action").plan.torch() for _ in range(2)]
@@ -190,7 +191,7 @@ def _planner_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
 
 
 def _ratio(ours: Callable[[], None], theirs: Callable[[], None]) -> float:
-    """Median time of one against the other, called in turn so that both see the same machine."""
+    """Return the ratio of median times; the calls alternate so that machine load affects both."""
     times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
     for function in times:
         function()
@@ -211,7 +212,7 @@ def _is_unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bo
 
 @contextmanager
 def _working(console: Console, what: str) -> Iterator[None]:
-    """A spinner while something runs; nothing where the output is not a terminal."""
+    """Show a spinner while the block runs, if the output is a terminal."""
     with console.status(Text(what, style="dim")):
         yield
 

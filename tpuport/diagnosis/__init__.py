@@ -1,1 +1,1 @@
-"""What an exception from torch, torchax or jax means, where it comes from, and what to do."""
+"""Diagnosis of exceptions from torch, torchax and jax: meaning, origin, remedies."""

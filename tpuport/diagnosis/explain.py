@@ -1,4 +1,4 @@
-"""From an exception to what it means: `explain_error`, and notes on exceptions that pass by."""
+"""Explanations of exceptions: `explain_error`, and notes on exceptions that leave a block."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ _PORTED = "model/ported.py"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an exception means.
+    """The meaning of an exception.
 
     Attributes:
         cause: The name of the cause, as in docs/diagnosis.md: `traced-value`.
@@ -35,9 +35,9 @@ class Diagnosis:
         line: The line in it, counted from 1.
         source_line: The code there.
         value: The value that it is about.
-        details: What else there is to know, a line each.
+        details: Further facts, one per line.
         rule: The code of the rule that finds that line, if one does.
-        rule_message: What the rule says about it.
+        rule_message: The rule's message about it.
     """
 
     cause: str
@@ -69,16 +69,17 @@ class Diagnosis:
 
 
 def explain_error(error: BaseException) -> Diagnosis | None:
-    """What an exception of torch, torchax or jax means.
+    """Explain an exception of torch, torchax or jax.
 
-    Exceptions that it was raised from, and those of a group, are looked at as well, the ones
-    nearest to it first. Needs neither torch nor jax.
+    Exceptions that it was raised from, and those of a group, are examined as well, the nearest ones
+    first. Needs neither torch nor jax.
 
     Args:
         error: The exception, with its traceback.
 
     Returns:
-        None if no cause is known, and for tpuport's own errors, which explain themselves.
+        The diagnosis. None if no cause is known, and for tpuport's own errors, which explain
+        themselves.
     """
     if isinstance(error, TpuportError):
         return None
@@ -90,7 +91,7 @@ def explain_error(error: BaseException) -> Diagnosis | None:
 
 
 def _caller() -> tuple[Place, ...]:
-    """The user's line that is running now: an exception on its way out has not come to it yet."""
+    """Return the user's line that is running now, which the traceback does not reach yet."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_inside(frame.f_code.co_filename):
         frame = frame.f_back
@@ -99,10 +100,10 @@ def _caller() -> tuple[Place, ...]:
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Add what is known about an exception that leaves the block to it, as a note.
+    """Add an explanatory note to an exception that leaves the block.
 
-    Its type, arguments and traceback stay as they are. An exception gets one note, however many
-    such blocks it leaves.
+    Its type, arguments and traceback do not change. An exception gets one note, however many such
+    blocks it leaves.
     """
     try:
         yield
@@ -112,7 +113,7 @@ def explaining() -> Iterator[None]:
 
 
 def add_explanation(error: BaseException) -> bool:
-    """Add what is known about an exception to it, as a note, if it has none yet.
+    """Add an explanatory note to an exception, unless it has one already.
 
     Returns:
         Whether it has such a note now.
@@ -122,7 +123,7 @@ def add_explanation(error: BaseException) -> bool:
     try:
         diagnosis = explain_error(error)
     except Exception as bug:
-        # Whatever goes wrong in here must not take the place of the user's exception.
+        # A bug in here must not replace the user's exception.
         error.add_note(f"{_MARK} nothing: {type(bug).__name__}: {bug}")
         return False
     if diagnosis is None:
@@ -138,10 +139,10 @@ def _notes(error: BaseException) -> list[str]:
 def _chain(
     error: BaseException, caller: tuple[Place, ...] = ()
 ) -> Iterator[tuple[BaseException, tuple[Place, ...]]]:
-    """The exception and those behind it, each with the user's lines, the innermost first.
+    """Yield the exception and those that led to it, each with the user's lines, innermost first.
 
-    One that was raised and caught inside a library has no line of the user's: then it is that of
-    the exception which it led to.
+    An exception that was raised and caught inside a library has no line of the user's. It takes the
+    lines of the exception that it led to.
     """
     seen: set[int] = set()
     waiting: list[tuple[BaseException, tuple[Place, ...]]] = [(error, caller)]
@@ -195,7 +196,7 @@ def _diagnosis(
 
 @functools.cache
 def find_causes() -> dict[str, Cause]:
-    """Every cause by its name, which is that of its file with dashes."""
+    """Return every cause by its name, which is its file's name with dashes."""
     found: dict[str, Cause] = {}
     for info in sorted(pkgutil.iter_modules(causes.__path__), key=lambda m: m.name):
         if info.name.startswith("_"):
@@ -207,18 +208,18 @@ def find_causes() -> dict[str, Cause]:
 
 
 def _finding_at(place: Place, codes: tuple[str, ...]) -> "Finding | None":
-    """What the first of these rules that finds a line says about it."""
+    """Return the finding at a line of the first of these rules that has one."""
     if not codes:
         return None
     from tpuport.rules._apply import find
 
     try:
         source = Path(place.file).read_text(encoding="utf-8")
-        # By its name alone: in a folder such as `tests` the rules would take all of it for code
-        # that is never traced, and this line was.
+        # Without its folders: in a folder such as `tests` the rules would treat all of it as code
+        # that is never traced, but this line was traced.
         findings = find(source, file=Path(place.file).name, strict=True)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        # A notebook's cell, an exec or a file that is gone: the diagnosis does without.
+        # A notebook's cell, an `exec` or a deleted file: the diagnosis has no rule then.
         return None
     here = {f.code: f for f in reversed(findings) if f.line <= place.line <= f.end_line}
     return next((here[code] for code in codes if code in here), None)

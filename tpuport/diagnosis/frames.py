@@ -1,4 +1,4 @@
-"""Which lines are the user's, and which belong to the libraries below them."""
+"""Distinction between the user's lines and those of the libraries below them."""
 
 import contextlib
 import functools
@@ -18,10 +18,10 @@ _LIBRARIES = ("torch", "torchax", "jax", "jaxlib", "numpy")
 
 @functools.cache
 def inside_prefixes() -> tuple[str, ...]:
-    """How the file names of code that is not the user's start. Imports none of the libraries."""
+    """Return the file name prefixes of library code, without importing the libraries."""
     found = [_TPUPORT + os.sep]
     for name in _LIBRARIES:
-        # A library that a test hides has no spec to ask for.
+        # `find_spec` raises for a module that a test has hidden in `sys.modules`.
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(name)
             if spec is not None and spec.origin is not None:
@@ -30,7 +30,7 @@ def inside_prefixes() -> tuple[str, ...]:
 
 
 def is_inside(file: str) -> bool:
-    """Whether a file is tpuport's, torch's, torchax's, jax's, numpy's or Python's own."""
+    """Return whether a file belongs to tpuport, torch, torchax, jax, numpy or Python."""
     if file.startswith(inside_prefixes()):
         return True
     packages = ("site-packages", "dist-packages")
@@ -43,8 +43,8 @@ class Place:
 
     Attributes:
         file: Its file, as Python names it.
-        line: Counted from 1.
-        source: The code there, without the space around it; None where it cannot be read.
+        line: The line, counted from 1.
+        source: The code there, without surrounding space; None where it cannot be read.
     """
 
     file: str
@@ -53,7 +53,7 @@ class Place:
 
     @classmethod
     def at(cls, file: str, line: int) -> "Place":
-        """The place, with the code that stands there now."""
+        """Make a place with the code that the file has there now."""
         return cls(file, line, linecache.getline(file, line).strip() or None)
 
     def __str__(self) -> str:
@@ -61,14 +61,14 @@ class Place:
 
 
 def user_places(trace: TracebackType | None) -> Iterator[Place]:
-    """The lines of a traceback that are the user's, the innermost first."""
+    """Yield the lines of a traceback that are the user's, the innermost first."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if not is_inside(frame.f_code.co_filename):
             yield Place.at(frame.f_code.co_filename, line)
 
 
 def passes_through(trace: TracebackType | None, file: str) -> bool:
-    """Whether a traceback has a frame of one of tpuport's files, named from the package on."""
+    """Return whether a traceback has a frame of a tpuport file, named relative to the package."""
     wanted = os.path.join(_TPUPORT, *file.split("/"))
     return any(frame.f_code.co_filename == wanted for frame, _ in traceback.walk_tb(trace))
 

@@ -1,1 +1,1 @@
-"""What `tpuport doctor` looks at: packages, devices, environment, compile cache, room."""
+"""Checks of `tpuport doctor`: packages, devices, environment, compile cache, disk and memory."""

@@ -1,4 +1,4 @@
-"""The checks, in the order in which they are shown."""
+"""The checks, in the order of the output."""
 
 import json
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ import json, jax
 kinds = [d.device_kind for d in jax.devices()]
 print(json.dumps({"platform": jax.default_backend(), "count": len(kinds), "kind": kinds[0]}))
 """
-# Environment variables that change what runs: the values that matter (all if empty), what they do.
+# Environment variables that change what runs: the values that matter (all if empty), their effect.
 _VARIABLES = {
     "JAX_DISABLE_JIT": (("1", "true", "True"), "nothing is compiled, so everything is slow"),
     "JAX_ENABLE_X64": (("1", "true", "True"), "64-bit types stay, which a TPU emulates slowly"),
     "JAX_ENABLE_COMPILATION_CACHE": (("0", "false", "False"), "the compile cache is off"),
-    "JAX_DEBUG_NANS": (("1", "true", "True"), "each result is looked at, which waits for it"),
+    "JAX_DEBUG_NANS": (("1", "true", "True"), "each result is checked for NaN, which waits for it"),
     "JAX_CHECK_TRACER_LEAKS": (("1", "true", "True"), "tracing is much slower"),
     "LIBTPU_INIT_ARGS": ((), "options of the TPU's compiler; part of the compile cache's key"),
     "XLA_FLAGS": ((), "options of the compiler; part of the compile cache's key"),
@@ -42,10 +42,10 @@ _VARIABLES = {
 
 
 def check(machine: Machine) -> list[Finding]:
-    """Everything there is to say about a machine, problems and what is well."""
+    """Run all checks on a machine, and return the findings, including those without a problem."""
     installed = all(machine.versions.get(name) for name in NEEDED)
     with ThreadPoolExecutor(2) as pool:
-        # Each takes seconds, and a TPU that another process holds the whole of the time-out.
+        # In parallel: each takes seconds, or the full timeout if another process holds the TPU.
         torchax = pool.submit(machine.ask, _TORCHAX) if installed else None
         devices = pool.submit(machine.ask, _DEVICES) if machine.versions.get("jax") else None
         found = [check_python(machine.python)]
@@ -106,7 +106,7 @@ def _environment(machine: Machine) -> Iterator[Finding]:
 def _cache(machine: Machine) -> Iterator[Finding]:
     topic, folder = "compile cache", machine.cache
     if not folder.is_dir():
-        yield note(topic, f"{folder} is not there yet: tpuport.compile_cache() makes it")
+        yield note(topic, f"{folder} does not exist yet: tpuport.compile_cache() makes it")
         return
     kept = cache_folder.entries(folder)
     size = sum(entry.size for entry in kept) / 2**20
@@ -124,7 +124,7 @@ def _cache_problems(folder: Path) -> Iterator[Finding]:
     if not cache_folder.is_writable(folder):
         yield problem(topic, f"{folder} cannot be written to", f"sudo chown -R $USER {name}")
     if cache_folder.open_to_others(folder):
-        text = f"others can write to {folder}, and what is in it is run as it is"
+        text = f"others can write to {folder}, and the programs in it are trusted"
         yield problem(topic, text, f"chmod go-w {name}")
     broken = list(cache_folder.damaged(folder))
     if broken:
@@ -134,7 +134,7 @@ def _cache_problems(folder: Path) -> Iterator[Finding]:
 
 
 def _room(machine: Machine) -> Iterator[Finding]:
-    disk = f"{machine.disk / _GIB:.1f} GiB free beside the compile cache"
+    disk = f"{machine.disk / _GIB:.1f} GiB free for the compile cache"
     little = machine.disk < _LITTLE_DISK
     yield note("disk", f"{disk}, which is little") if little else ok("disk", disk)
     if machine.memory is not None:

@@ -1,11 +1,11 @@
-"""What a check found."""
+"""Findings of checks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Status(StrEnum):
-    """How serious a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
@@ -14,13 +14,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        status: How serious it is.
-        topic: What was looked at.
-        text: What was found.
-        fix: A command that mends it, if there is one.
+        status: Its severity.
+        topic: The subject of the check.
+        text: The result in words.
+        fix: A command that fixes the problem, if there is one.
     """
 
     status: Status
@@ -30,15 +30,15 @@ class Finding:
 
 
 def ok(topic: str, text: str) -> Finding:
-    """All is well."""
+    """Make a finding without a problem."""
     return Finding(Status.OK, topic, text)
 
 
 def note(topic: str, text: str, fix: str | None = None) -> Finding:
-    """Worth knowing."""
+    """Make a finding that is worth knowing."""
     return Finding(Status.NOTE, topic, text, fix)
 
 
 def problem(topic: str, text: str, fix: str) -> Finding:
-    """Something does not work until the command is run."""
+    """Make a finding of something that does not work until the command is run."""
     return Finding(Status.PROBLEM, topic, text, fix)

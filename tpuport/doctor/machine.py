@@ -12,18 +12,18 @@ from pathlib import Path
 from tpuport.doctor.versions import LOOKED_FOR
 from tpuport.running.cache_folder import default_directory
 
-# Of the devices a process sees: libtpu opens one of these.
+# Device files below /dev: libtpu opens one of these.
 _TPU_FILES = ("accel*", "vfio/[0-9]*")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process of its own said.
+    """The result of Python code in a separate process.
 
     Attributes:
-        output: The last line that it wrote.
-        error: The last line of what went wrong, empty if nothing did.
-        timed_out: Whether it was ended because it took too long.
+        output: The last line on standard output.
+        error: The last line of the error, empty if it succeeded.
+        timed_out: Whether it was killed because it took too long.
     """
 
     output: str = ""
@@ -36,18 +36,18 @@ Ask = Callable[[str], Answer]
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything that the checks look at.
+    """The facts about a machine that the checks use.
 
     Attributes:
         python: Python's version.
-        versions: Installed version by package, None for what is not there.
+        versions: Installed version by package, None for packages that are not installed.
         environment: The environment variables.
         has_tpu: Whether there is the device file of a TPU.
-        ask: Runs Python code in a process of its own.
-        timeout: For how many seconds at most.
+        ask: Runs Python code in a separate process.
+        timeout: The limit for `ask` in seconds.
         cache: The folder of the compile cache.
-        disk: Free bytes where the cache is or would be.
-        memory: Bytes of memory that are free for use; None where the system does not say.
+        disk: Free bytes on the disk of the cache folder.
+        memory: Bytes of available memory; None where the system does not report it.
     """
 
     python: tuple[int, ...]
@@ -62,7 +62,7 @@ class Machine:
 
 
 def this_machine(timeout: float = 60.0) -> Machine:
-    """The machine that this runs on."""
+    """Collect the facts about the machine that this runs on."""
     cache = default_directory().expanduser().absolute()
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     return Machine(
@@ -86,7 +86,7 @@ def _version(name: str) -> str | None:
 
 
 def ask(code: str, timeout: float) -> Answer:
-    """Run Python code in a process of its own, which may fail or hang without harm."""
+    """Run Python code in a separate process, which may fail or hang without harm."""
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)

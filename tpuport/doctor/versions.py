@@ -1,11 +1,11 @@
-"""The versions that tpuport is tested with, and how those that are installed differ."""
+"""The versions that tpuport is tested with, and checks of the installed ones."""
 
 import re
 from collections.abc import Iterator, Mapping
 
 from tpuport.doctor.finding import Finding, note, ok, problem
 
-# As in constraints.txt, which a test compares.
+# The same as in constraints.txt; a test compares the two.
 TESTED = {
     "torch": "2.13.0",
     "torchax": "0.0.14.dev20261026",
@@ -17,12 +17,12 @@ TESTED = {
     "diffusers": "0.42.1",
 }
 PYTHON = (3, 11)
-# What `pip install tpuport` leaves out and porting needs.
+# Packages that porting needs and `pip install tpuport` leaves out.
 NEEDED = ("torch", "torchax", "jax", "jaxlib", "numpy")
-# Packages that get in the way: what they do, and whether that is a problem.
+# Packages that interfere: their effect, and whether it is a problem.
 _IN_THE_WAY = {
     "torch_xla": ("takes the TPU for itself, which torchax's jax then cannot have", True),
-    "libtpu-nightly": ("brings a second libtpu, and which one is loaded is chance", True),
+    "libtpu-nightly": ("installs a second libtpu, and either may be loaded", True),
     "jax-cuda12-plugin": ("makes jax look for an NVIDIA GPU", False),
     "jax-cuda13-plugin": ("makes jax look for an NVIDIA GPU", False),
 }
@@ -35,7 +35,7 @@ Versions = Mapping[str, str | None]
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    """Python itself."""
+    """Check Python's version."""
     shown = ".".join(map(str, version[:3]))
     if version[:2] < PYTHON:
         wanted = ".".join(map(str, PYTHON))
@@ -48,7 +48,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
 
 
 def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Finding]:
-    """Each package against the version that tpuport is tested with.
+    """Check each package against the version that tpuport is tested with.
 
     Args:
         installed: Version by name; None or no entry for what is not installed.
@@ -86,7 +86,7 @@ def _missing(name: str, *, on_tpu: bool) -> Finding:
 
 
 def _pairs(installed: Versions) -> Iterator[Finding]:
-    """Packages that have to fit each other."""
+    """Check packages that have to fit each other."""
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax and jaxlib and _numbers(jax) != _numbers(jaxlib):
         yield problem("jax and jaxlib", f"{jax} and {jaxlib} differ", f"pip install jaxlib=={jax}")
@@ -120,5 +120,5 @@ def _plain(version: str) -> str:
 
 
 def _build(version: str) -> str:
-    """`cpu` or `cu128`; wheels of the package index say nothing and are one build."""
+    """Return `cpu` or `cu128`; it is empty for wheels of the package index, which are one build."""
     return version.partition("+")[2]

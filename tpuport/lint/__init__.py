@@ -1,1 +1,1 @@
-"""From paths to a report: which files, what is found in them, what of it is shown, and how."""
+"""The linter: it finds files, checks them, filters the findings and writes the report."""

@@ -1,7 +1,7 @@
 """Findings that are known already, so that a run shows only new ones.
 
-A finding is known by its rule, its file and the text of its line, so that it stays known when code
-above it moves. Of equal lines the baseline counts how many there are.
+A finding is identified by its rule, its file and the text of its line, so that it stays known when
+code above it moves. The baseline counts findings on equal lines.
 """
 
 import json
@@ -22,12 +22,12 @@ _Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Compared:
-    """Findings against a baseline.
+    """Findings compared with a baseline.
 
     Attributes:
-        new: Those that it does not have.
-        known: How many it has.
-        gone: How many of its findings in the files looked at are not there any more.
+        new: The findings that are not in the baseline.
+        known: Number of findings that are in the baseline.
+        gone: Number of the baseline's findings in the checked files that no longer occur.
     """
 
     new: tuple[Reported, ...]
@@ -44,10 +44,10 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """The baseline in a file.
+        """Read the baseline in a file.
 
         Raises:
-            UsageError: there is none, or it is no baseline.
+            UsageError: the file does not exist, cannot be read or is no baseline.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -66,11 +66,11 @@ class Baseline:
 
     @classmethod
     def of(cls, path: Path, findings: Iterable[Reported]) -> "Baseline":
-        """The baseline that knows these findings."""
+        """Make a baseline of these findings."""
         return cls(path, Counter(_key(finding, path.parent) for finding in findings))
 
     def write(self) -> None:
-        """Write it to its file, ordered so that a diff of it can be read.
+        """Write the baseline to its file, sorted so that diffs of it are readable.
 
         Raises:
             UsageError: it cannot be written.
@@ -88,11 +88,12 @@ class Baseline:
             ) from None
 
     def compare(self, findings: Sequence[Reported], files: Iterable[str]) -> Compared:
-        """Which findings are new.
+        """Separate new findings from known ones.
 
         Args:
-            findings: Sorted by place: of equal lines the first ones are the known ones.
-            files: All files that were looked at.
+            findings: Findings sorted by place. Of findings on equal lines, the first ones count as
+                known.
+            files: All files that were checked.
         """
         left = Counter(self._counts)
         new: list[Reported] = []

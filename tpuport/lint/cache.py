@@ -1,4 +1,4 @@
-"""Results kept between runs, by what they follow from: content, question and version of tpuport."""
+"""Results kept between runs, keyed by file content, question and version of tpuport."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 
 @cache
 def fingerprint() -> str:
-    """Of everything but the linted files that results follow from: tpuport's code and Python's."""
+    """Return a hash of all that results depend on besides the files: tpuport's code and Python."""
     digest = hashlib.sha256(f"{__version__} {sys.version}".encode())
     root = Path(__file__).parent.parent
     for folder in _DECIDING:
@@ -34,13 +34,13 @@ def fingerprint() -> str:
 
 
 class Cache:
-    """Results of one version of tpuport in a folder, each a file of JSON under its check sum.
+    """Results of one version of tpuport in a folder, each a JSON file with a checksum.
 
-    Several runs may use the folder at once: files appear whole or not at all, and what cannot be
-    read counts as absent. A folder that cannot be written to keeps nothing.
+    Several runs may use the folder at once: files are written atomically, and an unreadable file
+    counts as absent. If the folder cannot be written to, nothing is kept.
 
     Args:
-        folder: Where; made when something is kept. None keeps nothing.
+        folder: The folder, which is made when the first result is kept. None keeps nothing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -50,11 +50,11 @@ class Cache:
         self._made = False
 
     def key(self, *parts: str) -> str:
-        """The name under which the answer to a question is kept."""
+        """Return the name under which the answer to a question is kept."""
         return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:40]
 
     def get(self, key: str) -> Any | None:
-        """What is kept, or None."""
+        """Return the kept result, or None."""
         if self._folder is None:
             return None
         try:
@@ -75,7 +75,7 @@ class Cache:
             body = json.dumps(result).encode()
             write_atomically(path, _seal(key, body) + b"\n" + body)
         except OSError:
-            # A read-only folder is no reason to fail: the next run does the work again.
+            # A read-only folder is no reason to fail: the next run just repeats the work.
             self._broken = True
 
     def _path(self, key: str) -> Path:
@@ -95,7 +95,7 @@ class Cache:
         self._prune(self._root)
 
     def _prune(self, root: Path) -> None:
-        """Delete what is too old to be asked for again, at most once a day."""
+        """Delete results that are too old to be used again, at most once a day."""
         stamp = root / ".pruned"
         now = time.time()
         if stamp.exists() and now - stamp.stat().st_mtime < _DAY:
@@ -107,17 +107,17 @@ class Cache:
 
 
 def _seal(key: str, body: bytes) -> bytes:
-    """What tells a whole record from one that was cut short or changed."""
+    """Return the checksum that detects a truncated or changed record."""
     return hashlib.sha256(key.encode() + body).hexdigest().encode()
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Write a file so that it is there whole or stays as it was.
+    """Write a file atomically: an error leaves the old file unchanged.
 
     Args:
-        path: The file; of a link the file that it leads to.
-        data: Its content.
-        mode: Its permissions; those of a new file if left out.
+        path: The file. A link is followed to its target.
+        data: The new content.
+        mode: The permissions; those of a new file if left out.
 
     Raises:
         OSError: it cannot be written.
@@ -136,7 +136,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int | None = None) -> Non
 
 @cache
 def _new_mode() -> int:
-    """What a new file may be read and written by; `mkstemp` lets only the owner."""
-    mask = os.umask(0)
+    """Return the permissions of new files by the umask; `mkstemp` allows only the owner."""
+    mask = os.umask(0)  # the only way to read it is to set it
     os.umask(mask)
     return 0o666 & ~mask

@@ -1,4 +1,4 @@
-"""The rules as people ask about them: what `explain` shows and codes are checked with."""
+"""The catalogue of rules that `rules` and `explain` show and that codes are checked against."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Entry:
     """One rule.
 
     Attributes:
-        name: Its class.
-        fix: How safe its fix is, such as `exact` or `close (rtol 1e-06)`; `none` if it has none.
-        page: Its docstring.
+        name: The name of its class.
+        fix: The safety of its fix, such as `exact` or `close (rtol 1e-06)`; `none` without a fix.
+        page: The docstring of its class.
     """
 
     code: str
@@ -41,7 +41,7 @@ class Entry:
 
 @cache
 def catalogue() -> tuple[Entry, ...]:
-    """Every rule, ordered by code."""
+    """Return every rule, ordered by code."""
     own = Entry(
         code=UnusedIgnore.CODE,
         name=UnusedIgnore.__name__,
@@ -54,7 +54,7 @@ def catalogue() -> tuple[Entry, ...]:
 
 
 def known_codes(cache: "Cache") -> list[str]:
-    """The codes of all rules. From the cache, so that a run it answers need not load the rules."""
+    """Return the codes of all rules, from the cache where possible: loading all rules is slow."""
     key = cache.key("codes")
     codes = cache.get(key)
     if codes is None:
@@ -64,10 +64,10 @@ def known_codes(cache: "Cache") -> list[str]:
 
 
 def entry_named(wanted: str) -> Entry:
-    """The rule with a code, or a name in any spelling.
+    """Return the rule with a code, or with a name in any spelling.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such rule.
     """
     entries = catalogue()
     by_name = {name.lower(): entry for entry in entries for name in (entry.code, entry.name)}

@@ -1,4 +1,4 @@
-"""What there is to say of one file: the part of a run that works on each file by itself."""
+"""The check of one file: the part of a run that needs no other file."""
 
 import ast
 import warnings
@@ -23,17 +23,17 @@ MAX_EXCERPT = 6
 
 
 def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every finding of every rule in one file, and what other files may want to know of it.
+    """Find every finding of every rule in one file, and summarise it for other files.
 
-    Which rules and severities the user wants to see is decided later, so that the answer can be
-    kept. A file that cannot be linted is an answer too.
+    The user's selection of rules and severities is applied later, so that the answer can be cached.
+    A file that cannot be linted has an answer too, with a problem in it.
 
     Args:
-        data: The whole file.
-        name: Its name with the folders around it, as `tail` gives it: code in `tests` or `data`
+        data: The content of the file.
+        name: Its name with the folders around it, as `tail` returns it: code in `tests` or `data`
             is run by the host.
-        options: `strict`, whether what is not known counts as traced inside a step; `facts`, the
-            functions of the file that only steps in other files reach, if there are any.
+        options: `strict`, whether values of unknown kind count as traced inside a step; `facts`,
+            the functions of the file that only steps in other files reach, if there are any.
 
     Returns:
         As JSON: `checked` as of `Checked.to_json`, and `summary` for `connect`, null where the file
@@ -51,17 +51,17 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except RecursionError:
         problem = Problem("", "nested too deeply to be read")
     except MemoryError:
-        problem = Problem("", "nested too deeply, or too large for the memory there is")
+        problem = Problem("", "nested too deeply, or too large for the available memory")
     return {"checked": Checked("", problems=(problem,)).to_json(), "summary": None}
 
 
 def tail(path: Path) -> str:
-    """The end of a path that says what a file is for: its name and the two folders around it."""
+    """Return the part of a path that shows what a file is for: its name and two folders."""
     return "/".join(path.parts[-3:])
 
 
 def connect(summaries: Mapping[str, Any]) -> dict[str, list[str]]:
-    """For each file the functions that only steps in other files reach; files without are left out.
+    """Return for each file the functions that only steps in other files reach, if there are any.
 
     Args:
         summaries: The summary of each file that could be read, by path.
@@ -75,13 +75,13 @@ def connect(summaries: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def parse(source: Source, name: str = "") -> Module:
-    """The module of a file.
+    """Parse a file.
 
     Raises:
         SyntaxError: it is not Python.
     """
     with warnings.catch_warnings():
-        # An invalid escape in a string is for other linters.
+        # Warnings about invalid escapes in strings are for other linters.
         warnings.simplefilter("ignore")
         return Module(normal_line_breaks(source.text), file=name)
 
@@ -115,7 +115,7 @@ def _check(
 
 
 def _steps(context: Context) -> dict[ast.AST, int]:
-    """The outermost functions of a traced step, each with its line."""
+    """Return the outermost functions of traced steps, each with its line."""
     module = context.module
     found: dict[ast.AST, int] = {}
     pending: list[ast.AST] = [module.tree]

@@ -16,12 +16,12 @@ _BREAKS = {tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.INDENT, tok
 
 @dataclass(frozen=True)
 class Directive:
-    """A comment that asks to ignore findings, and the lines that it speaks for.
+    """A comment that asks to ignore findings, and the lines that it applies to.
 
     Attributes:
-        ignore: The comment as it is reported.
-        first: The first line of the statement, or of the head of one, that it stands in.
-        last: The last line of that.
+        ignore: The record of the comment for reports.
+        first: The first line of the statement, or of its head, that contains the comment.
+        last: The last line of that statement or head.
     """
 
     ignore: Ignore
@@ -29,7 +29,7 @@ class Directive:
     last: int
 
     def covers(self, code: str, line: int, end_line: int) -> bool:
-        """Whether it asks to ignore a finding of this code in these lines."""
+        """Return whether the comment asks to ignore a finding of this code in these lines."""
         ignore = self.ignore
         if ignore.unknown or (ignore.codes and code not in ignore.codes):
             return False
@@ -40,7 +40,7 @@ class Directive:
 
 
 def find_directives(text: str) -> list[Directive]:
-    """The comments of Python source that ask to ignore findings, in the order of the text."""
+    """Find the comments that ask to ignore findings, in the order of the text."""
     if "tpuport" not in text.lower():
         return []
     lines = text.split("\n")
@@ -56,7 +56,7 @@ def find_directives(text: str) -> list[Directive]:
 
 def _ignore(match: re.Match[str], token: tokenize.TokenInfo, source: str) -> Ignore | None:
     name = match[1].lower()
-    # Prose after a colon is no misspelt directive.
+    # Only a near miss counts as a misspelt directive; other words are prose about tpuport.
     if name not in _NAMES and not difflib.get_close_matches(name, _NAMES, n=1, cutoff=0.75):
         return None
     codes = [code.strip().upper() for code in (match[2] or "").split(",")]
@@ -72,7 +72,7 @@ def _ignore(match: re.Match[str], token: tokenize.TokenInfo, source: str) -> Ign
 
 
 def _statements(text: str) -> Iterator[tuple[int, int, list[tokenize.TokenInfo]]]:
-    """First and last line of each logical line with comments, and those comments."""
+    """Yield the first and last line of each logical line with comments, and those comments."""
     first: int | None = None
     comments: list[tokenize.TokenInfo] = []
     for token in _tokens(text):
@@ -80,7 +80,7 @@ def _statements(text: str) -> Iterator[tuple[int, int, list[tokenize.TokenInfo]]
             comments.append(token)
         elif token.type not in _BREAKS and first is None:
             first = token.start[0]
-        # A comment on a line of its own speaks for nothing but that line.
+        # A comment on a line of its own applies to that line only.
         if token.type == tokenize.NEWLINE or (token.type == tokenize.NL and first is None):
             if comments:
                 yield first or token.start[0], token.start[0], comments
@@ -91,5 +91,5 @@ def _tokens(text: str) -> Iterator[tokenize.TokenInfo]:
     try:
         yield from tokenize.generate_tokens(io.StringIO(text).readline)
     except (tokenize.TokenError, SyntaxError):
-        # The parser is laxer than this tokenizer at the end of a file: what came before counts.
+        # At the end of a file this tokenizer is stricter than the parser: keep the tokens so far.
         return

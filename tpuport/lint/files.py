@@ -1,4 +1,4 @@
-"""Which files a run is about: paths, folders and globs to Python files and notebooks."""
+"""Discovery of the files of a run: paths, folders and globs to Python files and notebooks."""
 
 import glob
 import os
@@ -28,8 +28,8 @@ class Found:
     """The files of a run.
 
     Attributes:
-        files: Each once, sorted by name, as the user would name them.
-        problems: What was met on the way and is no file to lint.
+        files: The files, each once, sorted by name, as the user would name them.
+        problems: Entries met on the way that cannot be linted.
     """
 
     files: tuple[Path, ...]
@@ -37,14 +37,14 @@ class Found:
 
 
 def find_files(paths: Sequence[str], settings: Settings, *, force_exclude: bool = False) -> Found:
-    """The files that paths lead to.
+    """Find the files that paths lead to.
 
-    A file given by name counts whatever excludes and .gitignore files say of it, as does a folder.
+    Files and folders given by name are taken even if excludes or .gitignore files match them.
 
     Args:
         paths: Files, folders and patterns such as `src/**/model_*.py`.
-        settings: Whose excludes count.
-        force_exclude: Whether excludes count for files given by name too, as a pre-commit hook
+        settings: Settings with the excludes.
+        force_exclude: Whether excludes apply to files given by name too, as a pre-commit hook
             needs it.
 
     Raises:
@@ -62,7 +62,7 @@ def find_files(paths: Sequence[str], settings: Settings, *, force_exclude: bool 
 
 
 def is_excluded(path: Path, settings: Settings) -> bool:
-    """Whether the excludes of the settings name a file, or a folder that it lies in."""
+    """Return whether the excludes of the settings match a file or a folder that contains it."""
     return _Walk(settings).excludes(path, folder=False)
 
 
@@ -76,12 +76,12 @@ def _expanded(given: str) -> list[Path]:
     kept = [path for path in matched if path.is_dir() or path.suffix in SUFFIXES]
     if not kept:
         raise UsageError(f"Nothing to lint matches {given}.")
-    # A folder would bring the files back that the pattern leaves out.
+    # A matched folder would bring back the files in it that the pattern leaves out.
     return [path for path in kept if not path.is_dir()] or kept
 
 
 def shown_path(path: Path) -> str:
-    """A path as the user would name it: relative to the current folder if it lies in it."""
+    """Return a path as the user would name it: relative to the current folder if inside it."""
     try:
         return path.absolute().relative_to(Path.cwd()).as_posix()
     except ValueError:
@@ -90,11 +90,11 @@ def shown_path(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Visit:
-    """A folder to look into.
+    """A folder to visit.
 
     Attributes:
-        above: The real paths of the folders that it lies in.
-        given: The excluded folder that the user named, in which only names are excluded.
+        above: The real paths of the folders around it.
+        given: The excluded folder that the user named; inside it, excludes match names only.
     """
 
     folder: Path
@@ -107,12 +107,12 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        # A link that leads in a circle is neither file nor folder; reading it says so.
+        # A link to itself is neither file nor folder. It is reported when it is read.
         return False
 
 
 class _Walk:
-    """Collects files. Folders are followed through links, each file and folder once."""
+    """Collector of files. It follows links to folders, and takes each file and folder once."""
 
     def __init__(self, settings: Settings) -> None:
         self.files: dict[str, Path] = {}
@@ -122,11 +122,11 @@ class _Walk:
         self._exclude = PathPatterns(settings.root, [*patterns, *settings.extend_exclude])
 
     def excludes(self, path: Path, *, folder: bool) -> bool:
-        """Whether the excludes of the settings name a path."""
+        """Return whether the excludes of the settings match a path."""
         return self._exclude.match_file(path, folder=folder)
 
     def file(self, path: Path) -> None:
-        """Take a file that is given by name."""
+        """Add a file that is given by name."""
         path = Path(os.path.normpath(path))
         if path.exists() and not path.is_file():
             self._problem(path, "not a regular file")
@@ -134,19 +134,19 @@ class _Walk:
             self.files.setdefault(os.path.realpath(path), path)
 
     def folder(self, path: Path) -> None:
-        """Take what lies in a folder, and then what links in it lead to."""
+        """Add the files of a folder, and then those behind links in it."""
         path = Path(os.path.normpath(path))
         ignores = _Ignores.around(path)
         if ignores.ignores(path, folder=True):
             ignores = _Ignores(())
-        # A folder that is excluded was given by name all the same: then names in it count.
+        # The user named an excluded folder: its path would exclude all in it, so match names.
         given = path.absolute() if self.excludes(path, folder=True) else None
         waiting = [_Visit(path, ignores, (), given)]
         while waiting:
             visit = waiting.pop(0)
             real = os.path.realpath(visit.folder)
             if real in visit.above:
-                reason = "a link to a folder that it lies in, not followed"
+                reason = "a link to a folder around it, not followed"
                 self._problem(visit.folder, reason, Trouble.SKIPPED)
             elif real not in self._folders:
                 self._folders.add(real)
@@ -157,7 +157,7 @@ class _Walk:
                 waiting += [v for v in inner if v.folder.is_symlink()]
 
     def _entries(self, visit: "_Visit") -> "Iterator[_Visit]":
-        """Takes the files of one folder and gives the folders in it."""
+        """Add the files of one folder and yield the folders in it."""
         folder = visit.folder
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -187,13 +187,13 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Ignores:
-    """The .gitignore files that count in a folder, the outermost first."""
+    """The .gitignore files that apply in a folder, the outermost first."""
 
     specs: "tuple[tuple[Path, GitIgnoreSpec], ...]"
 
     @classmethod
     def around(cls, folder: Path) -> "_Ignores":
-        """Those above a folder, up to the root of its repository."""
+        """Read the .gitignore files above a folder, up to the root of its repository."""
         absolute = folder.absolute()
         around = [absolute, *absolute.parents]
         root = next((path for path in around if (path / ".git").exists()), None)
@@ -205,13 +205,13 @@ class _Ignores:
         return found
 
     def inside(self, folder: Path, has_file: bool) -> "_Ignores":
-        """With the .gitignore of one more folder, if it has one."""
+        """Return these and the .gitignore of one more folder, if it has one."""
         if not has_file:
             return self
         return _Ignores((*self.specs, *_read_ignores(folder.absolute(), folder / ".gitignore")))
 
     def ignores(self, path: Path, *, folder: bool) -> bool:
-        """What the innermost file with a pattern for a path says of it."""
+        """Return whether a path is ignored, by the innermost file with a pattern for it."""
         absolute = path.absolute()
         for root, spec in reversed(self.specs):
             name = absolute.relative_to(root).as_posix() + ("/" if folder else "")
@@ -225,7 +225,7 @@ def _read_ignores(root: Path, path: Path) -> "Iterator[tuple[Path, GitIgnoreSpec
     try:
         lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        # As git does: what cannot be read ignores nothing.
+        # An unreadable .gitignore ignores nothing, as in git.
         return
     from pathspec import GitIgnoreSpec
 

@@ -1,4 +1,4 @@
-"""Rewrites files: the fixes of the rules asked for, and an account of what was left and why."""
+"""Rewriting of files with the selected rules' fixes, and a record of findings left and why."""
 
 import os
 import stat
@@ -26,11 +26,11 @@ from tpuport.source.rewriter import NotSettledError, RewriteResult, rewrite
 
 @dataclass(frozen=True)
 class Request:
-    """Which fixes to apply.
+    """The fixes to apply.
 
     Attributes:
-        settings: What is selected, and the mildest severity of which to say why it is left.
-        codes: The codes that there are.
+        settings: The selected codes, and the mildest severity for which to report findings left.
+        codes: The codes of all rules.
         unsafe: Whether to apply fixes that can change results.
     """
 
@@ -39,10 +39,10 @@ class Request:
     unsafe: bool = False
 
     def options(self, file: str, reached: Sequence[str]) -> dict[str, Any]:
-        """What it asks for in one file.
+        """Return the options for one file.
 
         Args:
-            file: The path that the file goes by.
+            file: The path of the file as the user knows it.
             reached: Its functions that only steps in other files reach.
         """
         selects = self.settings.selects_in
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stays:
-    """A finding that rewriting leaves, and why."""
+    """A finding that rewriting leaves, with the reason."""
 
     place: str
     code: str
@@ -69,16 +69,16 @@ class Stays:
 
 @dataclass(frozen=True)
 class Change:
-    """What rewriting makes of one file.
+    """The result of rewriting one file.
 
     Attributes:
         path: The file; None for standard input.
         file: Its path as the user knows it.
         before: Its text.
         after: Its new text, the same if nothing was applied.
-        encoding: What to write that text with.
-        applied: How often each code was fixed.
-        left: The findings that stay, as far as their severity is asked for.
+        encoding: The encoding to write that text with.
+        applied: Number of fixes of each code.
+        left: The findings that stay and have at least the severity asked for.
     """
 
     path: Path | None
@@ -91,7 +91,7 @@ class Change:
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to write."""
+        """Return whether there is anything to write."""
         return self.before != self.after
 
 
@@ -103,14 +103,14 @@ def rewrite_files(
     cache: Cache | None = None,
     progress: Progress | None = None,
 ) -> "list[Change | Problem]":
-    """What rewriting makes of files, which stay as they are; in their order.
+    """Compute the rewritten text of files, in their order, without writing anything.
 
     Args:
-        pairs: Each file with what a run says of it.
-        request: Which fixes to apply.
-        jobs: How many processes may work at once; as many as there are processors if left out.
-        cache: Where answers are kept.
-        progress: Called now and then.
+        pairs: Each file with the result of a lint run.
+        request: The fixes to apply.
+        jobs: Number of processes that may work at once; the number of processors if left out.
+        cache: The cache of answers.
+        progress: Callback for the number of files done.
     """
     inputs = [(path, request.options(one.file, one.reached)) for path, one in pairs]
     with Workers(jobs=jobs or processors(), cache=cache or Cache(None)) as workers:
@@ -121,7 +121,7 @@ def rewrite_files(
 
 
 def rewrite_source(data: bytes, name: str, request: Request) -> "Change | Problem":
-    """The same for one text that is in no file."""
+    """Compute the rewritten text of source that does not come from a file."""
     return _result(attempt(rewrite_file, data, name, request.options(name, ())), name, None)
 
 
@@ -137,12 +137,12 @@ def _result(answer: "Any | Failure", name: str, path: Path | None) -> "Change | 
 
 
 def rewrite_file(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What rewriting makes of one file, as JSON; or why nothing.
+    """Rewrite one file and return the result as JSON, or the reason why it cannot be rewritten.
 
     Args:
-        data: The whole file.
-        name: Its name; only the end matters.
-        options: As `Request.options` gives them.
+        data: The content of the file.
+        name: Its name; only the suffix matters.
+        options: The options that `Request.options` returns.
     """
     trouble = Trouble.UNREAD
     try:
@@ -203,7 +203,7 @@ def _stays(
 
 
 def ignored_by_comments(module: Module) -> Callable[[Match], bool]:
-    """Says which findings in a parsed text a comment asks to ignore."""
+    """Return a predicate that tells which findings in a parsed text a comment ignores."""
     directives = find_directives(module.text.text)
 
     def ignored(match: Match) -> bool:
@@ -218,11 +218,11 @@ def ignored_by_comments(module: Module) -> Callable[[Match], bool]:
 
 
 def write_in_place(change: Change) -> Problem | None:
-    """Write a file's new text over it; its permissions stay, and it is never there in part."""
+    """Overwrite a file with its new text, atomically and with the same permissions."""
     assert change.path is not None
     try:
         mode = stat.S_IMODE(change.path.stat().st_mode)
-        # What is read-only is so on purpose; replacing the file would get around that.
+        # `os.replace` ignores the permissions of its target, but a read-only file is meant to stay.
         if not os.access(change.path, os.W_OK):
             return Problem(change.file, "not written: the file is read-only")
         if change.path.read_bytes() != change.before.encode(change.encoding):
@@ -239,9 +239,9 @@ def write_to(change: Change, root: Path, folder: Path) -> Problem | None:
     """Write a file's text to the same place in another folder.
 
     Args:
-        change: What became of the file.
-        root: What its path is relative to.
-        folder: Where the copy of that root is.
+        change: The result of rewriting the file.
+        root: The folder that its path is relative to.
+        folder: The folder that the copy of `root` goes into.
     """
     assert change.path is not None
     target = folder / change.path.absolute().relative_to(root)
@@ -257,7 +257,7 @@ def write_to(change: Change, root: Path, folder: Path) -> Problem | None:
 
 
 def common_root(paths: Sequence[Path]) -> Path:
-    """The folder that copies of files keep their paths from: the current one, or theirs."""
+    """Return the root of the paths that copies keep: the current folder, or the files' own."""
     here = Path.cwd()
     absolute = [path.absolute() for path in paths]
     if all(path.is_relative_to(here) for path in absolute):

@@ -1,4 +1,4 @@
-"""Notebooks as one module of Python, with the way back to their cells."""
+"""Notebooks as one Python module, with a mapping back to their cells."""
 
 import ast
 import bisect
@@ -20,13 +20,13 @@ _HELP = re.compile(r"\s*[\w.]+\?{1,2}\s*$")
 
 @dataclass(frozen=True)
 class Cell:
-    """A code cell and where it starts in the module.
+    """A code cell and its first line in the module.
 
     Attributes:
         number: Its place among all cells of the notebook, counted from 1.
-        first: The line of the module that its first line is.
+        first: The line of the module at which it starts.
         lines: Its source as written.
-        kept: What became of each line that is no Python: by number of the line in the cell.
+        kept: The original of each line that is not Python, by its index in the cell.
     """
 
     number: int
@@ -40,9 +40,9 @@ class Notebook:
     """The code of a notebook.
 
     Attributes:
-        text: All code cells below each other as one module; what is no Python became `pass`.
+        text: All code cells below each other as one module; lines for IPython became `pass`.
         cells: The code cells that parse.
-        broken: Number of each cell that does not parse, and why.
+        broken: Number of each cell that does not parse, with the reason.
     """
 
     text: str
@@ -50,26 +50,26 @@ class Notebook:
     broken: tuple[tuple[int, str], ...]
 
     def place(self, line: int) -> tuple[int, int]:
-        """Number of the cell that a line of the module lies in, and the line there."""
+        """Return the number of the cell that contains a line of the module, and the line there."""
         at = bisect.bisect_right([cell.first for cell in self.cells], line) - 1
         return self.cells[at].number, line - self.cells[at].first + 1
 
     def line(self, line: int) -> str:
-        """A line of the module as the notebook has it."""
+        """Return a line of the module as the notebook has it."""
         at = bisect.bisect_right([cell.first for cell in self.cells], line) - 1
         return self.cells[at].lines[line - self.cells[at].first]
 
 
 class NotPythonError(Exception):
-    """A notebook whose code is in another language."""
+    """Raised for a notebook whose code is in another language."""
 
 
 def read_notebook(text: str) -> Notebook:
-    """The code of a notebook's JSON.
+    """Extract the code from a notebook's JSON.
 
     Raises:
         ValueError: the text is no notebook.
-        NotPythonError: its language is another.
+        NotPythonError: the notebook's language is not Python.
     """
     content = parse(text)
     language = _language(content)
@@ -92,7 +92,7 @@ def read_notebook(text: str) -> Notebook:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The JSON of a notebook.
+    """Parse the JSON of a notebook.
 
     Raises:
         ValueError: the text is no notebook of format 4.
@@ -109,7 +109,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def source_of(cell: dict[str, Any]) -> str:
-    """A cell's source; notebooks keep it as one string or as a list of lines."""
+    """Return a cell's source, which notebooks store as one string or as a list of lines."""
     source = cell.get("source", "")
     text = "".join(map(str, source)) if isinstance(source, list) else str(source)
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -137,7 +137,7 @@ def _syntax_error(text: str) -> str:
 
 
 def _without_magics(lines: Sequence[str]) -> tuple[list[str], dict[int, str]]:
-    """Lines with what IPython reads itself replaced by `pass`, and those lines by number."""
+    """Replace the lines that IPython reads itself by `pass`; return those lines by index too."""
     first = next((line.split() for line in lines if line.strip()), [""])[0]
     if first.startswith("%%") and first not in _PYTHON_CELLS:
         return [""] * len(lines), dict(enumerate(lines))
@@ -169,7 +169,7 @@ _KEPT = "  # tpuport: kept line "
 
 
 def marked(notebook: Notebook) -> str:
-    """The module with a comment before each cell, which says where to cut it after rewriting."""
+    """Return the module with a comment before each cell, to split it there after rewriting."""
     parts = []
     for cell in notebook.cells:
         last = cell.first - 1 + len(cell.lines)
@@ -179,7 +179,7 @@ def marked(notebook: Notebook) -> str:
 
 
 def marked_place(notebook: Notebook, line: int) -> tuple[int, int]:
-    """Number of the cell that a line of `marked(notebook)` lies in, and the line there."""
+    """Return the number of the cell that contains a line of `marked(notebook)`, and the line."""
     firsts = [cell.first + number for number, cell in enumerate(notebook.cells, start=1)]
     at = bisect.bisect_right(firsts, line) - 1
     return notebook.cells[at].number, line - firsts[at] + 1
@@ -187,7 +187,7 @@ def marked_place(notebook: Notebook, line: int) -> tuple[int, int]:
 
 def _with_placeholders(body: list[str], cell: Cell) -> list[str]:
     return [
-        # At the top level a comment is enough, and imports may go below it.
+        # At the top level a comment is enough, and it lets fixes add imports below it.
         f"{'' if line == 'pass' else line}{_KEPT}{cell.number}.{number}"
         if number in cell.kept
         else line
@@ -196,16 +196,16 @@ def _with_placeholders(body: list[str], cell: Cell) -> list[str]:
 
 
 def write_notebook(text: str, notebook: Notebook, rewritten: str) -> str:
-    """The notebook's JSON with the cells of a rewritten module, its formatting unchanged.
+    """Return the notebook's JSON with the cells of a rewritten module, its formatting unchanged.
 
     Args:
-        text: The JSON as it was.
+        text: The original JSON.
         notebook: Its code.
-        rewritten: What became of `marked(notebook)`.
+        rewritten: The rewritten text of `marked(notebook)`.
 
     Raises:
-        UsageError: cells cannot be told apart any more, or the JSON is formatted in a way that
-            would not come back the same.
+        UsageError: the text cannot be split into cells any more, or writing the JSON would change
+            its formatting.
     """
     content = parse(text)
     form = _formatting(text, content)
@@ -250,7 +250,7 @@ def _restored(lines: list[str], cell: Cell) -> list[str]:
             seen.add(int(number))
             line = cell.kept[int(number)]
         result.append(line)
-    # The text ends in a line break that is not the last cell's.
+    # Blank lines at a cell's end were stripped with the text's end: restore them.
     while len(result) < len(cell.lines) and not any(cell.lines[len(result) :]):
         result.append("")
     if seen != set(cell.kept):
@@ -269,7 +269,7 @@ class _Formatting:
 
 
 def _formatting(text: str, content: dict[str, Any]) -> _Formatting:
-    """How the JSON is laid out."""
+    """Find the formatting with which writing the JSON reproduces the text."""
     end = text[len(text.rstrip()) :]
     found = re.search(r"\n([ \t]+)\S", text)
     indent: int | str | None = None

@@ -1,4 +1,4 @@
-"""From all that was found to what the user asked to see."""
+"""Selection of the findings that the user asked to see."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ def decide(
     baseline: Baseline | None = None,
     problems: Sequence[Problem] = (),
 ) -> Outcome:
-    """What a run shows.
+    """Decide what a run shows.
 
     Args:
-        checked: All that was found, file by file.
-        settings: What is asked for.
-        known: The codes that there are.
-        baseline: The findings that are not to be shown again.
-        problems: What was not linted, beside what the files say themselves.
+        checked: All findings, file by file.
+        settings: The user's selection.
+        known: The codes of all rules.
+        baseline: The findings not to show again.
+        problems: Problems in addition to those in `checked`.
     """
     counted = sorted(
         (finding for one in checked for finding in _of_file(one, settings, known)),
@@ -50,7 +50,7 @@ def decide(
 
 
 def is_loud(finding: Reported, settings: Settings) -> bool:
-    """Whether a finding is severe enough to be shown. What is wrong with a comment always is."""
+    """Return whether a finding is severe enough to show; those about comments always are."""
     return finding.code == UnusedIgnore.CODE or RANK[finding.severity] <= RANK[settings.severity]
 
 

@@ -35,13 +35,13 @@ class UnusedIgnore:
 def unused_ignores(
     checked: Checked, settings: Settings, enabled: Sequence[Reported], known: Sequence[str]
 ) -> Iterator[Reported]:
-    """What is wrong with the comments of a file.
+    """Yield a finding for each ignore comment of a file that is unused or misspelt.
 
     Args:
         checked: The file.
-        settings: Which codes are looked for.
-        enabled: The findings of the file that are looked for, the ignored ones too.
-        known: The codes that there are.
+        settings: The selection of codes.
+        enabled: The selected findings of the file, with the ignored ones.
+        known: The codes of all rules.
     """
     for number, ignore in enumerate(checked.ignores):
         codes = {finding.code for finding in enabled if number in finding.ignored}

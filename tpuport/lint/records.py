@@ -1,4 +1,4 @@
-"""What a lint run says of each file. All of it survives JSON, which is how it is cached."""
+"""Records of a lint run about each file. They are cached as JSON, so all fields survive it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -7,14 +7,14 @@ from typing import Any
 
 from tpuport.source.finding import Severity
 
-# How bad each severity is, the worst first.
+# The rank of each severity; the worst is 0.
 RANK = {severity: rank for rank, severity in enumerate(Severity)}
 
 
 class Trouble(StrEnum):
-    """Why a file, or a part of it, was not linted.
+    """The kind of reason why a file, or a part of it, was not linted.
 
-    `UNREAD` is the file's own fault, `INTERNAL` is a bug of tpuport, and `SKIPPED` is in order.
+    `UNREAD` is the file's own fault, `INTERNAL` is a bug of tpuport, and `SKIPPED` is intended.
     """
 
     UNREAD = "unread"
@@ -24,7 +24,7 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a file, or one cell of a notebook, was not linted."""
+    """A file, or one cell of a notebook, that was not linted, with the reason."""
 
     file: str
     reason: str
@@ -42,10 +42,10 @@ class Reported:
         file: The path as the user knows it.
         cell: The cell of a notebook, counted from 1 over all cells; 0 in a Python file. Lines then
             count from the cell's first.
-        safety: How safe its fix is: `exact`, `close` or `unsafe`; empty where there is none.
-        function: The line of the step function that it lies in, 0 if it lies in none.
-        lines: The source lines that it covers, as far as they are worth showing.
-        ignored: Which of the file's comments ask to ignore it, as places in `Checked.ignores`.
+        safety: The safety of its fix: `exact`, `close` or `unsafe`; empty without a fix.
+        function: The line of the step function around it, 0 if there is none.
+        lines: The source lines that it covers, shortened to a few.
+        ignored: The comments that ask to ignore it, as indices into `Checked.ignores`.
     """
 
     file: str
@@ -65,12 +65,12 @@ class Reported:
 
     @property
     def key(self) -> tuple[str, int, int, int, str, str]:
-        """What findings are sorted by."""
+        """Return the key that findings are sorted by."""
         return (self.file, self.cell, self.line, self.column, self.code, self.message)
 
     @property
     def place(self) -> str:
-        """`file:line:column`, or `file:cell 3:line:column`; columns count from 1, as editors do."""
+        """Return `file:line:column`, or `file:cell 3:line:column`, with columns from 1."""
         cell = f"cell {self.cell}:" if self.cell else ""
         return f"{self.file}:{cell}{self.line}:{self.column + 1}"
 
@@ -82,7 +82,7 @@ class Ignore:
     Attributes:
         codes: The codes in its brackets, in capitals; empty if it asks to ignore all.
         whole_file: Whether it is an `ignore-file`.
-        unknown: What stands there in the place of a directive, where that is misspelt.
+        unknown: The misspelt word in place of a directive; empty if it is spelt right.
     """
 
     line: int
@@ -97,11 +97,11 @@ class Ignore:
 
 @dataclass(frozen=True)
 class Checked:
-    """All that there is to say of one file, whatever the user wants to see of it.
+    """Everything found in one file, before the user's selection.
 
     Attributes:
-        functions: How many functions of the file are part of a traced step.
-        reached: Those of them that only steps in other files reach: `f` or `Class.f`.
+        functions: Number of functions of the file that are part of a traced step.
+        reached: The functions that only steps in other files reach: `f` or `Class.f`.
     """
 
     file: str
@@ -112,7 +112,7 @@ class Checked:
     reached: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """A form to keep. It leaves the path out: the same text may lie at several."""
+        """Return the record as JSON for the cache, without the path: files may be copies."""
         found = asdict(self)
         for record in (found, *found["findings"], *found["problems"]):
             del record["file"]
@@ -120,10 +120,10 @@ class Checked:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], file: str) -> "Checked":
-        """The opposite of `to_json`.
+        """Rebuild the record that `to_json` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not what `to_json` gives.
+            KeyError, TypeError, ValueError: the JSON does not come from `to_json`.
         """
         return cls(
             file,
@@ -153,18 +153,18 @@ class Checked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run shows, after select, severity, comments and baseline.
+    """The result of a run after select, severity, comments and baseline.
 
     Attributes:
         shown: The findings, sorted by place.
         counted: All findings that count for the porting summary: those shown, those below the
             severity asked for, and those in the baseline.
-        hidden: How many findings are not shown for their severity.
-        baselined: How many are not shown because the baseline has them.
-        stale: How many findings of the baseline are no longer there.
-        problems: What was not linted.
-        functions: How many step functions there are.
-        files: How many files were looked at.
+        hidden: Number of findings of each severity that are not shown for it.
+        baselined: Number of findings not shown because the baseline has them.
+        stale: Number of findings of the baseline that no longer occur.
+        problems: Files and cells that were not linted.
+        functions: Number of step functions.
+        files: Number of files checked.
     """
 
     shown: tuple[Reported, ...] = ()
@@ -177,6 +177,6 @@ class Outcome:
     files: int = 0
 
     def with_problems(self, problems: tuple[Problem, ...]) -> "Outcome":
-        """The same with more problems, sorted by file."""
+        """Return the outcome with more problems, sorted by file."""
         merged = sorted({*self.problems, *problems}, key=lambda problem: str(problem))
         return replace(self, problems=tuple(merged))

@@ -1,10 +1,10 @@
-"""Runs a piece of work over many files: in parallel, from the cache where it can, in order.
+"""Work on many files: in parallel, from the cache where possible, with results in order.
 
-A run has two passes. In the first each file is checked and summed up by itself. From all summaries
-follow facts about some files, such as which functions steps elsewhere reach, and in the second pass
-those files are checked again with their facts. Both are kept by the content of the file, the second
-also by the facts: a change in one file makes others be checked again only if it changes what there
-is to know about them.
+A run has two passes. The first checks and summarises each file by itself. The summaries of all
+files give facts about some of them, such as which functions are reached by steps elsewhere. The
+second pass checks those files again with their facts. Answers are cached by the content of the
+file, those of the second pass also by the facts: after a change in one file, another file is
+checked again only if its facts changed.
 """
 
 import hashlib
@@ -31,21 +31,21 @@ _MIN_BATCH_BYTES = 100_000
 _MAX_BATCH = 50
 
 Json = Any
-# Bytes and name of a file, and what else the answer follows from, to the answer. A function at the
-# top of a module, so that other processes find it.
+# Takes the bytes and name of a file and an argument, and returns an answer that depends on nothing
+# else. It must be at the top level of a module, so that other processes can import it.
 Task = Callable[[bytes, str, Json], Json]
-# Told how many files of how many are done.
+# Called with the number of files done and the number of all files.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What a run does.
+    """The two passes of a run.
 
     Attributes:
-        check: What `tpuport.lint.check.check` does with one file.
-        connect: From the summary of each file by path the facts for files, by path, that cannot be
-            seen in the file itself.
+        check: Checks one file, as `tpuport.lint.check.check` does.
+        connect: Takes the summary of each file by path, and returns the facts by path that cannot
+            be seen in the file itself.
     """
 
     check: Task = check
@@ -61,15 +61,15 @@ def run(
     progress: Progress | None = None,
     passes: Passes | None = None,
 ) -> list[Checked]:
-    """What there is to say of each file, in the order of the files.
+    """Check files in two passes, and return the results in the order of the files.
 
     Args:
         files: Python files and notebooks.
-        strict: Whether what is not known counts as traced inside a step.
-        jobs: How many processes may work at once; as many as there are processors if left out.
-        cache: Where answers are kept.
-        progress: Called now and then.
-        passes: What is done with each file.
+        strict: Whether values of unknown kind count as traced inside a step.
+        jobs: Number of processes that may work at once; the number of processors if left out.
+        cache: The cache of answers.
+        progress: Callback for the number of files done.
+        passes: The work on each file; `Passes()` if left out.
     """
     passes = passes or Passes()
     names = [shown_path(path) for path in files]
@@ -95,12 +95,12 @@ def _summaries(names: Sequence[str], answers: "Sequence[Json | Failure]") -> dic
 
 
 def run_source(data: bytes, name: str, *, strict: bool = False) -> Checked:
-    """The same for one text that is in no file."""
+    """Check source that does not come from a file."""
     return _checked(attempt(check, data, name, {"strict": strict}), name)
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -114,7 +114,7 @@ def _checked(answer: "Json | Failure", name: str) -> Checked:
 
 @dataclass(frozen=True)
 class Failure:
-    """Work on a file that ended in an exception, or in the end of its process."""
+    """Work on a file that ended in an exception or killed its process."""
 
     reason: str
     trouble: Trouble
@@ -132,7 +132,7 @@ class _Item:
 
 
 class Workers:
-    """Does work on files, in processes that are started when there is enough of it."""
+    """Workers on files, with processes that are started only when there is enough work."""
 
     def __init__(self, *, jobs: int, cache: Cache) -> None:
         self._jobs, self._cache = jobs, cache
@@ -157,7 +157,7 @@ class Workers:
         inputs: Sequence[tuple[Path, Json]],
         progress: Progress | None = None,
     ) -> "list[Json | Failure]":
-        """The answer for each file with its argument, in their order."""
+        """Return the answer for each file with its argument, in their order."""
         results: dict[int, Json | Failure] = {}
         missing: list[_Item] = []
         for place, (path, argument) in enumerate(inputs):
@@ -212,7 +212,7 @@ class Workers:
         self, task: Task, items: list[_Item]
     ) -> "dict[Future[list[Json | Failure]], list[_Item]]":
         if self._pool is None:
-            # Started afresh, not forked: nothing of this process, such as its threads, is in them.
+            # Spawn, not fork: forking a process with threads can deadlock.
             context = get_context("spawn")
             self._pool = ProcessPoolExecutor(min(self._jobs, len(items)), mp_context=context)
         return {
@@ -227,7 +227,7 @@ class Workers:
 
 
 def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
-    """Items in batches that are worth sending, large ones first so that none is left for last."""
+    """Yield items in batches worth sending, large ones first so that none holds up the end."""
     batch: list[_Item] = []
     for item in sorted(items, key=lambda item: (-item.size, item.place)):
         batch.append(item)
@@ -243,7 +243,7 @@ def _attempt_all(task: Task, inputs: list[tuple[Path, Json]]) -> "list[Json | Fa
 
 
 def _attempt_apart(task: Task, item: _Item) -> "Json | Failure":
-    """Work on one file in a process of its own, after some file has ended one."""
+    """Work on one file in a process of its own, after some file has killed the shared ones."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with suppress(BrokenProcessPool):
             return pool.submit(_attempt, task, item.path, item.argument).result()
@@ -260,11 +260,11 @@ def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
 
 
 def attempt(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":
-    """The answer for a file's bytes, or what went wrong."""
+    """Return the answer for a file's bytes, or a failure with the error in it."""
     try:
         return task(data, name, argument)
     except Exception as error:
-        # One file must not cost the user all others; what is wrong goes into the report.
+        # A bug on one file must not stop the run: it goes into the report.
         return Failure(
             f"{_bug(error)}. What to do: report this as a bug of tpuport", Trouble.INTERNAL
         )

@@ -1,4 +1,4 @@
-"""What a run is asked for: `[tool.tpuport]` of a pyproject.toml, and the command line over it."""
+"""Settings of a run: `[tool.tpuport]` of a pyproject.toml, overridden by the command line."""
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ CONFIG_FILE = "pyproject.toml"
 DEFAULT_CACHE = ".tpuport_cache"
 ALL = "ALL"
 
-# Option of the configuration -> the form of its value, as an error says it.
+# Option of the configuration -> the form of its value, in the words of error messages.
 _STRINGS, _STRING, _BOOL, _TABLE = "a list of strings", "a string", "true or false", "a table"
 KEYS = {
     "select": _STRINGS,
@@ -32,21 +32,22 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is asked for.
+    """The settings of a run.
 
     Attributes:
         root: The folder that patterns and paths are relative to: that of the configuration file,
             or the current one.
         config: The configuration file, if there is one.
         select: Codes, starts of codes, or `ALL`.
-        ignore: The same, for what is left out. The longer one wins, and `ignore` among equals.
+        ignore: The same for codes to leave out. The longest match of both lists wins, and `ignore`
+            wins among equals.
         severity: The mildest severity that is shown.
-        strict: Whether what is not known counts as traced inside a step.
-        exclude: Patterns for what is not linted, in place of the usual ones; None for those.
-        extend_exclude: Patterns beside those.
+        strict: Whether values of unknown kind count as traced inside a step.
+        exclude: Patterns of files not to lint, in place of the default ones; None for those.
+        extend_exclude: Patterns of files not to lint, in addition to `exclude`.
         per_file_ignores: Pattern of paths -> codes that are ignored there.
-        baseline: The file of findings that are known.
-        cache_dir: Where results are kept.
+        baseline: The file of known findings.
+        cache_dir: The folder of cached results.
     """
 
     root: Path
@@ -62,11 +63,11 @@ class Settings:
     cache_dir: Path = Path(DEFAULT_CACHE)
 
     def selects(self, code: str) -> bool:
-        """Whether findings of this code are asked for, per-file ignores aside."""
+        """Return whether findings of this code are selected, without per-file ignores."""
         return _longest(code, self.select) > _longest(code, self.ignore)
 
     def selects_in(self, code: str, path: Path) -> bool:
-        """Whether findings of this code are asked for in one file."""
+        """Return whether findings of this code are selected in one file."""
         return self.selects(code) and not any(
             _longest(code, codes) > 0 and spec.match_file(path) for spec, codes in self._file_specs
         )
@@ -79,10 +80,10 @@ class Settings:
         ]
 
     def check_codes(self, known: Iterable[str]) -> None:
-        """Complain of a selector that selects nothing.
+        """Check that every selector matches a code.
 
         Raises:
-            UsageError: no code starts with it.
+            UsageError: no code starts with a selector.
         """
         codes = list(known)
         groups = [self.select, self.ignore, *self.per_file_ignores.values()]
@@ -104,17 +105,17 @@ class PathPatterns:
         self._spec = GitIgnoreSpec.from_lines(patterns)
 
     def match_file(self, path: Path, *, folder: bool = False) -> bool:
-        """Whether a path, or a folder that it lies in, matches."""
+        """Return whether a path, or a folder that contains it, matches."""
         try:
             relative = path.absolute().relative_to(self.root)
         except ValueError:
-            # Beside the folder only patterns for names have a meaning.
+            # Outside of the folder only patterns for names can match.
             relative = Path(path.name)
         return self._spec.match_file(relative.as_posix() + ("/" if folder else ""))
 
 
 def _longest(code: str, selectors: Iterable[str]) -> int:
-    """How precisely selectors name a code: the length of the longest that does, 0 if none does."""
+    """Return the precision of the best match of a code: 0 for none, larger for longer selectors."""
     return max(
         (1 if s == ALL else 1 + len(s) for s in selectors if s == ALL or code.startswith(s)),
         default=0,
@@ -122,7 +123,7 @@ def _longest(code: str, selectors: Iterable[str]) -> int:
 
 
 def find_config(start: Path) -> Path | None:
-    """The nearest pyproject.toml with a `[tool.tpuport]` in a folder or above it."""
+    """Find the nearest pyproject.toml with a `[tool.tpuport]` in a folder or above it."""
     for folder in (start, *start.parents):
         path = folder / CONFIG_FILE
         if path.is_file() and "tpuport" in _read_toml(path).get("tool", {}):
@@ -131,7 +132,7 @@ def find_config(start: Path) -> Path | None:
 
 
 def load_settings(config: Path | None, *, start: Path) -> Settings:
-    """The settings of a configuration file.
+    """Load the settings of a configuration file.
 
     Args:
         config: The file; without one, `start` is the root and everything has its default.
@@ -177,12 +178,12 @@ def load_settings(config: Path | None, *, start: Path) -> Settings:
 def override(
     settings: Settings, *, select: str | None, ignore: str | None, **others: Any
 ) -> Settings:
-    """Settings with what the command line says over them.
+    """Override settings with options of the command line.
 
     Args:
-        settings: Those of the configuration file.
-        select: Codes with commas between them. They stand in place of both lists of the file.
-        ignore: The same; they come on top of what is ignored already.
+        settings: The settings of the configuration file.
+        select: Comma-separated codes. They replace both lists of the file.
+        ignore: Comma-separated codes, added to the codes ignored already.
         others: Fields by name; None leaves the file's value.
     """
     changes = {name: value for name, value in others.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Bytes of a file to Python source, or a reason in one line why there is none."""
+"""Decoding of a file's bytes to Python source, or a reason in one line why it has none."""
 
 import io
 import tokenize
@@ -9,16 +9,16 @@ from tpuport.lint.records import Trouble
 
 MAX_MEGABYTES = 5
 _MAX_BYTES = MAX_MEGABYTES * 1024 * 1024
-# Pictures in a notebook's outputs are no code.
+# Most of a large notebook is images in its outputs, which are not linted.
 _MAX_NOTEBOOK_BYTES = 20 * _MAX_BYTES
 
 
 class UnreadableError(Exception):
-    """A file that is not linted.
+    """Raised for a file that is not linted.
 
     Args:
-        reason: Why not, in one line.
-        trouble: Whose fault that is.
+        reason: The reason, in one line.
+        trouble: The kind of reason.
     """
 
     def __init__(self, reason: str, trouble: Trouble = Trouble.UNREAD) -> None:
@@ -32,8 +32,8 @@ class Source:
     """The text of a file.
 
     Attributes:
-        text: Python: of a notebook all its code cells.
-        encoding: What to encode it with to write it back; `utf-8-sig` where the file has a mark.
+        text: The Python source; all code cells of a notebook.
+        encoding: The encoding to write it back with; `utf-8-sig` if the file has a byte-order mark.
         notebook: The notebook that it comes from.
         raw: The text of the file itself.
     """
@@ -45,11 +45,11 @@ class Source:
 
 
 def read_source(data: bytes, name: str) -> Source:
-    """The source in a file's bytes.
+    """Decode the source in a file's bytes.
 
     Args:
-        data: The whole file.
-        name: Its name, whose end says whether it is a notebook.
+        data: The content of the file.
+        name: Its name, whose suffix tells whether it is a notebook.
 
     Raises:
         UnreadableError: it is binary, too large, in another encoding than it says, or no notebook.

@@ -1,4 +1,4 @@
-"""The porting summary: how portable code is, what blocks it, and in which order to work on it."""
+"""The porting summary: the share of code that is ready, its blockers, and an order of work."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from tpuport.lint.records import RANK, Outcome, Reported
 from tpuport.source.finding import Severity
 
-# What keeps a function from giving right results on TPU.
+# Severities that keep a function from computing right results on TPU.
 BLOCKING = (Severity.ERROR, Severity.SILENT)
 
-# Start of the codes -> what they are about, in the order in which to work: code that cannot be
-# imported hides everything else, and speed is worth measuring only once results are right.
+# Prefix of codes -> their topic, in the order of work: code that cannot be imported hides all
+# else, and speed is worth measuring only once results are right.
 STEPS = {
     "TPU5": "devices, imports and CUDA-only packages",
     "TPU1": "Python that needs a traced value",
@@ -26,12 +26,12 @@ class Step:
     """One step of the work.
 
     Attributes:
-        start: What the codes of its rules start with.
-        title: What they are about.
-        count: How many findings.
-        blocking: How many of them are errors or silently wrong.
-        fixable: How many `tpuport rewrite` fixes.
-        codes: How often each code, the most frequent first.
+        start: The prefix of its rules' codes.
+        title: The topic of these rules.
+        count: Number of findings.
+        blocking: Number of findings that are errors or silently wrong.
+        fixable: Number of findings that `tpuport rewrite` fixes.
+        codes: Number of findings of each code, the most frequent first.
     """
 
     start: str
@@ -44,15 +44,15 @@ class Step:
 
 @dataclass(frozen=True)
 class PortingSummary:
-    """How portable code is.
+    """Counts of what is ready for TPU and what is left to do.
 
     Attributes:
-        functions: How many functions are part of a traced step.
-        ready: How many of them have no finding that blocks.
-        setup: How many findings that block lie outside of those functions.
-        severities: How many findings of each severity, the worst first.
-        safeties: How many of them, notes aside, can be fixed, by the safety of the fix.
-        steps: The work, in order; notes are none.
+        functions: Number of functions that are part of a traced step.
+        ready: Number of those without a blocking finding.
+        setup: Number of blocking findings outside of those functions.
+        severities: Number of findings of each severity, the worst first.
+        safeties: Number of fixable findings by the safety of the fix, without notes.
+        steps: The steps of the work, in order; notes are not part of it.
     """
 
     functions: int
@@ -64,17 +64,17 @@ class PortingSummary:
 
     @property
     def share(self) -> float:
-        """Of the functions of the step how many are ready, from 0 to 1."""
+        """Return the share of step functions that are ready, from 0 to 1."""
         return self.ready / self.functions if self.functions else 1.0
 
     @property
     def total(self) -> int:
-        """How many findings there are, notes aside."""
+        """Return the number of findings, without notes."""
         return sum(count for name, count in self.severities.items() if name != Severity.NOTE)
 
 
 def summarise(outcome: Outcome) -> PortingSummary:
-    """The porting summary of a run: hidden and known findings count too."""
+    """Summarise a run for porting; hidden and known findings count too."""
     findings = outcome.counted
     blocked = {
         (finding.file, finding.cell, finding.function)

@@ -1,4 +1,4 @@
-"""Finds the rules by walking their folder: adding a rule means adding a file."""
+"""Discovery of the rules by walking their folder: adding a rule means adding a file."""
 
 import importlib
 from functools import cache

@@ -1,1 +1,1 @@
-"""Text to findings to text: what `lint`, `rewrite` and `convert` share. Needs no framework."""
+"""Source to findings to source, shared by `lint`, `rewrite` and `convert`. Needs no framework."""

@@ -1,4 +1,4 @@
-"""What the calls of one function give."""
+"""Abstract values of the calls in one function."""
 
 import ast
 
@@ -31,7 +31,7 @@ class Caller(Evaluator):
     """Evaluates calls: of the file's own functions by walking them, of others by what is known."""
 
     def call(self, node: ast.Call) -> Value:
-        """What a call gives."""
+        """Return the abstract value of a call's result."""
         receiver = UNKNOWN
         if isinstance(node.func, ast.Attribute):
             receiver = self.expression(node.func.value)
@@ -40,7 +40,7 @@ class Caller(Evaluator):
         if is_ops_call(node):
             return self._ops_call(node)
         call = library.Call(node, receiver, arguments, keywords, step=self.step)
-        # `tpuport.ops.rowwise(f)(x)` gives what `f(x)` does.
+        # `tpuport.ops.rowwise(f)(x)` returns what `f(x)` returns.
         wrapped = node.func.args[:1] if is_ops_call(node.func) else []
         name = qualified_name(
             wrapped[0] if wrapped else node.func, self.imports, hidden=self.environment
@@ -64,7 +64,7 @@ class Caller(Evaluator):
         return library.builtin_call(function.id, call)
 
     def _called(self, value: Value, call: library.Call) -> Value:
-        """What calling a value gives."""
+        """Return the abstract value of the result of calling a value."""
         if value.form is Form.FUNCTION and value.function is not None:
             return self._own_call(value.function, value.owner, call, bound=value.owner is not None)
         if value.form is Form.CLASS and value.owner is not None:
@@ -98,7 +98,7 @@ class Caller(Evaluator):
         return library.method_call(name, call)
 
     def _grow(self, name: str, method: str, call: library.Call) -> None:
-        """Remember what a list that a name stands for was given."""
+        """Record what a list method, called on the list bound to `name`, added to it."""
         if method in ("append", "extend", "insert") and call.arguments:
             given = call.arguments[-1]
             more = given if method == "extend" else sequence_of(given)
@@ -135,7 +135,7 @@ class Caller(Evaluator):
     def _own_call(
         self, function: Function, owner: ClassInfo | None, call: library.Call, *, bound: bool
     ) -> Value:
-        """A call of a function of this file."""
+        """Bind a call's arguments to a function of this file and return the call's result."""
         parameters = [*function.args.posonlyargs, *function.args.args]
         if bound and owner is not None and not library.is_static(function):
             parameters = parameters[1:]
@@ -147,7 +147,7 @@ class Caller(Evaluator):
         return self.inference.call(function, owner, passed)
 
     def _ops_call(self, node: ast.Call) -> Value:
-        """What our own helpers give: part of the program if anything that decides it is."""
+        """Return what a `tpuport.ops` helper returns: traced if any value it depends on is."""
         if isinstance(node.func, ast.Attribute) and node.func.attr in OPS_OF_HOST:
             return HOST
         values = [UNKNOWN]

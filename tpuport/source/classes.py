@@ -30,10 +30,10 @@ class ClassInfo:
 
     Attributes:
         node: Its definition.
-        bases: The full names of its bases, as far as imports tell.
+        bases: Its bases outside of this file by full name, or as written if they are not imported.
         methods: Its own methods by name.
         parents: Its bases that this file defines.
-        attributes: What `self.name` is, as far as it is known so far.
+        attributes: The abstract value of each `self.name` known so far.
     """
 
     node: ast.ClassDef
@@ -43,7 +43,7 @@ class ClassInfo:
     attributes: dict[str, Value] = field(default_factory=dict[str, Value])
 
     def lineage(self) -> "Iterator[ClassInfo]":
-        """The class and its bases in this file, nearest first."""
+        """Yield the class and its bases in this file, nearest first."""
         seen: list[ClassInfo] = []
         pending: list[ClassInfo] = [self]
         while pending:
@@ -54,22 +54,22 @@ class ClassInfo:
                 pending.extend(one.parents)
 
     def method(self, name: str) -> Function | None:
-        """The method that `self.name` finds in this file."""
+        """Return the method of this file that `self.name` resolves to, or None."""
         return next((one.methods[name] for one in self.lineage() if name in one.methods), None)
 
     def attribute(self, name: str) -> Value | None:
-        """What is known of `self.name`."""
+        """Return the abstract value of `self.name`, or None if nothing is known of it."""
         lineage = self.lineage()
         return next((one.attributes[name] for one in lineage if name in one.attributes), None)
 
     @property
     def outside_bases(self) -> list[str]:
-        """The full names of the bases that other files define."""
+        """Return the full names of the bases that other files define."""
         return [base for one in self.lineage() for base in one.bases]
 
     @property
     def is_module(self) -> bool:
-        """Whether its instances are modules of PyTorch, by their bases or by `forward`."""
+        """Return whether the class is an `nn.Module`, judged by its bases or by a `forward`."""
         bases = self.outside_bases
         if any(_OTHER_BASE.search(base) for base in bases):
             return False
@@ -79,13 +79,13 @@ class ClassInfo:
 
     @property
     def is_data(self) -> bool:
-        """Whether it loads data."""
+        """Return whether the class loads data: a dataset, sampler, data module or the like."""
         names = [*self.outside_bases, self.node.name]
         return any(_DATA_BASE.search(name) for name in names) or "__getitem__" in self.methods
 
     @property
     def is_host(self) -> bool:
-        """Whether it works around models: pipelines, schedulers, processors, configurations."""
+        """Return whether the class runs on the host: a pipeline, scheduler, processor, config."""
         if self.is_module:
             return False
         names = [*self.outside_bases, *(one.node.name for one in self.lineage())]
@@ -93,7 +93,7 @@ class ClassInfo:
 
 
 def find_classes(module: Module) -> dict[str, ClassInfo]:
-    """The classes of a file by name; of several with one name the last."""
+    """Return the classes of a file by name. If several share a name, the last one wins."""
     found: dict[str, ClassInfo] = {}
     for node in module.classes:
         methods = {each.name: each for each in node.body if isinstance(each, FUNCTIONS)}

@@ -1,4 +1,4 @@
-"""Compiles rewritten source to code objects: of a file, and of one function that is loaded."""
+"""Compilation of rewritten source to code objects: of a file or of one loaded function."""
 
 import __future__
 
@@ -14,13 +14,15 @@ from types import CodeType
 from tpuport.source.module import FUNCTIONS, Function
 from tpuport.source.text import SourceText
 
-# Each feature has a bit of its own, so their sum is their union.
+# Each feature has a bit of its own, so their sum is their union. CO_NESTED is left out: as the flag
+# of `nested_scopes` it changes nothing, and CPython sets it for every nested function.
 _FUTURE_FLAGS: int = sum(
     {getattr(__future__, name).compiler_flag for name in __future__.all_feature_names}
     - {inspect.CO_NESTED}
 )
 _FACTORY = "tpuport_factory"
-# Set by where a function is defined and by `types.coroutine`, not by its own source.
+# Set by where a function is defined and by `types.coroutine`, not by its own source, so they are
+# copied from the loaded function.
 _FLAGS_OF_PLACE = inspect.CO_NESTED | inspect.CO_ITERABLE_COROUTINE
 _NO_COLUMN = -1
 _PLACED = (
@@ -30,11 +32,11 @@ _PLACED = (
 
 
 class MismatchError(Exception):
-    """Source that is not what a code object was compiled from."""
+    """The source at hand is not what a code object was compiled from."""
 
 
 def compile_like(text: SourceText, code: CodeType) -> CodeType:
-    """Compile the definition of a function to stand in for `code`.
+    """Compile the definition of a function to a replacement for `code`.
 
     Args:
         text: The definition, possibly indented in an `if`, with the lines of the user's file as
@@ -55,7 +57,7 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
     owner = _class_around(code.co_qualname)
     body: ast.stmt = definition
     if owner is not None:
-        # The class gives private names their prefix and `super()` its `__class__`.
+        # Only inside a class does CPython mangle private names and give `super()` its `__class__`.
         body = _wrapper(f"class {owner}: pass", body)
         free = [name for name in free if name != "__class__"]
         path.insert(0, owner)
@@ -76,18 +78,18 @@ def compile_like(text: SourceText, code: CodeType) -> CodeType:
 
 
 def compile_module(text: SourceText, file: str) -> CodeType:
-    """Compile a whole file that was rewritten.
+    """Compile a rewritten file.
 
     Args:
         text: The new text, with the lines of the user's file as origins.
         file: The user's file.
 
     Returns:
-        The module's code object, which says the user's file and lines.
+        The module's code object, with the user's file name and line numbers.
 
     Raises:
         SyntaxError: the text is not Python.
-        ValueError: its places cannot be told in the lines of the user's file.
+        ValueError: positions in the text cannot be mapped to lines of the user's file.
     """
     tree = ast.parse(text.text, file)
     _move_to_origin(tree, text)
@@ -95,10 +97,10 @@ def compile_module(text: SourceText, file: str) -> CodeType:
 
 
 def find_definition(text: SourceText, code: CodeType) -> Function:
-    """The `def` in a text, which must be the only statement but for an `if` around it.
+    """Return the `def` in a text. It must be the only statement, apart from an `if` around it.
 
     Raises:
-        MismatchError: it is not, or is not of the function that `code` belongs to.
+        MismatchError: it is not, or it defines another function than the one `code` belongs to.
     """
     try:
         body = ast.parse(text.text).body
@@ -112,7 +114,7 @@ def find_definition(text: SourceText, code: CodeType) -> Function:
 
 
 def check_source(text: SourceText, code: CodeType) -> None:
-    """Make sure that a code object was compiled from a text.
+    """Check that a code object was compiled from a text.
 
     Raises:
         MismatchError: it was not: the file has changed since, or something rewrote the code.
@@ -126,7 +128,7 @@ def check_source(text: SourceText, code: CodeType) -> None:
 
 
 def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object and those of all functions, classes and comprehensions nested in it."""
+    """Yield a code object and those of all functions, classes and comprehensions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -135,9 +137,10 @@ def nested_codes(code: CodeType) -> Iterator[CodeType]:
 
 @functools.lru_cache(maxsize=256)
 def _imports(file: str) -> tuple[ast.stmt, ...]:
-    """Imports of the names that a file imports at module level.
+    """Return import statements for the names that a file imports at module level.
 
-    CPython compiles `torch.cat(...)` to other instructions where it sees that `torch` is an import.
+    CPython compiles `torch.cat(...)` to other instructions where it sees that `torch` is an import,
+    so the bytecode is only comparable when it sees those imports here too.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
@@ -170,7 +173,7 @@ def _wrapper(source: str, body: ast.stmt) -> ast.stmt:
 
 
 def _class_around(qualified_name: str) -> str | None:
-    """The innermost class that a function is defined in, however deep in its methods."""
+    """Return the name of the innermost class around a function, however deep in its methods."""
     parts = qualified_name.split(".")
     classes = [name for name, after in pairwise(parts) if "<locals>" not in (name, after)]
     return classes[-1] if classes and classes[-1].isidentifier() else None
@@ -181,7 +184,7 @@ def _constant(code: CodeType, name: str) -> CodeType:
 
 
 def _renamed(code: CodeType, old: str, new: str) -> CodeType:
-    """The code, and all code nested in it, with another start of its qualified name."""
+    """Replace the prefix `old` of the qualified name in a code object and all code nested in it."""
     constants = tuple(
         _renamed(constant, old, new) if isinstance(constant, CodeType) else constant
         for constant in code.co_consts
@@ -191,7 +194,7 @@ def _renamed(code: CodeType, old: str, new: str) -> CodeType:
 
 
 def _move_to_origin(tree: ast.AST, text: SourceText) -> None:
-    """Give every node its place in the user's file; a column only where it is right there."""
+    """Give every node its line in the user's file, and its column where that text is unchanged."""
     last = len(text.lines)
     for node in ast.walk(tree):
         if isinstance(node, _PLACED):

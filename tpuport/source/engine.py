@@ -54,15 +54,15 @@ class Match:
 
 
 class Context:
-    """What a rule may ask about the file that it visits.
+    """The view of a file that a rule gets when it visits the file's nodes.
 
     Attributes:
         module: The file's text and tree.
         kinds: The oracle's answers for this file.
-        matches: What was reported so far.
+        matches: The findings reported so far.
         imports_inside: Whether a fix imports what it needs inside the function, as live rewriting
             does, and not at the top of the file.
-        strict: Whether what is not known counts as traced inside a step.
+        strict: Whether values of unknown kind count as traced inside a step.
     """
 
     def __init__(
@@ -83,29 +83,29 @@ class Context:
         self._roles = kinds.roles if isinstance(kinds, Inference) else Roles(module)
 
     def kind(self, node: ast.expr) -> Kind:
-        """What an expression is while the program is traced."""
+        """Return the kind of an expression while the program is traced."""
         return self.kinds.kind(node)
 
     def is_traced(self, node: ast.expr) -> bool:
-        """Whether an expression is known to be a value of the program.
+        """Return whether an expression is known to be traced.
 
-        Always false outside the step: tensors of constructors and data loading are no values of a
-        program. With `strict`, whatever is not known to be a host value counts too.
+        Always false outside the step: tensors in constructors and data loading are never traced.
+        With `strict`, everything that is not known to be a host value counts as traced.
         """
         kind = self.kind(node)
         if kind is Kind.HOST or (kind is Kind.UNKNOWN and not (self.strict and self.in_step(node))):
             return False
-        # What a trace has met is there, whatever the tests around it ask.
+        # A real trace reached the code, even if a test around it looks like a CUDA branch.
         return not isinstance(self.kinds, Inference) or not is_off_tpu(node, self.module)
 
     def is_boolean(self, node: ast.expr) -> bool:
-        """Whether an expression is known to be a traced tensor of dtype bool."""
+        """Return whether an expression is known to be a traced tensor of dtype bool."""
         return self.kinds.is_boolean(node)
 
     def name(self, node: ast.expr) -> str | None:
-        """The full name of an imported thing, such as `torch.nn.functional.pad` for `F.pad`.
+        """Return the full name of an imported thing: `torch.nn.functional.pad` for `F.pad`.
 
-        None if the expression is no dotted name, or does not start at an import or is rebound.
+        Returns None if the expression is not a dotted name or does not start at an import.
         Relative imports keep their dots: `.layers.Block`.
         """
         if node not in self._names:
@@ -113,22 +113,22 @@ class Context:
         return self._names[node]
 
     def role(self, node: ast.AST) -> Role:
-        """What runs the code at a node: the traced step, set-up, or the host around them."""
+        """Return what runs the code at a node: the traced step, set-up, or the host."""
         return self._roles.of(node)
 
     def in_step(self, node: ast.AST) -> bool:
-        """Whether code is part of a traced step: `forward`, a training step, or called by one."""
+        """Return whether code runs in a traced step: `forward`, a training step, a callee."""
         return self.role(node) is Role.STEP
 
     def asks_traced(self, test: ast.expr) -> bool:
-        """Whether the truth of `test` takes that of a traced value."""
+        """Return whether Python needs the truth value of a traced value to evaluate `test`."""
         inferred = isinstance(self.kinds, Inference)
-        # A trace may blame the whole of `a and b`; who reads it asks for each operand.
+        # A trace may blame all of `a and b`, but inference knows which operand is traced.
         whole = not (inferred and isinstance(test, ast.BoolOp)) and self.is_traced(test)
         return whole or any(self.is_traced(leaf) for leaf in truth_tests(test))
 
     def flow(self, function: Function) -> Flow:
-        """The flow of names through a function of this file."""
+        """Return the flow of names through a function of this file."""
         if function not in self._flows:
             self._flows[function] = Flow(function)
         return self._flows[function]
@@ -145,11 +145,11 @@ class Context:
 
         Args:
             rule: The rule that found it.
-            node: The statement or expression that it is about. Of a compound statement the finding
-                covers the part up to the end of its test.
-            severity: What happens here if the finding stays; the rule's severity if left out.
-            parts: What fills the placeholders of the rule's message: text, or nodes whose source
-                does.
+            node: The statement or expression that it is about. Of an `if` or `while` the finding
+                covers the part up to the end of the test.
+            severity: The finding's severity; the rule's severity if left out.
+            parts: Values for the placeholders of the rule's message: text, or nodes, which are
+                quoted.
         """
         module = self.module
         quotes = {
@@ -176,7 +176,7 @@ class Context:
 
 
 def quote(source: str) -> str:
-    """Source on one line, short enough for a message."""
+    """Join source into one line and shorten it to fit a message."""
     line = " ".join(source.split())
     return line if len(line) <= MAX_QUOTE else line[: MAX_QUOTE - 3] + "..."
 
@@ -189,7 +189,7 @@ def find(
     file: str = "<string>",
     strict: bool = False,
 ) -> list[Finding]:
-    """What rules have to say about Python source.
+    """Find what the rules report about Python source.
 
     Args:
         source: The text of a file.
@@ -210,7 +210,7 @@ def find(
 
 
 def normal_line_breaks(source: str) -> str:
-    """Source with `\\n` for every line break that Python knows."""
+    """Replace every line break that Python knows by `\\n`."""
     return source.replace("\r\n", "\n").replace("\r", "\n")
 
 

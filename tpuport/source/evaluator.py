@@ -1,4 +1,4 @@
-"""What the expressions of one function are."""
+"""Abstract values of the expressions in one function."""
 
 import ast
 from abc import ABC, abstractmethod
@@ -67,29 +67,30 @@ class Evaluator(ABC):
         self.owner = owner
         self.step = step
         self.imports = inference.module.imports
-        # What is remembered of code outside steps is nobody's business.
+        # Nobody asks for the values of code outside steps, so they are thrown away.
         self.values: dict[ast.AST, Value] = inference.values if step else {}
         self.environment: dict[str, Value] = {}
         self.results: dict[str, list[Value]] = {}
 
     def expression(self, node: ast.expr) -> Value:
-        """What an expression is."""
+        """Evaluate an expression to an abstract value."""
         method: Callable[[Any, Any], Value] = self._EXPRESSIONS.get(
             type(node), Evaluator._operation
         )
         value = method(self, node)
         known = self.values.get(node)
-        # A second round of a loop, or another caller: once traced is traced.
+        # A second round of a loop or another caller evaluates a node again: once traced, always
+        # traced.
         if known is None or known.kind is not Kind.TRACED or value.kind is Kind.TRACED:
             self.values[node] = value
         return value
 
     def looks_like_a_tensor(self, used: Iterable[str]) -> bool:
-        """Whether attributes asked of an unknown thing in a step make it a traced tensor."""
+        """Return whether the attributes used of an unknown value in a step prove it a tensor."""
         return not SURELY_TENSOR_METHODS.isdisjoint(used)
 
     def mask_if(self, operand: Value, value: Value) -> Value:
-        """A traced result, as a mask if the operand is one."""
+        """Return `value`, as a mask if it is traced and the operand is a mask."""
         return MASK if operand.form is Form.MASK and value.kind is Kind.TRACED else value
 
     # Leaves.
@@ -112,7 +113,7 @@ class Evaluator(ABC):
         value = self.expression(node.value)
         name = node.attr
         if name in HOST_ATTRIBUTES or name == "size":
-            # A tensor's `size` is called; as an attribute it is a picture's or an array's.
+            # A tensor's `size` is a method; read as an attribute it belongs to an image or array.
             return HOST
         if value.form is Form.INSTANCE and value.owner is not None:
             return self._attribute_of(value.owner, name)
@@ -129,7 +130,7 @@ class Evaluator(ABC):
         return value if value.form is not Form.CLASS else UNKNOWN
 
     def _attribute_of(self, owner: ClassInfo, name: str) -> Value:
-        """What `self.name` is."""
+        """Return the abstract value of an attribute of an instance."""
         known = self.inference.attribute(owner, name)
         if known is not None and known is not NONE:
             return known
@@ -143,7 +144,7 @@ class Evaluator(ABC):
     # Operations.
 
     def _operation(self, node: ast.expr) -> Value:
-        """An operation on the parts of an expression that has no rule of its own."""
+        """Evaluate an expression without a handler of its own by combining its parts."""
         children = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.expr)]
         values = [self.expression(child) for child in children]
         return combine(values) if values else UNKNOWN
@@ -170,7 +171,7 @@ class Evaluator(ABC):
             return operand
         value = combine([operand])
         if isinstance(node.op, ast.Not):
-            # `not` gives a Python bool or raises: of a container it is Python's own.
+            # `not` returns a Python bool or raises. For a container it only asks for the length.
             return TRACED_NUMBER if operand.kind is Kind.TRACED else self._host_or_unknown(operand)
         return value
 
@@ -195,7 +196,7 @@ class Evaluator(ABC):
         return join(values)
 
     def learn(self, test: ast.expr, *, holds: bool) -> None:
-        """Forget of names that they are tensors where a test for their class says otherwise."""
+        """Mark names as unknown where a test of their class shows that they are no tensors."""
         for name in no_tensors(test, holds=holds):
             if self.environment.get(name, UNKNOWN).is_tensor:
                 self.environment[name] = UNKNOWN
@@ -304,11 +305,11 @@ class Evaluator(ABC):
 
     @abstractmethod
     def bind(self, target: ast.expr, value: Value) -> None:
-        """Assign a value to a target."""
+        """Bind a value to an assignment target."""
 
     @abstractmethod
     def call(self, node: ast.Call) -> Value:
-        """What a call gives."""
+        """Return the abstract value of a call's result."""
 
     def _call(self, node: ast.Call) -> Value:
         return self.call(node)

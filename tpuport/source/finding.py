@@ -1,4 +1,4 @@
-"""What flows between detection, rewriting and reports: findings, fixes, how safe each is."""
+"""Findings, fixes and their safety: the data passed between detection, rewriting and reports."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,9 +8,9 @@ from tpuport.source.text import Edit
 
 
 class Severity(StrEnum):
-    """What happens to the program if the finding stays.
+    """The effect on the program if the finding stays.
 
-    `ERROR` stops the trace, `SILENT` gives a wrong result without a word, `SLOW` costs time or
+    `ERROR` stops the trace, `SILENT` makes the result wrong without an error, `SLOW` costs time or
     memory, `NOTE` is worth knowing.
     """
 
@@ -22,7 +22,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Safety:
-    """How close rewritten code stays to the original.
+    """The guarantee of a fix about the results of the rewritten code.
 
     Attributes:
         name: `exact`: bit for bit the same result. `close`: within `rtol`. `unsafe`: not the same
@@ -38,7 +38,7 @@ class Safety:
 
     @classmethod
     def close(cls, rtol: float) -> "Safety":
-        """A fix that stays within a relative error, which must be positive."""
+        """Return the safety of a fix that stays within a relative error, which must be positive."""
         if not rtol > 0:
             raise ValueError(f"Expected a positive rtol, got {rtol} instead. Use Safety.EXACT.")
         return cls("close", rtol)
@@ -50,10 +50,10 @@ Safety.UNSAFE = Safety("unsafe")
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One place in a file that a rule has something to say about.
+    """One place in a file that a rule reports.
 
-    Lines count from 1 and columns from 0, in characters. The end is that of the part that matters:
-    of an `if` that of its test. Findings sort by file and place.
+    Lines count from 1 and columns from 0, in characters. For an `if` or `while` the end is that of
+    its test. Findings sort by file and place.
     """
 
     file: str
@@ -72,7 +72,7 @@ class Fix:
     """The edits that remove a finding, applied together or not at all.
 
     Attributes:
-        edits: Replacements in the text that the finding was found in; they do not overlap.
+        edits: Replacements in the text that the finding is about; they do not overlap.
         imports: Modules that the new text needs, such as `tpuport.ops`.
     """
 
@@ -81,20 +81,20 @@ class Fix:
 
     @property
     def start(self) -> int:
-        """Offset at which the first edit starts."""
+        """Return the offset at which the first edit starts."""
         return min(edit.start for edit in self.edits)
 
     @property
     def end(self) -> int:
-        """Offset at which the last edit ends."""
+        """Return the offset at which the last edit ends."""
         return max(edit.end for edit in self.edits)
 
 
 class NotFixable(Exception):
-    """Raised by a rule's `fix` when it cannot prove that the rewritten code would be the same.
+    """Raised by a rule's `fix` when it cannot prove that the rewritten code is equivalent.
 
     Args:
-        reason: Why not, as the end of "not rewritten: ...".
+        reason: The obstacle, as the end of "not rewritten: ...".
         pins: Whether code around the finding must stay too. False where rewriting an enclosing
             statement may remove the obstacle.
     """
@@ -110,9 +110,9 @@ class Applied:
     """A fix that was applied.
 
     Attributes:
-        finding: What it removed; its place is in the original text.
-        before: The source it replaced, without common indentation.
-        after: The source it put there, likewise.
+        finding: The finding that the fix removed; its place is in the original text.
+        before: The replaced source, without common indentation.
+        after: The new source, without common indentation.
         safety: The name of the rule's safety level: `exact`, `close` or `unsafe`.
     """
 
@@ -123,23 +123,23 @@ class Applied:
 
     @property
     def file(self) -> str:
-        """The user's file."""
+        """Return the user's file."""
         return self.finding.file
 
     @property
     def line(self) -> int:
-        """The line in that file on which the finding starts."""
+        """Return the line in that file on which the finding starts."""
         return self.finding.line
 
     @property
     def code(self) -> str:
-        """The rule's code."""
+        """Return the rule's code."""
         return self.finding.code
 
 
 @dataclass(frozen=True)
 class Left:
-    """A finding that stays, and why."""
+    """A finding that stays, with the reason."""
 
     finding: Finding
     reason: str

@@ -1,4 +1,4 @@
-"""What is bound before a statement of a function, and what may still be read after it."""
+"""Definite assignment and liveness of the names in a function, for each statement."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,9 @@ from tpuport.source.statements import is_ops_call, may_swallow, walk_scope
 NameSet = frozenset[str]
 NOTHING: NameSet = frozenset()
 
-# They read or write local variables by name, or see the frame that they are called from.
+# These read or write local variables by name, or see the frame that they are called from.
 FRAME_READERS = frozenset({"locals", "vars", "dir", "eval", "exec"})
-# They finish with a generator before they return.
+# These exhaust a generator before they return, so it cannot read names later.
 CONSUMERS = frozenset(
     {"all", "any", "dict", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"}
 )
@@ -23,7 +23,7 @@ class Flow:
     """The flow of names through one function.
 
     Attributes:
-        before: For each statement the names that are bound whenever it starts.
+        before: For each statement the names that are certainly bound when it starts.
         after: For each statement the names whose value may be read once it has ended.
         on_error: For each statement the names whose value may be read if it raises.
         locals: The function's parameters and local variables.
@@ -50,13 +50,13 @@ class Flow:
 
     @cached_property
     def closures(self) -> list[ast.AST]:
-        """The nodes of this scope that open one of their own and may outlive their statement."""
+        """Return the nodes that open a nested scope here and may outlive their statement."""
         kinds = (*SCOPES, ast.GeneratorExp)
         return [node for node in walk_scope(self.function.body) if isinstance(node, kinds)]
 
     @cached_property
     def binders(self) -> dict[str, list[ast.AST]]:
-        """The nodes of this scope that bind each name; parameters and imports have none."""
+        """Return the nodes of this scope that bind each name; parameters and imports have none."""
         found: dict[str, list[ast.AST]] = {name: [] for name in self.locals}
         for node in walk_scope(self.function.body):
             for name in own_bindings(node):
@@ -64,12 +64,12 @@ class Flow:
         return found
 
     def names(self, code: ast.AST | Iterable[ast.AST]) -> "tuple[dict[str, None], set[str]]":
-        """The names that code of this function binds (in order) and captures."""
+        """Return the names that code of this function binds (in order) and captures."""
         found = collect(code, ignored=self.immediate)
         return found.bound, found.captured
 
     def live_into(self, statements: Sequence[ast.stmt], after: NameSet) -> NameSet:
-        """The names whose value on entry matters to statements that `after` is read after."""
+        """Return the names live on entry to statements, if `after` is live at their end."""
         saved = self.before, self.after, self.on_error
         self.before, self.after, self.on_error = {}, {}, {}
         try:
@@ -77,7 +77,7 @@ class Flow:
         finally:
             self.before, self.after, self.on_error = saved
 
-    # Forwards: names bound for certain. None stands for "never reached".
+    # Forward pass: names that are certainly bound. None means "never reached".
 
     def _bind(self, statements: Sequence[ast.stmt], bound: NameSet) -> NameSet | None:
         for statement in statements:
@@ -134,12 +134,13 @@ class Flow:
     def _kept(self, names: NameSet) -> NameSet:
         return names - self._unsure
 
-    # Backwards: names that may still be read.
+    # Backward pass: names that may still be read.
 
     def _live(self, statements: Sequence[ast.stmt], live: NameSet, exits: "_Exits") -> NameSet:
         for statement in reversed(statements):
             self.after[statement] = live
             self.on_error[statement] = exits.error
+            # Any statement may raise, so the names that handlers read are live before each.
             live = self._live_statement(statement, live, exits) | exits.error
         return live
 
@@ -203,7 +204,7 @@ class Flow:
 
 
 class _Exits:
-    """What is live where control leaves a block other than by its end."""
+    """The live names at each way that control leaves a block other than by its end."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class _Exits:
         self.error, self.on_break, self.on_continue = error, on_break, on_continue
 
     def after(self, statement: ast.stmt, live: NameSet) -> NameSet:
-        """What is live where a simple statement hands control to; `live` if to its successor."""
+        """Return the names live after a simple statement; `live` if it falls through."""
         match statement:
             case ast.Return() | ast.Raise():
                 return self.error
@@ -241,7 +242,7 @@ def _meet(*ends: NameSet | None) -> NameSet | None:
 
 
 def reads(code: ast.AST) -> NameSet:
-    """The names whose value from before code may read."""
+    """Return the names that code may read before it binds them itself."""
     found = frozenset(collect(code).read)
     walrus = [node for node in ast.walk(code) if isinstance(node, ast.NamedExpr)]
     if not walrus:
@@ -251,7 +252,7 @@ def reads(code: ast.AST) -> NameSet:
 
 
 def _binds_first(walrus: ast.NamedExpr, code: ast.AST) -> bool:
-    """Whether a walrus stands before every use of its name, as evaluation goes."""
+    """Return whether a walrus comes before every other use of its name."""
     end = (walrus.end_lineno or 0, walrus.end_col_offset or 0)
     return all(
         (node.lineno, node.col_offset) >= end
@@ -261,7 +262,7 @@ def _binds_first(walrus: ast.NamedExpr, code: ast.AST) -> bool:
 
 
 def targets(target: ast.expr) -> NameSet:
-    """The names that an assignment target binds."""
+    """Return the names that an assignment target binds."""
     return frozenset(
         node.id
         for node in ast.walk(target)
@@ -270,7 +271,7 @@ def targets(target: ast.expr) -> NameSet:
 
 
 def surely_bound(code: ast.AST) -> NameSet:
-    """The names that are bound once a simple statement or an expression has run to its end."""
+    """Return the names that a simple statement or an expression certainly binds or deletes."""
     match code:
         case ast.Assign():
             assigned = frozenset[str]().union(*(targets(target) for target in code.targets))
@@ -330,7 +331,7 @@ def _frame_reader(function: Function) -> str | None:
 
 
 def _run_at_once(function: Function) -> frozenset[ast.AST]:
-    """Nested functions, lambdas and generator expressions that are done when their statement is."""
+    """Return nested functions, lambdas and generators that finish within their statement."""
     local = local_names(function)
     found: set[ast.AST] = set()
     handed: set[int] = set()

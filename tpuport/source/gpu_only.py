@@ -1,4 +1,4 @@
-"""Code that never runs on a TPU: behind CUDA kernels, or after asking for other devices."""
+"""Detection of code that never runs on a TPU: CUDA kernels and branches for other devices."""
 
 import ast
 import re
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tpuport.source.module import FUNCTIONS, SCOPES, Function, Module
 
-# Packages of kernels for GPUs and for other makers' accelerators. Without one they cannot be
-# installed, or fail to import or at the first call.
+# Packages of kernels for GPUs and other accelerators. Without such a device they cannot be
+# installed, or fail at import or at the first call.
 CUDA_PACKAGES = frozenset(
     {
         *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
@@ -25,7 +25,7 @@ CUDA_PACKAGES = frozenset(
 
 
 def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[Function]:
-    """The functions of a file that use such a package whichever way their branches go.
+    """Return the functions of a file that use such a package on every path through them.
 
     Args:
         module: The file.
@@ -55,7 +55,7 @@ def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[
 
 
 def _aliases(module: Module, kernels: set[str]) -> set[str]:
-    """The names that the file also gives to kernels: `flash, varlen = _flash, _varlen`."""
+    """Return the names that assignments make aliases of kernels: `flash, varlen = _flash, _var`."""
     found: set[str] = set()
     for node in module.by_class.get(ast.Assign, []):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -75,9 +75,9 @@ def _names(function: Function) -> set[str]:
 
 
 def _always_uses(statements: Sequence[ast.stmt], names: set[str]) -> bool:
-    """Whether statements use one of some names on every path that does not raise.
+    """Return whether statements use one of `names` on every path that does not raise.
 
-    Loops are taken as entered.
+    Loop bodies are assumed to run.
     """
     for statement in statements:
         match statement:
@@ -99,7 +99,7 @@ def _always_uses(statements: Sequence[ast.stmt], names: set[str]) -> bool:
 
 
 def _uses(code: ast.AST, names: set[str]) -> bool:
-    """Whether code reads one of some names at once: nested functions run later, if at all."""
+    """Return whether code reads one of `names`, leaving out nested functions: they run later."""
     if isinstance(code, SCOPES) or isinstance(code, FUNCTIONS):
         return False
     match code:
@@ -123,7 +123,7 @@ _OTHER_DEVICES = ("cuda", "mps", "xpu", "npu")
 
 
 def is_off_tpu(node: ast.AST, module: Module) -> bool:
-    """Whether code stands in a branch that is taken only on other devices, or on several."""
+    """Return whether code is in a branch taken only on other devices, or on several devices."""
     child = node
     for parent in module.ancestors(node):
         if any(map(asks_for_gpu, _before(parent, child))):
@@ -135,7 +135,7 @@ def is_off_tpu(node: ast.AST, module: Module) -> bool:
 
 
 def _before(parent: ast.AST, child: ast.AST) -> list[ast.expr]:
-    """The tests of a node that hold where its child runs."""
+    """Return the tests of a node that are true where its child runs."""
     match parent:
         case ast.If(test=test, body=body) if child in body:
             return [test]
@@ -148,7 +148,7 @@ def _before(parent: ast.AST, child: ast.AST) -> list[ast.expr]:
 
 
 def asks_for_gpu(test: ast.expr) -> bool:
-    """Whether a test holds only with CUDA, its packages or dtype, other devices, or several."""
+    """Return whether a test is true only with CUDA, its kernels or dtype, or with other devices."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(asks_for_gpu, values))

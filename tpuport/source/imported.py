@@ -1,14 +1,13 @@
-"""What imported names stand for, and the full names of things reached through them."""
+"""Full names of imported things."""
 
 import ast
 from collections.abc import Collection, Iterable, Mapping
 
 
 def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
-    """What each name that import statements bind stands for: `F` for `torch.nn.functional`.
+    """Map each name that import statements bind to its full name: `F` to `torch.nn.functional`.
 
-    Relative imports keep their dots: `from .layers import Block` makes `Block` stand for
-    `.layers.Block`.
+    Relative imports keep their dots: `from .layers import Block` maps `Block` to `.layers.Block`.
     """
     found: dict[str, str] = {}
     for node in nodes:
@@ -26,12 +25,12 @@ def imported_names(nodes: Iterable[ast.AST]) -> dict[str, str]:
 def qualified_name(
     node: ast.expr, imports: Mapping[str, str], *, hidden: Collection[str] = ()
 ) -> str | None:
-    """The full name of a thing reached through an import, or None.
+    """Return the full name of a thing reached through an import, or None.
 
     Args:
         node: Any expression; only dotted names have a full name.
-        imports: What the file's imported names stand for.
-        hidden: Names that stand for something else here.
+        imports: The full name of each imported name of the file.
+        hidden: Names that are rebound here, so that they no longer mean the import.
     """
     name = dotted_name(node)
     first, dot, rest = (name or "").partition(".")
@@ -40,7 +39,7 @@ def qualified_name(
 
 
 def dotted_name(node: ast.AST) -> str | None:
-    """A dotted name as written, such as `a.b.c`; None for any other node."""
+    """Return a dotted name as written, such as `a.b.c`; None for any other node."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)

@@ -1,4 +1,4 @@
-"""Adds the imports that rewritten code needs: at the top of a file, or inside a function."""
+"""Insertion of the imports that rewritten code needs, at the top of a file or in a function."""
 
 import ast
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from tpuport.source.text import Edit, Passage, SourceText
 
 
 def check(module: Module, names: Iterable[str], *, inside: bool, place: int = 0) -> None:
-    """Make sure that modules can be imported without hiding a name of the user's.
+    """Check that modules can be imported without hiding a name of the user's.
 
     Args:
         module: The file.
         names: Dotted names of modules; each binds its first part.
-        inside: Whether the import will stand inside the function.
+        inside: Whether the import goes inside the function.
         place: Offset of the first text that uses them.
 
     Raises:
@@ -43,7 +43,7 @@ def _imports(node: ast.Import, name: str) -> bool:
 
 
 def add(module: Module, names: Iterable[str], *, inside: bool) -> SourceText:
-    """The file's text with imports added where they are missing.
+    """Return the file's text with the missing imports added.
 
     Args:
         module: The file.
@@ -69,7 +69,7 @@ def _top_imports(module: Module, name: str) -> list[ast.Import]:
 
 
 def _top_edit(module: Module, lines: list[str]) -> Edit:
-    """After the imports that the file starts with, else before its first statement."""
+    """Insert lines after the imports that the file starts with, else before its first statement."""
     body = module.tree.body
     start = 1 if body and _is_docstring(body[0]) else 0
     end = start
@@ -92,7 +92,7 @@ def _top_edit(module: Module, lines: list[str]) -> Edit:
 
 
 def _edit_after(last: ast.stmt, module: Module, lines: list[str]) -> Edit:
-    """Below a statement, or on its line if another one follows it there."""
+    """Insert lines below a statement, or on its line if another statement follows it there."""
     line, end = last.end_lineno or last.lineno, module.span(last)[1]
     rest = module.text.text[end : module.text.line_end(line)].strip(" \t;")
     if rest and not rest.startswith("#"):
@@ -102,7 +102,7 @@ def _edit_after(last: ast.stmt, module: Module, lines: list[str]) -> Edit:
 
 
 def _inside_edit(module: Module, lines: list[str]) -> Edit:
-    """Before the first statement of the outermost function, after its docstring."""
+    """Insert lines before the first statement of the outermost function, after its docstring."""
     function = next(node for node in module.nodes if isinstance(node, FUNCTIONS))
     body = function.body
     first = body[1] if len(body) > 1 and _is_docstring(body[0]) else body[0]

@@ -1,4 +1,4 @@
-"""What each expression of a file is: its steps are walked from their callers inwards."""
+"""Abstract values of a file's expressions, found by walking its steps from callers to callees."""
 
 import ast
 from dataclasses import dataclass, field
@@ -31,20 +31,20 @@ from tpuport.source.values import (
 )
 from tpuport.source.walker import Walker
 
-# A function is walked again when a call hands it something new; recursion and long chains of calls
-# that keep learning end here.
+# A function is walked again when a call passes it other abstract values. These limits end recursion
+# and long chains of calls that keep learning.
 MAX_WALKS = 3
 MAX_DEPTH = 12
 
 
 @dataclass(eq=False)
 class FunctionState:
-    """What is known of a function so far.
+    """The facts about a function known so far.
 
     Attributes:
-        parameters: What its parameters were when it was walked last.
-        result: What it returns.
-        walks: How often it was walked.
+        parameters: The abstract values of its parameters in the last walk.
+        result: The abstract value that it returns.
+        walks: Number of walks so far.
         running: Whether it is being walked.
     """
 
@@ -57,11 +57,11 @@ class FunctionState:
 class Inference:
     """The values of a file's expressions.
 
-    Only steps are walked: elsewhere nothing is traced, and the form of an expression alone counts.
+    Only steps are walked. Elsewhere nothing is traced, so the form of an expression decides alone.
 
     Args:
         module: The file.
-        roles: What runs its functions.
+        roles: The roles of its functions: step, set-up or host.
     """
 
     def __init__(self, module: Module, roles: Roles | None = None) -> None:
@@ -74,17 +74,17 @@ class Inference:
         self._walked = False
 
     def kind(self, node: ast.expr) -> Kind:
-        """What an expression is; outside steps only its form counts."""
+        """Return the kind of an expression; outside steps its form decides alone."""
         value = self.value(node)
         return structural_kind(node) if value is None else value.kind
 
     def is_boolean(self, node: ast.expr) -> bool:
-        """Whether an expression is known to be a traced tensor of dtype bool."""
+        """Return whether an expression is known to be a traced tensor of dtype bool."""
         value = self.value(node)
         return value is not None and value.kind is Kind.TRACED and value.form is Form.MASK
 
     def value(self, node: ast.expr) -> Value | None:
-        """What an expression of a step is; None elsewhere."""
+        """Return the abstract value of an expression of a step; None elsewhere."""
         if not self._walked:
             self._walked = True
             for function in self.roles.steps:
@@ -98,22 +98,22 @@ class Inference:
     # Functions.
 
     def state(self, function: Function) -> FunctionState:
-        """What is known of a function."""
+        """Return the facts about a function, which start out empty."""
         return self._states.setdefault(function, FunctionState())
 
     def call(self, function: Function, owner: ClassInfo | None, passed: dict[str, Value]) -> Value:
-        """What a call of a function of this file returns; walks it if it was handed news.
+        """Return the result of a call of a function of this file, walking it for new arguments.
 
         Args:
             function: The function.
             owner: The class that it is a method of, if it is one.
-            passed: What was passed for each parameter, by name.
+            passed: The value passed for each parameter, by name.
         """
         state = self.state(function)
         parameters = self._parameters(function, owner, passed, state.parameters)
         known = state.walks and parameters == state.parameters
         if state.running:
-            # Recursion: what it returns is what its other paths return.
+            # Recursion: the result is that of the other paths. NONE adds nothing in a join.
             return state.result if state.walks > 1 else NONE
         if known or state.walks >= MAX_WALKS or self._depth >= MAX_DEPTH:
             return state.result
@@ -153,7 +153,7 @@ class Inference:
         return found
 
     def _parameter(self, function: Function, argument: ast.arg, default: ast.expr | None) -> Value:
-        """What a parameter is as far as the function itself tells."""
+        """Infer a parameter from the function's own text: annotation, use and default."""
         arguments = function.args
         if argument is arguments.vararg:
             item = annotated(argument.annotation) or UNKNOWN
@@ -175,13 +175,13 @@ class Inference:
         return UNKNOWN if value is None or value is NONE else value
 
     def _is_used_like_a_tensor(self, function: Function, argument: ast.arg) -> bool:
-        """Whether the use of a parameter shows that it is a tensor, and only that."""
+        """Return whether the use of a parameter shows that it can only be a tensor."""
         used = self.roles.used(function).get(argument.arg, set[str]())
         other = TESTED in used or names_another_class(argument.annotation)
         return not other and is_used_like_a_tensor(used)
 
     def _has_tensors_as_items(self, function: Function, argument: ast.arg) -> bool:
-        """Whether of a parameter that may be a list or a tensor `x[0].item()` is asked."""
+        """Return whether the code calls `x[0].item()` on a parameter, which may be a list."""
         used = self.roles.used(function)
         tested = TESTED in used.get(argument.arg, ())
         return not tested and "item" in used.get(f"{argument.arg}[]", ())
@@ -189,7 +189,7 @@ class Inference:
     # Classes.
 
     def attribute(self, owner: ClassInfo, name: str) -> Value | None:
-        """What `self.name` is in a class; None if nothing is known of it."""
+        """Return the abstract value of `self.name` in a class; None if nothing is known of it."""
         for info in owner.lineage():
             self._learn_attributes(info)
         return owner.attribute(name)
@@ -211,13 +211,13 @@ class Inference:
                 self.call(info.methods[name], info, {})
 
     def set_attribute(self, owner: ClassInfo, name: str, value: Value) -> None:
-        """Remember that code assigned `self.name`."""
+        """Join a value that code assigned to `self.name` with those assigned before."""
         known = owner.attributes.get(name)
         owner.attributes[name] = value if known is None else join([known, value])
 
 
 def _refined(own: Value, passed: Value) -> Value:
-    """A parameter by its own text and by what a call passes."""
+    """Combine a parameter's value by its own text with the value that a call passes."""
     if own.kind is Kind.UNKNOWN and own.form is Form.ANY:
         return passed
     if passed.kind is Kind.TRACED and own.is_tensor:

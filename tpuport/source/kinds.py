@@ -1,4 +1,4 @@
-"""Whether an expression is a value of the program or one that Python knows while tracing."""
+"""Kinds of expressions: traced, or known to Python while tracing (host)."""
 
 import ast
 from collections.abc import Collection, Iterable
@@ -14,27 +14,27 @@ TRACED, HOST, UNKNOWN = Kind.TRACED, Kind.HOST, Kind.UNKNOWN
 
 
 class Kinds(Protocol):
-    """Answers for one parsed file."""
+    """The oracle's answers for one parsed file."""
 
     def kind(self, node: ast.expr) -> Kind:
-        """What an expression is; UNKNOWN where there is no proof."""
+        """Return the kind of an expression; UNKNOWN where there is no proof."""
         ...
 
     def is_boolean(self, node: ast.expr) -> bool:
-        """Whether an expression is known to be a traced tensor of dtype bool."""
+        """Return whether an expression is known to be a traced tensor of dtype bool."""
         ...
 
 
 class Oracle(Protocol):
-    """Gives the answers for a parsed file; asked again after each pass of rewriting."""
+    """Source of the kinds of a file's expressions; bound again after each pass of rewriting."""
 
     def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file."""
+        """Return the answers for one parsed file."""
         ...
 
 
 def structural_kind(node: ast.expr) -> Kind:
-    """HOST where the form of an expression alone proves it, else UNKNOWN."""
+    """Return HOST where the form of an expression alone proves it, else UNKNOWN."""
     match node:
         case ast.Attribute(attr=attribute):
             return HOST if attribute in HOST_ATTRIBUTES else UNKNOWN
@@ -53,7 +53,7 @@ def structural_kind(node: ast.expr) -> Kind:
 
 
 def is_surely_host(node: ast.expr) -> bool:
-    """Whether an expression is known even where sizes depend on data."""
+    """Return whether Python knows an expression even where sizes depend on data."""
     match node:
         case ast.Constant() | ast.JoinedStr() | ast.Lambda():
             return True
@@ -82,7 +82,7 @@ def _all_host(nodes: Iterable[ast.expr]) -> Kind:
 
 
 def truth_tests(test: ast.expr) -> list[ast.expr]:
-    """The operands whose truth Python asks for when it asks for that of `test`, left to right."""
+    """Return the operands whose truth value Python needs to evaluate `test`, left to right."""
     match test:
         case ast.BoolOp(values=values):
             return [leaf for value in values for leaf in truth_tests(value)]
@@ -94,7 +94,7 @@ def truth_tests(test: ast.expr) -> list[ast.expr]:
 
 @dataclass(frozen=True)
 class Site:
-    """A place where the tracer met a traced value and had to know it.
+    """A place where Python needed the concrete value of a traced one.
 
     Attributes:
         line: The line of the user's file.
@@ -106,11 +106,11 @@ class Site:
 
 
 class ObservedKinds:
-    """What a trace saw: the places where Python asked for the truth or number of a traced value.
+    """Kinds observed by a trace: the places where Python needed the value of a traced one.
 
-    Any expression at a site is TRACED, one that its form proves to be known is HOST, all others
-    are UNKNOWN, which is no obstacle: rewritten code decides when it runs. On a line that an
-    earlier pass has rewritten a site stands for the whole line.
+    Any expression at a site is TRACED, one whose form proves it is HOST, and all others are
+    UNKNOWN. UNKNOWN is no obstacle to a fix, because rewritten code decides when it runs. On a line
+    that an earlier pass has rewritten, a site matches every column.
 
     Args:
         sites: Sites, (line, column) pairs, or bare lines.
@@ -120,7 +120,7 @@ class ObservedKinds:
         self.sites = frozenset(_site(site) for site in sites)
 
     def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file, whose lines may have moved since the trace."""
+        """Return the answers for one parsed file, whose lines may have moved since the trace."""
         return _Observed(module, self.sites)
 
 
@@ -140,11 +140,11 @@ class _Observed:
         return TRACED if self._is_site(node) else structural_kind(node)
 
     def is_boolean(self, node: ast.expr) -> bool:
-        # A trace meets truths and numbers, not masks.
+        # A trace stops at truth values and numbers, never at masks.
         return False
 
     def _is_site(self, node: ast.expr) -> bool:
-        # CPython attributes a jump to the test, to one of its operands or to the whole statement.
+        # CPython attributes a jump to the test, to one of its operands or to the statement.
         places: list[ast.AST] = [node, *truth_tests(node)]
         parent = self.module.parents.get(node)
         if isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert) and parent.test is node:

@@ -1,4 +1,4 @@
-"""What calls into PyTorch, numpy and Python's builtins give, and calls of unknown things."""
+"""Results of calls of PyTorch, numpy, Python's builtins and unknown functions."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ class Call:
 
     Attributes:
         node: The call.
-        receiver: What stands before the dot of a method call.
+        receiver: The value before the dot of a method call.
         arguments: Its positional arguments.
         keywords: Its keyword arguments; None is the name of `**mapping`.
         step: Whether it is part of a step.
@@ -68,32 +68,32 @@ class Call:
 
     @property
     def passed(self) -> list[Value]:
-        """Every argument."""
+        """Return all arguments, positional ones first."""
         return [*self.arguments, *self.keywords.values()]
 
     @property
     def takes_traced(self) -> bool:
-        """Whether something traced is passed, by itself or in a sequence."""
+        """Return whether an argument is traced or is a sequence that holds something traced."""
         return any(contains_traced(value) for value in self.passed)
 
     def argument(self, index: int, name: str) -> Value | None:
-        """An argument by place or name."""
+        """Return the argument at a position or with a name; None if it was not passed."""
         if name in self.keywords:
             return self.keywords[name]
         return self.arguments[index] if index < len(self.arguments) else None
 
     def keyword(self, name: str) -> ast.expr | None:
-        """The expression given for a keyword."""
+        """Return the expression passed for a keyword; None if it was not passed."""
         return next((k.value for k in self.node.keywords if k.arg == name), None)
 
 
 def is_static(function: Function) -> bool:
-    """Whether a method takes no `self`."""
+    """Return whether a method is a `staticmethod`."""
     return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
 
 
 def library_call(name: str, call: Call) -> Value:
-    """What a function of an imported package gives."""
+    """Return the result of a function of an imported package."""
     root, _, last = name.rpartition(".")
     package = name.partition(".")[0]
     if package == "torch":
@@ -109,7 +109,7 @@ def library_call(name: str, call: Call) -> Value:
     if name.startswith(_HOST_LIBRARIES):
         return HOST
     if last[:1].isupper():
-        # A class. In constructors it makes a layer; in a step it may be any container.
+        # A class. In constructors it most likely builds a layer; in a step it may be any container.
         return UNKNOWN if call.step else MODULE
     return UNKNOWN
 
@@ -138,7 +138,7 @@ def _torch_call(name: str, root: str, last: str, call: Call) -> Value:
 def _created(call: Call) -> Value:
     device = call.keyword("device")
     on_host = device is None or (isinstance(device, ast.Constant) and device.value == "cpu")
-    # On the device of the program a constant is staged into it: it has no value while tracing.
+    # On the program's device a constant becomes an op of the program, with no value while tracing.
     if call.takes_traced or (call.step and not on_host):
         return MASK if _names_bool(call.keyword("dtype")) else TRACED
     return Value(Kind.HOST, Form.MASK if _names_bool(call.keyword("dtype")) else Form.TENSOR)
@@ -153,7 +153,7 @@ def _names_bool(node: ast.expr | None) -> bool:
 
 
 def _operation(last: str, call: Call) -> Value:
-    """A function on tensors, whose arguments decide whether it is traced."""
+    """Return the result of a function on tensors: traced if an argument is or may be in a step."""
     value = combine(call.passed)
     if value is UNKNOWN and call.step and not last[:1].isupper():
         value = TRACED
@@ -185,7 +185,7 @@ def _shaped(last: str, value: Value, mask: bool) -> Value:
 
 
 def method_call(name: str, call: Call) -> Value:
-    """What a method gives of something that is no instance of a class of the file."""
+    """Return the result of a method of a value that is no instance of a class of the file."""
     receiver = call.receiver
     if receiver.form is Form.MODULE:
         return module_method_call(name, call)
@@ -209,7 +209,7 @@ def _tensor_method(name: str, call: Call) -> Value:
     if name in HOST_METHODS:
         return HOST
     if name in NUMBER_METHODS:
-        # The number that Python would hold: what is done with it is not the first thing to fail.
+        # This call itself fails in a trace, so code that uses its number is not reported as well.
         return UNKNOWN
     if name in HOST_COPIES:
         return ARRAY
@@ -232,13 +232,13 @@ def _names_dtype(node: ast.expr) -> bool:
 
 
 def _changes_dtype(call: Call) -> bool:
-    """Whether an argument names a dtype other than bool: `torch.float32`, `x.dtype`, `dtype=`."""
+    """Return whether an argument names a dtype other than bool: `torch.float32`, `x.dtype`."""
     named = [k for k in call.node.keywords if k.arg == "dtype" and not _names_bool(k.value)]
     return bool(named) or any(_names_dtype(a) and not _names_bool(a) for a in call.node.args)
 
 
 def _moves(call: Call) -> bool:
-    """Whether `.to(...)` or `.cuda()` puts a host tensor onto the device of the program."""
+    """Return whether `.to(...)` or `.cuda()` moves a host tensor to the program's device."""
     if any(k.arg == "device" for k in call.node.keywords):
         return True
     return any(not _names_dtype(argument) for argument in call.node.args) or not call.passed
@@ -265,7 +265,7 @@ def _host_method(name: str, call: Call) -> Value:
 
 
 def module_call(value: Value, call: Call) -> Value:
-    """What calling a thing gives that may be a module: its parameters are traced."""
+    """Return the result of calling a value: traced for a module in a step, as its weights are."""
     if not call.step:
         return MODULE if value.form is Form.MODULE else UNKNOWN
     if value.form is Form.MODULE:
@@ -274,7 +274,7 @@ def module_call(value: Value, call: Call) -> Value:
 
 
 def module_method_call(name: str, call: Call) -> Value:
-    """What a method of a module gives that this file does not define."""
+    """Return the result of a module's method that this file does not define."""
     if name == "forward":
         return TRACED if call.step else UNKNOWN
     if name in _MODULE_METHODS:
@@ -285,7 +285,7 @@ def module_method_call(name: str, call: Call) -> Value:
 
 
 def builtin_call(name: str, call: Call) -> Value:
-    """What one of Python's own functions gives."""
+    """Return the result of a Python builtin."""
     arguments = call.arguments
     if name in HOST_BUILTINS or name in ("range", "print", "str", "repr", "format", "dict"):
         return HOST
@@ -310,5 +310,5 @@ def builtin_call(name: str, call: Call) -> Value:
 
 
 def structural(node: ast.expr) -> Value:
-    """What the form of an expression alone proves."""
+    """Return HOST if the form of an expression alone proves it, else UNKNOWN."""
     return HOST if structural_kind(node) is Kind.HOST else UNKNOWN

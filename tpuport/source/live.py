@@ -1,4 +1,4 @@
-"""Rewrites functions that are already loaded, without touching their files, modules or classes.
+"""Rewriting of loaded functions, without touching their files, modules or classes.
 
 `rewrite_function` reads a function's source, applies the rules at the places where a trace met
 traced values, and compiles the result to a code object that fits the function. `swapped` puts such
@@ -28,7 +28,7 @@ _HEADER = "if True:\n"
 
 @dataclass(frozen=True)
 class LiveRewrite:
-    """A function's new code, not in place yet.
+    """A function's new code, not yet installed.
 
     Attributes:
         function: The function that was read.
@@ -37,7 +37,7 @@ class LiveRewrite:
         file: The file that the function was read from.
         line: The line that it starts on, decorators included.
         before: Its source, without common indentation.
-        after: The source that `code` was compiled from, likewise.
+        after: The source that `code` was compiled from, without common indentation.
         applied: The fixes made, each with its own before and after.
         left: Findings that stay, with reasons.
     """
@@ -57,7 +57,7 @@ class LiveRewrite:
 
     @property
     def lines(self) -> frozenset[int]:
-        """The lines of the file whose findings are gone."""
+        """Return the lines of the file whose findings the rewrite removed."""
         return frozenset(
             line
             for applied in self.applied
@@ -65,13 +65,15 @@ class LiveRewrite:
         )
 
     def contains(self, code: CodeType) -> bool:
-        """Whether a running code object is the new code or that of a function nested in it."""
+        """Return whether a code object is the new code or belongs to a function nested in it."""
         return any(inner is code for inner in codegen.nested_codes(self.code))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a function was not rewritten. It is false: `if rewrite := rewrite_function(...)` works.
+    """The reason why a function was not rewritten.
+
+    It is false in a test, so that `if rewrite := rewrite_function(...)` works.
 
     Attributes:
         reason: The obstacle, as the end of "not rewritten: ...".
@@ -86,10 +88,10 @@ class Refusal:
 
 
 def functions_with(code: CodeType) -> list[FunctionType]:
-    """The functions alive now that run a code object, or that make functions which do.
+    """Return the live functions that run a code object or that create functions which do.
 
-    To change what a nested function does, those that make it have to be rewritten; one that a
-    decorator or an earlier call made stays as it is unless it is rewritten itself.
+    To change a nested function, the functions that create it have to be rewritten. A nested
+    function that a decorator or an earlier call has already created must be rewritten itself.
     """
     return [
         candidate
@@ -101,9 +103,9 @@ def functions_with(code: CodeType) -> list[FunctionType]:
 
 
 def site_of(frame: FrameType) -> Site:
-    """The place in a user's file that a frame is executing, for `rewrite_function`."""
+    """Return the place in a user's file that a frame is executing, for `rewrite_function`."""
     positions = list(frame.f_code.co_positions())
-    index = frame.f_lasti // 2
+    index = frame.f_lasti // 2  # an offset in bytes; `co_positions` has an entry per two-byte unit
     line, _, column, _ = positions[index] if 0 <= index < len(positions) else (None,) * 4
     return Site(line if line is not None else frame.f_lineno, column)
 
@@ -114,10 +116,10 @@ def rewrite_function(
     sites: Collection[Site | tuple[int, int | None] | int],
     rules: Sequence[type[RuleVisitor]],
 ) -> LiveRewrite | Refusal:
-    """Rewrite the lines of a function on which a trace met traced values.
+    """Rewrite the lines of a function where a trace needed concrete values.
 
-    A nested function is rewritten as part of the function that defines it, because each run makes
-    it anew. Of a decorated function pass the inner one, which the decorator keeps.
+    A nested function is rewritten as part of the function that defines it, because each run creates
+    it anew. For a decorated function pass the inner one, which the decorator keeps.
 
     Args:
         function: A Python function or bound method, as the user left it (outside `swapped`).
@@ -172,7 +174,7 @@ def rewrite_function(
 def swapped(rewrites: Iterable[LiveRewrite]) -> Generator[None]:
     """Run functions with their rewritten code inside a `with` block.
 
-    Afterwards every function has the very code object that it had before, whatever happened.
+    Afterwards every function has the same code object as before, even after an exception.
     """
     undo: list[tuple[FunctionType, CodeType]] = []
     try:
@@ -187,15 +189,15 @@ def swapped(rewrites: Iterable[LiveRewrite]) -> Generator[None]:
 
 
 def _source_of(function: FunctionType) -> SourceText:
-    """The definition of a function as its file has it.
+    """Return the definition of a function as its file has it.
 
     Raises:
-        OSError: there is no source, or none of a `def`.
+        OSError: there is no source, or the function is a lambda.
     """
     code = function.__code__
     if code.co_name == "<lambda>":
         raise OSError("it is a lambda")
-    # A file that was rewritten when it was imported reads otherwise than what runs.
+    # If the file was rewritten at import, its text differs from the code that runs.
     rewritten = getattr(function.__globals__.get("__loader__"), "rewritten_text", None)
     if isinstance(rewritten, SourceText):
         return _rewritten_source(rewritten, code)
@@ -210,10 +212,10 @@ def _source_of(function: FunctionType) -> SourceText:
 
 
 def _rewritten_source(text: SourceText, code: CodeType) -> SourceText:
-    """The definition of a function in the text of its rewritten file.
+    """Return the definition of a function in the text of its rewritten file.
 
     Raises:
-        OSError: it is not there.
+        OSError: the text does not contain it.
     """
     lines = [f"{line}\n" for line in text.lines]
     for place, origin in enumerate(text.origins):
@@ -230,7 +232,7 @@ def _rewritten_source(text: SourceText, code: CodeType) -> SourceText:
 
 
 def _block(lines: Sequence[str]) -> str:
-    """The definition that lines start with.
+    """Return the definition that lines start with.
 
     Raises:
         OSError: they do not parse.

@@ -1,4 +1,4 @@
-"""A parsed file: its text, its tree, and the questions about places that rules ask of both."""
+"""A parsed file: its text, its syntax tree, and lookups that rules need in both."""
 
 import ast
 import bisect
@@ -31,8 +31,8 @@ class Module:
 
     Args:
         source: Text with line breaks `\\n`.
-        file: What findings name as the file.
-        text: The same text with the origins of its lines, where an earlier pass has edited it.
+        file: The file name that findings carry.
+        text: The same text with the origin of each line, if an earlier pass has edited it.
 
     Raises:
         SyntaxError: the text is not Python.
@@ -48,30 +48,30 @@ class Module:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """Every node's parent; operators and expression contexts aside."""
+        """Return the parent of every node, without operators and expression contexts."""
         return self._index[0]
 
     @property
     def nodes(self) -> list[ast.AST]:
-        """Every node of the tree in the order of the text; operators and contexts aside."""
+        """Return all nodes in the order of the text, without operators and contexts."""
         return self._index[1]
 
     @cached_property
     def by_class(self) -> dict[type[ast.AST], list[ast.AST]]:
-        """The nodes of each class in the order of the text."""
+        """Return the nodes of each class in the order of the text."""
         found: dict[type[ast.AST], list[ast.AST]] = {}
         for node in self.nodes:
             found.setdefault(type(node), []).append(node)
         return found
 
     def inside(self, function: Function) -> list[ast.AST]:
-        """A function's node and every node below it."""
+        """Return a function's node and every node below it."""
         start, end = self._index[2][function]
         return self.nodes[start:end]
 
     @cached_property
     def _index(self) -> _Index:
-        # One walk for all questions: over a large repository walks are most of the time.
+        # One walk for all lookups: over a large repository, walks take most of the time.
         parents: dict[ast.AST, ast.AST] = {}
         nodes: list[ast.AST] = []
         ranges: dict[ast.AST, tuple[int, int]] = {}
@@ -102,13 +102,13 @@ class Module:
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """The class definitions of the file, outer ones first."""
+        """Return the class definitions of the file, outer ones first."""
         return [
             node for node in self.by_class.get(ast.ClassDef, []) if isinstance(node, ast.ClassDef)
         ]
 
     def assigned(self, function: Function, name: str) -> list[ast.expr]:
-        """The expressions that statements of a function assign to a name."""
+        """Return the expressions that statements of a function assign to a name."""
         return [
             node.value
             for node in self.inside(function)
@@ -118,13 +118,13 @@ class Module:
 
     @cached_property
     def functions(self) -> list[Function]:
-        """The function definitions of the file, outer ones first."""
+        """Return the function definitions of the file, outer ones first."""
         nodes = [n for kind in FUNCTIONS for n in self.by_class.get(kind, [])]
         return [node for node in nodes if isinstance(node, FUNCTIONS)]
 
     @cached_property
     def is_script(self) -> bool:
-        """Whether the file is made to be run: it has an `if __name__ == "__main__"`."""
+        """Return whether the file is a script, with an `if __name__ == "__main__"`."""
         return any(
             isinstance(node, ast.If)
             and isinstance(node.test, ast.Compare)
@@ -134,7 +134,7 @@ class Module:
         )
 
     def handed_to(self, names: frozenset[str]) -> set[str]:
-        """The names that the file hands to a function with one of these last names."""
+        """Return the names that the file passes to functions whose last name is in `names`."""
         if names not in self._handed:
             self._handed[names] = set(self._handed_to(names))
         return self._handed[names]
@@ -151,29 +151,29 @@ class Module:
     # Places.
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Offsets of a node's start and end; parentheses around it are not part of it."""
+        """Return the offsets of a node's start and end, without parentheses around it."""
         end_line: int = getattr(node, "end_lineno")  # noqa: B009 (nodes without a place have none)
         end_column: int = getattr(node, "end_col_offset")  # noqa: B009
         return self.start(node), self.text.offset(end_line, end_column)
 
     def start(self, node: ast.AST) -> int:
-        """Offset of a node's start."""
+        """Return the offset of a node's start."""
         line: int = getattr(node, "lineno")  # noqa: B009
         column: int = getattr(node, "col_offset")  # noqa: B009
         return self.text.offset(line, column)
 
     def source(self, node: ast.AST) -> str:
-        """A node's text as written."""
+        """Return a node's text as written."""
         start, end = self.span(node)
         return self.text.text[start:end]
 
     def origin(self, node: ast.AST) -> int:
-        """The line of the user's file on which a node starts."""
+        """Return the line of the user's file on which a node starts."""
         line: int = getattr(node, "lineno")  # noqa: B009
         return self.text.origin(line)
 
     def place(self, node: ast.AST) -> tuple[int, int | None]:
-        """Line and byte column of a node in the user's file; None if that line was rewritten."""
+        """Return a node's line and byte column in the user's file; no column in rewritten lines."""
         line: int = getattr(node, "lineno")  # noqa: B009
         column: int = getattr(node, "col_offset")  # noqa: B009
         shift = self.text.shift(line)
@@ -182,24 +182,24 @@ class Module:
     # Surroundings.
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around a node, from its parent to the module."""
+        """Yield the nodes around a node, from its parent to the module."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
 
     def scope(self, node: ast.AST) -> ast.AST:
-        """The function, lambda, class or module that a node runs in; comprehensions aside."""
+        """Return the function, lambda, class or module that a node runs in."""
         for parent in self.ancestors(node):
             if isinstance(parent, SCOPES):
                 return parent
         return self.tree
 
     def function(self, node: ast.AST) -> Function | None:
-        """The innermost `def` around a node, whatever lambdas and classes lie between."""
+        """Return the innermost `def` around a node, looking through lambdas and classes."""
         return next((p for p in self.ancestors(node) if isinstance(p, FUNCTIONS)), None)
 
     def outermost_function(self, node: ast.AST) -> ast.AST:
-        """The outermost `def` around a node, or the module."""
+        """Return the outermost `def` around a node, or the module."""
         found: ast.AST = self.tree
         around: ast.AST | None = node
         while around is not None:
@@ -209,7 +209,7 @@ class Module:
         return found
 
     def block(self, statement: ast.stmt) -> tuple[list[ast.stmt], int]:
-        """The list of statements that a statement stands in, and its place there."""
+        """Return the list of statements that contains a statement, and its index there."""
         parent = self.parents[statement]
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(parent, field, None)
@@ -218,16 +218,16 @@ class Module:
         raise ValueError("Expected a statement of this module.")
 
     def in_f_string(self, node: ast.AST) -> bool:
-        """Whether a node lies in an f-string, where Python 3.11 does not know its place."""
+        """Return whether a node is inside an f-string, where Python 3.11 has no exact positions."""
         return any(isinstance(p, ast.JoinedStr) for p in self.ancestors(node))
 
     def is_elif(self, node: ast.If) -> bool:
-        """Whether an `if` is written `elif`."""
+        """Return whether an `if` is written `elif`."""
         return self.text.text.startswith("elif", self.start(node))
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """What each imported name stands for."""
+        """Return the full name of each imported name."""
         nodes = [*self.by_class.get(ast.Import, []), *self.by_class.get(ast.ImportFrom, [])]
         return imported_names(nodes)
 
@@ -235,7 +235,7 @@ class Module:
 
     @cached_property
     def tokens(self) -> list[tuple[tokenize.TokenInfo, int]]:
-        """The file's tokens, each with the offset of its start."""
+        """Return the file's tokens, each with the offset of its start."""
         read = io.StringIO(self.text.text).readline
         return [
             (token, self.text.line_start(token.start[0]) + token.start[1])
@@ -249,11 +249,11 @@ class Module:
         return [(start, token.string) for token, start in self.tokens if token.type == is_comment]
 
     def comments(self, start: int, end: int) -> list[tuple[int, str]]:
-        """Offset and text of the comments that start between two offsets."""
+        """Return offset and text of the comments that start between two offsets."""
         return [(offset, text) for offset, text in self._comments if start <= offset < end]
 
     def token_after(self, offset: int, string: str) -> int:
-        """Offset of the next name or operator token with this text from `offset` on."""
+        """Return the offset of the next name or operator token with this text from `offset` on."""
         kinds = (tokenize.NAME, tokenize.OP)
         first = bisect.bisect_left(self.tokens, offset, key=lambda pair: pair[1])
         return next(
@@ -264,7 +264,7 @@ class Module:
 
     @cached_property
     def indent(self) -> str:
-        """One level of indentation, as the file writes it."""
+        """Return one level of indentation, as the file writes it."""
         for node in self.nodes:
             body = getattr(node, "body", None)
             if isinstance(node, ast.stmt) and isinstance(body, list) and body:
@@ -276,7 +276,7 @@ class Module:
 
     @cached_property
     def string_lines(self) -> frozenset[int]:
-        """Lines that start inside a string."""
+        """Return the lines that start inside a string, where indentation is content."""
         found: set[int] = set()
         for node in self.nodes:
             if isinstance(node, ast.JoinedStr) or (
@@ -286,18 +286,18 @@ class Module:
         return frozenset(found)
 
     def copy(self, start: int, end: int, edits: Iterable[Edit] = ()) -> Passage:
-        """The text between two offsets with edits made, its lines ready to be indented."""
+        """Copy the text between two offsets with edits applied, its lines ready to be indented."""
         self.text.fixed = self.string_lines
         return self.text.copy(start, end, edits)
 
     def copy_node(self, node: ast.AST) -> Passage:
-        """A node's text."""
+        """Copy a node's text."""
         return self.copy(*self.span(node))
 
     # Names.
 
     def fresh_name(self, near: ast.AST, base: str) -> str:
-        """A name that the outermost function around a node does not use yet, and reserve it."""
+        """Reserve and return a name that the outermost function around a node does not use yet."""
         function = self.outermost_function(near)
         if function not in self._used:
             self._used[function] = identifiers(function)
@@ -310,11 +310,11 @@ class Module:
         return name
 
     def forget_names(self) -> None:
-        """Give up the names reserved so far, once it is known which fixes are made."""
+        """Release the names reserved so far, once it is known which fixes are made."""
         self._taken.clear()
 
     def binds_otherwise(self, name: str) -> bool:
-        """Whether the file binds a name in any way but `import name` or `import name.x`."""
+        """Return whether the file binds a name other than by `import name` or `import name.x`."""
         return name in self._bound
 
     @cached_property
@@ -334,7 +334,7 @@ class Module:
 
 
 def own_bindings(node: ast.AST) -> tuple[str, ...]:
-    """The names that this one node binds or deletes, imports aside."""
+    """Return the names that a node itself binds or deletes, without those of imports."""
     if not isinstance(node, _BINDERS):
         return ()
     match node:
@@ -353,7 +353,7 @@ def own_bindings(node: ast.AST) -> tuple[str, ...]:
 
 
 def identifiers(tree: ast.AST) -> set[str]:
-    """Every name that code in a tree reads, binds or declares, attributes aside."""
+    """Return every name that code in a tree reads, binds or declares, without attributes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         found.update(own_bindings(node))

@@ -1,4 +1,4 @@
-"""Which names a piece of code binds and reads in the scope that it runs in."""
+"""Names that a piece of code binds and reads in the scope that it runs in."""
 
 import ast
 from collections.abc import Iterable, Sequence
@@ -133,7 +133,7 @@ class _Collector(ast.NodeVisitor):
 def collect(
     code: ast.AST | Iterable[ast.AST], *, ignored: frozenset[ast.AST] = frozenset()
 ) -> Names:
-    """The names that code binds and reads in its own scope.
+    """Collect the names that code binds and reads in its own scope.
 
     Args:
         code: Statements or expressions of one scope.
@@ -147,18 +147,18 @@ def collect(
 
 
 def all_arguments(arguments: ast.arguments) -> list[ast.arg]:
-    """Every parameter, positional ones first."""
+    """Return all parameters, positional ones first and `*args` and `**kwargs` last."""
     star = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *star]
 
 
 def local_names(function: Function | ast.Lambda) -> set[str]:
-    """The parameters and local variables of a function."""
+    """Return the parameters and local variables of a function."""
     return _local(function, collect(_body(function)))
 
 
 def free_names(function: Function | ast.Lambda) -> set[str]:
-    """The names that a function takes from the scopes around it, globals included."""
+    """Return the names that a function takes from the scopes around it, globals included."""
     inside = collect(_body(function))
     return (inside.read | inside.declared | inside.captured) - _local(function, inside)
 

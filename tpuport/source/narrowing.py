@@ -1,8 +1,8 @@
-"""What a test says of the names in it: which of them are no tensors where it holds, or fails."""
+"""Type narrowing: the names that a test shows to be no tensors where it holds or fails."""
 
 import ast
 
-# Functions that ask for the class of their argument, and whether it is that of a tensor.
+# Functions that test the class of their argument, each with whether they test for tensors.
 _ASKING = {
     **dict.fromkeys(("is_tensor", "is_torch_tensor"), True),
     **dict.fromkeys(("is_numpy_array", "is_pil_image", "is_vision_image"), False),
@@ -10,7 +10,7 @@ _ASKING = {
 
 
 def no_tensors(test: ast.expr, *, holds: bool) -> frozenset[str]:
-    """The names that surely are no tensors.
+    """Return the names that are certainly no tensors, given the outcome of a test.
 
     Args:
         test: A condition.
@@ -48,7 +48,7 @@ def _is_tensor(node: ast.expr) -> bool:
 
 
 def _may_be_tensor(node: ast.expr) -> bool:
-    """Whether a class may be one of PyTorch's tensors: any but Python's, numpy's and pictures."""
+    """Return whether a class may be a tensor: any but those of Python, numpy and images."""
     return _last(node) not in _OTHERS
 
 

@@ -1,4 +1,4 @@
-"""What the parameters of a function are, as far as its own text tells."""
+"""Abstract values of a function's parameters, inferred from its own text."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ from tpuport.source.values import (
     sequence,
 )
 
-# Stands for the question which class something has.
+# Pseudo attribute of a name whose class is tested.
 TESTED = "isinstance()"
 _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple", "ModuleList"})
 _CLASS_NAME = re.compile(r"^[A-Z]\w*[a-z]\w*$")
@@ -32,9 +32,9 @@ _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args"
 
 
 def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
-    """The attributes that nodes of code ask of each name.
+    """Return the attributes that nodes of code use of each name.
 
-    Those of its items stand under `name[]`. A name whose class is tested has `TESTED`, too.
+    Those of its items are stored under `name[]`. A name whose class is tested has `TESTED`, too.
     """
     found: dict[str, set[str]] = {}
     for node in nodes:
@@ -51,12 +51,15 @@ def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
 
 
 def is_used_like_a_tensor(used: Iterable[str]) -> bool:
-    """Whether one of these attributes belongs to tensors and to nothing else that is common."""
+    """Return whether these attributes include one of tensors and none of other common types."""
     return not TENSOR_METHODS.isdisjoint(used) and OTHER_METHODS.isdisjoint(used)
 
 
 def annotated(annotation: ast.expr | None) -> Value | None:
-    """What an annotation promises; None if there is none or it says nothing about tensors."""
+    """Return the abstract value that an annotation promises.
+
+    Returns None if there is no annotation or it says nothing about tensors.
+    """
     match annotation:
         case None:
             return None
@@ -88,7 +91,7 @@ def _named(name: str) -> Value | None:
 
 
 def names_another_class(annotation: ast.expr | None) -> bool:
-    """Whether an annotation names a class that is known to be none of PyTorch's tensors."""
+    """Return whether an annotation names a class that is known to be no tensor."""
     match annotation:
         case ast.Constant(value=str(text)):
             try:
@@ -110,10 +113,10 @@ def _is_none(node: ast.expr) -> bool:
 
 
 def returns_host(function: Function) -> bool:
-    """Whether a function says that it returns what Python knows: a number, text, an array.
+    """Return whether a function's annotation promises a host value: a number, text, an array.
 
-    Such a function asks for the value of what it computes: it belongs to the host unless a step
-    calls it.
+    Such a function needs the concrete value of what it computes, so it belongs to the host unless a
+    step calls it.
     """
     value = annotated(function.returns)
     return value is not None and value.kind is Kind.HOST and value is not NONE
@@ -122,7 +125,7 @@ def returns_host(function: Function) -> bool:
 def _union(members: list[ast.expr]) -> Value | None:
     known = [annotated(member) for member in members]
     if any(value is None for value in known):
-        # One alternative that says nothing: an `int | SomeClass` is not known to be either.
+        # One alternative says nothing: `Tensor | SomeClass` may be traced or not.
         return UNKNOWN if any(value is TRACED for value in known) else None
     return join(value for value in known if value is not None)
 
@@ -152,7 +155,7 @@ def _is_ellipsis(node: ast.expr) -> bool:
 
 
 def defaults(function: Function | ast.Lambda) -> dict[str, ast.expr]:
-    """The default of each parameter that has one."""
+    """Return the default of each parameter that has one."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     last = positional[len(positional) - len(arguments.defaults) :]
@@ -163,7 +166,7 @@ def defaults(function: Function | ast.Lambda) -> dict[str, ast.expr]:
 
 
 def default_value(default: ast.expr | None) -> Value | None:
-    """What a default says about a parameter that may be given something else."""
+    """Return the abstract value that a default suggests for its parameter, or None."""
     match default:
         case ast.Constant(value=None) | None:
             return None

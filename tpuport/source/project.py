@@ -1,7 +1,7 @@
-"""What the files of a project say about each other: which functions a step elsewhere reaches.
+"""Calls across the files of a project: the functions that a step in another file reaches.
 
-A file is first summarised by itself; the summaries, which are plain JSON, are then put together.
-Nothing is imported: an import is followed by the path that it spells.
+Each file is first summarised by itself. The summaries, which are plain JSON, are then combined.
+Nothing is imported: an import is resolved by the path that it spells.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,14 +17,14 @@ MAX_HOPS = 6
 
 
 class Summary(TypedDict):
-    """What other files may want to know of a file.
+    """The facts about one file that the analysis of other files needs.
 
     Attributes:
-        steps: Its functions that are part of a step by what this file says: `f` or `Class.f`.
+        steps: Its functions that are part of a step by its own text: `f` or `Class.f`.
         calls: For each function the functions of this file that it mentions. Functions that need a
             package of CUDA kernels are left out: what they call is not reached on a TPU.
-        uses: For each function the full names of what it mentions of other files.
-        imports: What the file's imported names stand for.
+        uses: For each function the full names of what it mentions from other files.
+        imports: The full name of each imported name of the file.
     """
 
     steps: list[str]
@@ -34,11 +34,11 @@ class Summary(TypedDict):
 
 
 def summarise(module: Module, roles: Roles | None = None) -> Summary:
-    """The summary of one parsed file.
+    """Summarise one parsed file.
 
     Args:
         module: The file.
-        roles: What runs its functions by what the file itself says, if that is known already.
+        roles: The roles of its functions by the file's own text, if they are known already.
     """
     roles = roles or Roles(module)
     names = {function: name_of(function, roles) for function in roles.everything}
@@ -63,7 +63,7 @@ _FOREIGN = ("torch", "numpy", "typing", "math", "os", "transformers.utils", "col
 
 
 def name_of(function: Function, roles: Roles) -> str:
-    """`name`, or `Class.name` for a method."""
+    """Return a function's `name`, or `Class.name` for a method."""
     owner = roles.owners.get(function)
     return function.name if owner is None else f"{owner.node.name}.{function.name}"
 
@@ -80,7 +80,7 @@ def _outside_names(module: Module, function: Function, imports: Mapping[str, str
 
 
 def find_reached(summaries: Mapping[str, Summary]) -> dict[str, frozenset[str]]:
-    """For each file its functions that a step reaches, as `Roles` takes them.
+    """Return for each file its functions that a step reaches, as `Roles` takes them.
 
     Args:
         summaries: The summary of each file by its path.
@@ -106,7 +106,7 @@ def find_reached(summaries: Mapping[str, Summary]) -> dict[str, frozenset[str]]:
 
 
 class _Paths:
-    """Finds the file and function that a full name means, by the paths of the files at hand."""
+    """Index that resolves full names to files and functions, by the paths of the files."""
 
     def __init__(self, summaries: Mapping[str, Summary]) -> None:
         self.summaries = summaries
@@ -117,7 +117,7 @@ class _Paths:
                 self.by_last.setdefault(parts[-1], []).append((parts, file))
 
     def functions(self, file: str, name: str) -> Iterator[tuple[str, str]]:
-        """The functions that a full name used in a file means: none, or one."""
+        """Yield the file and name of the function that a full name resolves to, if there is one."""
         for _ in range(MAX_HOPS):
             found = self._split(file, name)
             if found is None:
@@ -133,7 +133,7 @@ class _Paths:
             file, name = target, summary["imports"][root] + dot + after
 
     def _split(self, file: str, name: str) -> tuple[str, str] | None:
-        """The file that a name starts with, and what remains of the name."""
+        """Split a full name into the file that it starts with and the rest of the name."""
         parts = name.lstrip(".").split(".")
         level = len(name) - len(name.lstrip("."))
         around: tuple[str, ...] = ()

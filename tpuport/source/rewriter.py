@@ -1,4 +1,4 @@
-"""Applies the rules' fixes to text, again and again until nothing is left to apply."""
+"""Application of the rules' fixes to text, in passes until no fix is left to apply."""
 
 import re
 import textwrap
@@ -18,7 +18,7 @@ from tpuport.source.text import SourceText
 # ends only rules that undo each other or find their own output.
 MAX_IDLE_PASSES = 10
 
-# Told a parsed text, says of each finding in it whether to leave it alone.
+# Takes a parsed text and returns a predicate that tells which of its findings to leave alone.
 Ignored = Callable[[Module], Callable[[Match], bool]]
 
 
@@ -26,15 +26,15 @@ _BREAK = re.compile(r"\r\n|\r|\n")
 
 
 class NotSettledError(TpuportError):
-    """Rules that keep finding something in the code that they rewrote."""
+    """Raised when rules keep finding something in the code that they rewrote."""
 
 
 @dataclass(frozen=True)
 class RewriteResult:
-    """Rewritten source and the account of it.
+    """Rewritten source, with the fixes made and the findings left.
 
     Attributes:
-        source: The new text; the very text given if nothing was applied.
+        source: The new text; the unchanged input if nothing was applied.
         applied: The fixes made, in the order of their place in the original.
         left: The findings that stay, each with the reason.
     """
@@ -53,7 +53,7 @@ def rewrite(
     unsafe: bool = False,
     ignored: Ignored | None = None,
 ) -> RewriteResult:
-    """Apply the fixes of rules to Python source. Rewriting its result changes nothing.
+    """Apply the fixes of rules to Python source. Rewriting the result again changes nothing.
 
     Args:
         source: The text of a file.
@@ -83,28 +83,28 @@ def rewrite(
 
 
 def prospects(context: Context, found: list[Match]) -> list[tuple[Match, str]]:
-    """The findings that can be fixed as the text is now, each with the name of the fix's safety."""
+    """Return the findings that have a fix now, each with the name of the fix's safety."""
     session = Session((), StaticKinds(), file=context.module.file, unsafe=True)
     return [(match, match.rule.SAFETY.name) for match, _ in session.possible(found, context)]
 
 
 def _with_breaks_of(source: str, text: SourceText) -> str:
-    """A text whose lines end as the lines of the source do that they stand for."""
+    """Return the text with the line breaks that the original lines have in `source`."""
     breaks = _BREAK.findall(source) or ["\n"]
     ends = [breaks[min(origin, len(breaks)) - 1] for origin in text.origins[:-1]]
     return "".join(line + end for line, end in zip(text.lines, [*ends, ""], strict=True))
 
 
 class Session:
-    """One run over one text: passes until settled, and the account of them.
+    """One run over one text: passes until no fix applies, with a record of the fixes.
 
     Args:
         rules: The rules to apply.
-        kinds: What decides which expressions are traced.
-        file: What findings name as the file.
+        kinds: The oracle that decides which expressions are traced.
+        file: The file name that findings carry.
         unsafe: Whether to apply unsafe fixes.
         imports_inside: Whether to import inside the outermost function and not at the top.
-        ignored: Says of a parsed text which findings the user wants left alone.
+        ignored: Tells which findings of a parsed text the user wants left alone.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Session:
         self.left: list[Left] = []
 
     def run(self, text: SourceText) -> SourceText:
-        """The text once no rule has anything to apply to it.
+        """Rewrite a text in passes until no rule has a fix to apply.
 
         Raises:
-            NotSettledError: that never happens.
+            NotSettledError: the passes do not end.
         """
         needed: set[str] = set()
         fewest, idle = None, 0
@@ -154,7 +154,7 @@ class Session:
         return Context(module, self.kinds.bind(module), imports_inside=self.imports_inside)
 
     def possible(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
-        """The fixes that can be made; `left` then has the findings that have none, and why."""
+        """Return the fixes that can be made, and store the other findings in `left`."""
         fixes: list[tuple[Match, Fix]] = []
         stuck: list[tuple[Match, NotFixable]] = []
         ignored = self.ignored(context.module) if self.ignored else None
@@ -170,14 +170,14 @@ class Session:
         return fixes
 
     def _choose(self, found: list[Match], context: Context) -> list[tuple[Match, Fix]]:
-        """The fixes to make in this pass: smallest first, none that overlaps another."""
+        """Choose the fixes of this pass: the smallest ones that do not overlap."""
         fixes = self.possible(found, context)
         fixes.sort(key=lambda pair: pair[1].end - pair[1].start)
         chosen: list[tuple[Match, Fix]] = []
         for match, fix in fixes:
             if all(fix.end <= other.start or other.end <= fix.start for _, other in chosen):
                 chosen.append((match, fix))
-        # Made once more in the order of the text, so that names are numbered without gaps.
+        # The fixes are made again in the order of the text, so that fresh names have no gaps.
         context.module.forget_names()
         chosen.sort(key=lambda pair: pair[1].start)
         return [(match, match.rule.fix(match.node, context)) for match, _ in chosen]
@@ -204,7 +204,7 @@ class Session:
 def _without_pinned(
     fixes: list[tuple[Match, Fix]], stuck: list[tuple[Match, NotFixable]], module: Module
 ) -> tuple[list[tuple[Match, Fix]], list[tuple[Match, NotFixable]]]:
-    """The fixes that move no code that has to stay, and the findings whose fix would."""
+    """Split fixes into those that leave pinned code alone and those that would move it."""
     pins = [
         (module.span(match.node), match.finding.line)
         for match, obstacle in stuck

@@ -1,4 +1,4 @@
-"""What runs a piece of code: the traced step, set-up before it, or the host around both."""
+"""Roles of code: part of the traced step, of set-up before it, or of the host around both."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ from tpuport.source.values import contains_traced
 
 
 class Role(Enum):
-    """What runs code.
+    """The part of a program that code belongs to.
 
     `STEP` is `forward`, a training step, or what they call: it is traced. `SETUP` runs before:
     imports, constructors, weight loading. `HOST` runs around the step and is never traced: data
@@ -39,7 +39,7 @@ class Role(Enum):
 STEP_FUNCTION = re.compile(
     r"^(forward\w*|__call__|training_step|train_step|loss_fn|compute_loss|get_action|step_fn)$"
 )
-# Of a module: entry points beside `forward`, whatever their parameters look like.
+# Entry points of a module besides `forward`, whatever their parameters look like.
 SAMPLING = re.compile(r"^(sample|generate|predict|infer|denoise|decode|encode|act|select_action)")
 SETUP_FUNCTION = re.compile(
     r"^(__init__|__post_init__|__new__|__init_subclass__|_?init_\w+|_?initiali[sz]e\w*"
@@ -72,7 +72,7 @@ HOST_FOLDERS = frozenset(
         *("exporters", "testing"),
     }
 )
-# A step has no use for what these do.
+# Packages for files, networks, images and sound, which a step never uses.
 _HOST_PACKAGES = frozenset(
     {
         *("requests", "urllib", "socket", "subprocess", "shutil", "tempfile", "json", "pickle"),
@@ -80,7 +80,7 @@ _HOST_PACKAGES = frozenset(
         *("safetensors", "huggingface_hub", "wandb"),
     }
 )
-# Of loops that generate token after token: they run one step a round.
+# Parameters of loops that generate tokens: such a loop runs one step per round.
 _HOST_PARAMETERS = frozenset({"tokenizer", "streamer", "logits_processor", "stopping_criteria"})
 _TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
@@ -108,24 +108,24 @@ class Roles:
 
     @property
     def everything(self) -> list[Function]:
-        """The functions and methods of the file, nested ones aside."""
+        """Return the functions and methods of the file, without nested ones."""
         return [*self.functions.values(), *self.owners]
 
     def of(self, node: ast.AST) -> Role:
-        """What runs the code at a node."""
+        """Return the role of the code at a node."""
         function = self.outermost(node)
         if function is None:
             return Role.SETUP
         return self._roles.get(function, Role.HOST)
 
     def outermost(self, node: ast.AST) -> Function | None:
-        """The outermost function around a node, or the node itself if it is one."""
+        """Return the outermost function around a node, which may be the node itself, or None."""
         function = self.module.outermost_function(node)
         return function if isinstance(function, FUNCTIONS) else None
 
     @cached_property
     def is_host_file(self) -> bool:
-        """Whether the file's functions run on the host unless a step calls them."""
+        """Return whether the file's functions run on the host unless a step calls them."""
         path = PurePath(self.module.file)
         if HOST_FILE.search(path.stem) or any(part in HOST_FOLDERS for part in path.parts[-3:-1]):
             return True
@@ -133,7 +133,7 @@ class Roles:
 
     @cached_property
     def steps(self) -> list[Function]:
-        """The functions that are part of a step, those that nobody here calls first."""
+        """Return the functions of steps, starting with those that no other step here calls."""
         called = {
             callee for f, r in self._roles.items() if r is Role.STEP for callee in self.calls(f)
         }
@@ -159,19 +159,20 @@ class Roles:
                 roles[function] = Role.HOST
             else:
                 roles[function] = role
+        # What a step calls is traced, whatever its own name and text suggest.
         for function in self._closure([f for f, role in roles.items() if role is Role.STEP]):
             roles[function] = Role.STEP
         return roles
 
     def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
-        """Whether a function that might be part of a step only helps host code of this file."""
+        """Return whether a presumed step function only helps host code of this file."""
         owner = self.owners.get(function)
         is_private = function.name.startswith("_")
         return function in by_host and (owner is None or not owner.is_module or is_private)
 
     @cached_property
     def gpu_only(self) -> set[Function]:
-        """The functions that use a package of CUDA kernels: on a TPU nothing runs them."""
+        """Return the functions that need a package of CUDA kernels, so that no TPU runs them."""
         return find_gpu_only(self.module, {f: self.calls(f) for f in self.everything})
 
     def _closure(self, roots: list[Function], *, through_kernels: bool = False) -> set[Function]:
@@ -189,7 +190,7 @@ class Roles:
         return callee.name != "__init__"
 
     def calls(self, function: Function) -> list[Function]:
-        """The functions of this file that a function mentions, called or handed on."""
+        """Return the functions of this file that a function mentions, called or passed on."""
         if function not in self._calls:
             self._calls[function] = list(self._mentioned(function))
         return self._calls[function]
@@ -208,10 +209,10 @@ class Roles:
                 if found is not None:
                     yield found
 
-    # What a function's own text says.
+    # The role that a function's own text suggests.
 
     def _own(self, function: Function) -> tuple[Role, bool]:
-        """A function's role, and whether that is more than a presumption."""
+        """Return a function's role, and whether that is certain rather than presumed."""
         owner = self.owners.get(function)
         name = function.name if owner is None else f"{owner.node.name}.{function.name}"
         if name in self.reached or self._is_handed_to_a_tracer(function):
@@ -262,13 +263,13 @@ class Roles:
         return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
 
     def used(self, function: Function) -> dict[str, set[str]]:
-        """The attributes that a function asks of each name."""
+        """Return the attributes that a function uses of each name."""
         if function not in self._used:
             self._used[function] = attributes_used(self.module.inside(function))
         return self._used[function]
 
     def _uses_a_module(self, function: Function) -> bool:
-        """Whether a method calls `self.something(...)`."""
+        """Return whether a method calls `self.something(...)`."""
         return any(
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
@@ -278,15 +279,15 @@ class Roles:
         )
 
     def _calls_operations(self, function: Function) -> bool:
-        """Whether a function with parameters calls functions of torch that compute with tensors."""
+        """Return whether a function with parameters calls torch functions that compute."""
         return bool(all_arguments(function.args)) and any(map(is_operation, self._called(function)))
 
     def _works_on_host(self, function: Function) -> bool:
-        """Whether a function opens files, talks to a network, or makes pictures and sound."""
+        """Return whether a function calls packages for files, networks, images or sound."""
         return any(name.partition(".")[0] in _HOST_PACKAGES for name in self._called(function))
 
     def _called(self, function: Function) -> Iterator[str]:
-        """The full names of what a function calls of other files."""
+        """Yield the full names of the imported things that a function calls."""
         for node in self.module.inside(function):
             if isinstance(node, ast.Call):
                 name = qualified_name(node.func, self.module.imports)

@@ -1,7 +1,7 @@
-"""What may be done with rows whose number depends on data: the names that rules and helpers share.
+"""Functions that can be computed on rows selected by a mask, shared by rules and helpers.
 
-Rows that a mask selects have a static shape only as "all rows, and which of them count". A function
-is listed here if that is enough to compute it.
+The number of selected rows depends on data, so the static form is "all rows, and a mask of those
+that count". A function is listed here if it can be computed from that form.
 """
 
 # Each row of the result depends on the same row of every argument, and on nothing else.
@@ -29,7 +29,7 @@ LOSSES = frozenset(
         *("mse_loss", "smooth_l1_loss"),
     }
 )
-# The modules that compute them.
+# Loss modules, each with the function that it computes.
 LOSS_MODULES = {
     "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
     "CrossEntropyLoss": "cross_entropy",
@@ -40,5 +40,5 @@ LOSS_MODULES = {
 }
 JOINS = frozenset({"cat", "concat", "concatenate"})
 RESHAPES = frozenset({"reshape", "view"})
-# Known of rows although their number is not.
+# Attributes that are static although the number of rows is not.
 HOST_ATTRIBUTES = frozenset({"device", "dtype", "ndim", "requires_grad"})

@@ -1,4 +1,4 @@
-"""Where control goes when a statement ends: questions that need nothing but the statement."""
+"""Control flow of single statements: whether they leave a block, return or catch exceptions."""
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ _TRANSPARENT_NAMES = frozenset(
 
 
 def may_swallow(statement: ast.With | ast.AsyncWith) -> bool:
-    """Whether a `with` may go on after an exception in its body."""
+    """Return whether a `with` may swallow an exception of its body and continue after it."""
     return not all(_is_transparent(item.context_expr) for item in statement.items)
 
 
@@ -31,7 +31,7 @@ def _is_transparent(expression: ast.expr) -> bool:
 
 
 def leaves(statements: Sequence[ast.stmt]) -> bool:
-    """Whether statements never reach their end, because they return, raise or leave a loop."""
+    """Return whether statements never reach their end, as they return, raise or leave a loop."""
     return any(_leaves(statement) for statement in statements)
 
 
@@ -53,7 +53,7 @@ def _leaves(statement: ast.stmt) -> bool:
 
 
 def exits_loop(statements: Iterable[ast.stmt]) -> ast.stmt | None:
-    """The first `break` or `continue` that belongs to a loop around these statements."""
+    """Return the first `break` or `continue` that belongs to a loop around these statements."""
     for statement in statements:
         if isinstance(statement, ast.Break | ast.Continue):
             return statement
@@ -77,12 +77,12 @@ def _statements(node: ast.AST, field: str) -> list[ast.stmt]:
 
 
 def returns(statements: Iterable[ast.stmt]) -> bool:
-    """Whether statements hold a `return` of the function around them."""
+    """Return whether statements contain a `return` of the function around them."""
     return any(isinstance(node, ast.Return) for node in walk_scope(statements))
 
 
 def walk_scope(code: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Every node that runs in the scope of the code itself: nested functions stay closed."""
+    """Yield every node that runs in the scope of the code, without the inside of nested ones."""
     pending = list(code)
     while pending:
         node = pending.pop()
@@ -92,7 +92,7 @@ def walk_scope(code: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def is_ops_call(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether a node calls `tpuport.ops.something`."""
+    """Return whether a node calls `tpuport.ops.something`."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)

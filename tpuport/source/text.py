@@ -1,4 +1,4 @@
-"""Source text by offset, and pieces of it whose lines remember where they came from."""
+"""Source text addressed by offset, and passages whose lines remember where they came from."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,8 @@ class Line:
 
     Attributes:
         text: The line without its line break.
-        origin: The line of the user's file that it stands for.
-        fixed: Whether its start lies inside a string, where indentation is content.
+        origin: The line of the user's file that it comes from.
+        fixed: Whether it starts inside a string, where indentation is content.
     """
 
     text: str
@@ -28,17 +28,17 @@ class Passage:
 
     @classmethod
     def of(cls, text: str, origin: int) -> "Passage":
-        """New text, all of it attributed to one line of the user's file."""
+        """Make a passage of new text, all of it attributed to one line of the user's file."""
         return cls(tuple(Line(line, origin) for line in text.split("\n")))
 
     @classmethod
     def stack(cls, passages: Iterable["Passage"]) -> "Passage":
-        """Passages below each other, each starting on a line of its own."""
+        """Stack passages below each other, each starting on a line of its own."""
         return cls(tuple(line for passage in passages for line in passage.lines))
 
     @property
     def text(self) -> str:
-        """The text, lines joined by line breaks."""
+        """Return the text, lines joined by line breaks."""
         return "\n".join(line.text for line in self.lines)
 
     def __add__(self, other: "Passage | str") -> "Passage":
@@ -51,7 +51,7 @@ class Passage:
         return Passage((*self.lines[:-1], joint, *other.lines[1:]))
 
     def indented(self, by: str) -> "Passage":
-        """With more indentation before every line that has content and can take it."""
+        """Return the passage with every line indented that has content and may be indented."""
         return Passage(
             tuple(
                 line if line.fixed or not line.text.strip() else replace(line, text=by + line.text)
@@ -60,7 +60,7 @@ class Passage:
         )
 
     def dedented(self, by: str) -> "Passage":
-        """Without `by` at the start of each line that has it and does not lie inside a string."""
+        """Return the passage without `by` at the start of lines, except inside strings."""
         return Passage(
             tuple(
                 line if line.fixed else replace(line, text=line.text.removeprefix(by))
@@ -71,7 +71,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Edit:
-    """Put `passage` in the place of the text from offset `start` up to `end`."""
+    """Replacement of the text from offset `start` up to `end` by `passage`."""
 
     start: int
     end: int
@@ -83,9 +83,9 @@ class SourceText:
 
     Args:
         text: The text.
-        origins: For each line the line of the user's file that it stands for; counted from 1 if
+        origins: For each line the line of the user's file that it comes from; counted from 1 if
             left out.
-        original: The lines of the user's file by number; these very lines if left out.
+        original: The lines of the user's file by number; the lines of `text` if left out.
     """
 
     def __init__(
@@ -105,48 +105,48 @@ class SourceText:
         self._starts = [0]
         for line in self.lines:
             self._starts.append(self._starts[-1] + len(line) + 1)
-        # Lines whose start lies inside a string: whoever parses the text fills this in.
+        # Lines that start inside a string. Only a parser knows them, so `Module` sets them.
         self.fixed: frozenset[int] = frozenset()
 
     def line_start(self, line: int) -> int:
-        """Offset of the first character of a line, counted from 1."""
+        """Return the offset of the first character of a line; lines count from 1."""
         return self._starts[line - 1]
 
     def line_end(self, line: int) -> int:
-        """Offset of a line's end, without its line break."""
+        """Return the offset of a line's end, without its line break."""
         return self._starts[line - 1] + len(self.lines[line - 1])
 
     def line_at(self, offset: int) -> int:
-        """The line that an offset lies on, counted from 1."""
+        """Return the line that contains an offset, counted from 1."""
         return bisect.bisect_right(self._starts, offset)
 
     def offset(self, line: int, byte_column: int) -> int:
-        """Offset of a position as `ast` gives it: its columns count UTF-8 bytes."""
+        """Return the offset of a position in `ast` form, where columns count UTF-8 bytes."""
         return self.line_start(line) + self.column(line, byte_column)
 
     def column(self, line: int, byte_column: int) -> int:
-        """Column in characters of a position as `ast` gives it."""
+        """Return the column in characters of a position in `ast` form."""
         text = self.lines[line - 1]
         if text.isascii():
             return byte_column
         return len(text.encode()[:byte_column].decode(errors="ignore"))
 
     def indentation(self, line: int) -> str:
-        """The white space that a line starts with."""
+        """Return the white space that a line starts with."""
         text = self.lines[line - 1]
         return text[: len(text) - len(text.lstrip())]
 
     def origin(self, line: int) -> int:
-        """The line of the user's file that a line stands for."""
+        """Return the line of the user's file that a line comes from."""
         return self.origins[line - 1]
 
     def shift(self, line: int) -> int | None:
-        """How far right a line stands in the user's file, or None if it reads otherwise there."""
+        """Return how many columns further right a line is in the user's file; None if changed."""
         here, there = self.lines[line - 1], self.original.get(self.origin(line), "")
         return len(there) - len(here) if here.lstrip() == there.lstrip() else None
 
     def copy(self, start: int, end: int, edits: Iterable[Edit] = ()) -> Passage:
-        """The text between two offsets, with the edits that lie inside it made.
+        """Copy the text between two offsets, with edits inside it applied.
 
         Raises:
             ValueError: two edits overlap, or one reaches outside.

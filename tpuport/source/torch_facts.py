@@ -1,6 +1,6 @@
-"""What PyTorch's names mean to someone who only reads them."""
+"""Tables of what PyTorch's names mean, for code that is read and not run."""
 
-# Of a tensor: known while tracing.
+# Attributes of a tensor that are static while tracing.
 HOST_ATTRIBUTES = frozenset(
     {
         *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda"),
@@ -33,14 +33,14 @@ HOST_TORCH_PACKAGES = (
 RANDOM_TORCH = frozenset(
     {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "bernoulli", "normal"}
 )
-# Made of Python numbers: known while tracing unless they live on a traced tensor's device.
+# Made of Python numbers: concrete while tracing, unless they are created on the traced device.
 CREATION_TORCH = frozenset(
     {
         *("arange", "as_tensor", "empty", "eye", "from_numpy", "full", "hann_window", "linspace"),
         *("hamming_window", "logspace", "ones", "tensor", "tril_indices", "triu_indices", "zeros"),
     }
 )
-# Called on a parameter, these say that it is a tensor: neither lists, dicts nor numbers have them.
+# A parameter with one of these is a tensor: neither lists, dicts nor numbers have them.
 TENSOR_METHODS = frozenset(
     {
         *("abs", "all", "amax", "amin", "any", "argmax", "bool", "chunk", "clamp", "contiguous"),
@@ -49,7 +49,7 @@ TENSOR_METHODS = frozenset(
         *("squeeze", "std", "sum", "to", "transpose", "unsqueeze", "view"),
     }
 )
-# These say that a parameter is none: it is a list, a dict, text or a picture.
+# A parameter with one of these is no tensor: it is a list, a dict, text, an image or a module.
 OTHER_METHODS = frozenset(
     {
         *("append", "convert", "crop", "endswith", "extend", "get", "height", "items", "join"),
@@ -58,7 +58,7 @@ OTHER_METHODS = frozenset(
         *("named_parameters", "parameters", "state_dict", "children", "named_children", "eval"),
     }
 )
-# These say so of any expression in a step: numpy's arrays and modules lack them, too.
+# Any expression in a step with one of these is a tensor: numpy arrays and modules lack them, too.
 SURELY_TENSOR_METHODS = frozenset(
     {
         *("argmax", "chunk", "clamp_min", "clamp_max", "contiguous", "cumsum", "detach", "expand"),
@@ -69,7 +69,7 @@ SURELY_TENSOR_METHODS = frozenset(
         *("narrow", "movedim", "amax", "amin", "logsumexp", "new_empty", "masked_select"),
     }
 )
-# Of a tensor: give one of dtype bool.
+# Functions of a tensor that return one of dtype bool.
 MASK_FUNCTIONS = frozenset(
     {
         *("bool", "isnan", "isinf", "isfinite", "isclose", "isin", "logical_and", "logical_or"),
@@ -77,7 +77,7 @@ MASK_FUNCTIONS = frozenset(
         *("greater", "less", "greater_equal", "less_equal", "signbit", "any", "all", "equal"),
     }
 )
-# Of a mask: give one again.
+# Functions that return a mask when they are applied to a mask.
 MASK_KEEPERS = frozenset(
     {
         *("any", "all", "view", "reshape", "squeeze", "unsqueeze", "expand", "expand_as", "to"),
@@ -88,7 +88,7 @@ MASK_KEEPERS = frozenset(
         *("movedim", "swapaxes", "squeeze_", "unsqueeze_", "view_as", "reshape_as", "T"),
     }
 )
-# Give several tensors.
+# Functions that return several tensors.
 SEQUENCE_FUNCTIONS = frozenset(
     {
         "chunk",
@@ -101,11 +101,11 @@ SEQUENCE_FUNCTIONS = frozenset(
         "vsplit",
     }
 )
-# Of a tensor: read its value on the host. What they give is a Python number.
+# Methods that read a tensor's value on the host and return Python numbers.
 NUMBER_METHODS = frozenset({"item", "tolist"})
 HOST_COPIES = frozenset({"numpy", "__array__"})
 BOOL_DTYPES = frozenset({"torch.bool"})
-# Of what a model returns: tuples and objects, whose truth and length are Python's.
+# Fields of model outputs that are tuples or objects: their truth value and length are concrete.
 OUTPUT_SEQUENCES = frozenset(
     {
         *("hidden_states", "attentions", "past_key_values", "cross_attentions", "router_logits"),
@@ -113,7 +113,7 @@ OUTPUT_SEQUENCES = frozenset(
         *("decoder_attentions", "all_hidden_states", "all_attentions", "latent_dist"),
     }
 )
-# Annotations of values that Python knows.
+# Annotations of host values.
 HOST_ANNOTATIONS = frozenset(
     {
         *("int", "float", "bool", "str", "bytes", "device", "dtype", "Size", "Path", "Generator"),
@@ -131,7 +131,7 @@ HOST_ANNOTATIONS = frozenset(
 
 
 def is_operation(name: str) -> bool:
-    """Whether a full name is that of a function of torch that computes with its tensors."""
+    """Return whether a full name is that of a torch function that computes with tensors."""
     package, _, last = name.rpartition(".")
     if package == "torch.nn.functional":
         return True

@@ -1,4 +1,4 @@
-"""What an expression may evaluate to while its function is traced: the values of the inference."""
+"""The abstract values that the inference computes for expressions of a traced function."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """What an expression is while its program is traced."""
+    """The kind of an expression while its program is traced."""
 
     TRACED = "traced"
     HOST = "host"
@@ -19,14 +19,14 @@ class Kind(Enum):
 
 
 class Form(Enum):
-    """What kind of thing a value is, where that is known."""
+    """The type of a value, as far as it is known."""
 
     ANY = "any"
     TENSOR = "tensor"
     MASK = "mask"  # a tensor of dtype bool
     NONE = "none"
     ARRAY = "array"  # of numpy
-    SEQUENCE = "sequence"  # list or tuple; its items are known, or one stands for all
+    SEQUENCE = "sequence"  # list or tuple; its items are known, or one represents all
     MODULE = "module"  # an nn.Module that can be called
     INSTANCE = "instance"  # of a class of this file
     CLASS = "class"
@@ -38,13 +38,13 @@ class Value:
     """An abstract value.
 
     Attributes:
-        kind: Whether it is part of the program. Containers of traced values are UNKNOWN: their
-            truth and length are Python's.
-        form: What kind of thing it is.
-        items: Of a sequence: its items, if their number is known.
-        item: Of a sequence: what stands for each item, if their number is not known.
-        owner: Of an instance, a class or a bound method: the class.
-        function: Of a function: its definition.
+        kind: Whether it is traced. Containers of traced values are UNKNOWN, because their truth
+            value and length are Python's.
+        form: The type of the value.
+        items: The items of a sequence, if their number is known.
+        item: The value that represents every item of a sequence, if their number is not known.
+        owner: The class of an instance or bound method, or the class itself.
+        function: The definition of a function.
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Value:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is known to be a tensor, traced or not."""
+        """Return whether the value is known to be a tensor, traced or not."""
         return self.form is Form.TENSOR or self.form is Form.MASK
 
 
@@ -74,19 +74,19 @@ TRACED_SEQUENCE = Value(Kind.UNKNOWN, Form.SEQUENCE, item=TRACED)
 
 
 def sequence(items: Sequence[Value]) -> Value:
-    """A list or tuple of known items."""
+    """Return the value of a list or tuple of known items."""
     kind = Kind.HOST if all(item.kind is Kind.HOST for item in items) else Kind.UNKNOWN
     return Value(kind, Form.SEQUENCE, items=tuple(items))
 
 
 def sequence_of(item: Value) -> Value:
-    """A list or tuple of who knows how many such items."""
+    """Return the value of a list or tuple with an unknown number of such items."""
     kind = Kind.HOST if item.kind is Kind.HOST else Kind.UNKNOWN
     return Value(kind, Form.SEQUENCE, item=item)
 
 
 def item_of(value: Value, index: int | None = None) -> Value:
-    """What indexing with a number or iterating over a value gives."""
+    """Return the result of indexing a value with a number, or of iterating over it."""
     if value.form is Form.SEQUENCE:
         if value.items is None:
             return value.item or UNKNOWN
@@ -101,7 +101,7 @@ def item_of(value: Value, index: int | None = None) -> Value:
 
 
 def join(values: Iterable[Value]) -> Value:
-    """What a name is that is one of several things; that it may be None, too, is left out."""
+    """Join the values that a name may have. None is left out unless it is the only one."""
     found: Value | None = None
     for value in values:
         if value is NONE:
@@ -136,14 +136,14 @@ def _join_sequences(first: Value, second: Value) -> Value:
 
 
 def contains_traced(value: Value) -> bool:
-    """Whether a value is traced or is a sequence that holds something traced."""
+    """Return whether a value is traced or is a sequence that holds something traced."""
     if value.form is Form.SEQUENCE:
         return any(map(contains_traced, value.items or ([value.item] if value.item else [])))
     return value.kind is Kind.TRACED
 
 
 def combine(values: Sequence[Value]) -> Value:
-    """What an operation on these values gives: traced if one is, known if all are."""
+    """Return the result of an operation on values: traced if one is, host if all are."""
     tensor = False
     known = True
     for value in values:

@@ -1,4 +1,4 @@
-"""Walks the statements of one function in order and follows what its names are."""
+"""Walk over the statements of one function that tracks the abstract values of its names."""
 
 import ast
 import re
@@ -30,12 +30,12 @@ HELPER = re.compile(r"(if_true|if_false|loop_test|loop_body)(_\d+)?")
 
 
 def is_helper(function: Function) -> bool:
-    """Whether a nested function was made by a rule: its parameters are the variables around it."""
+    """Return whether a rule made a nested function; its parameters are the variables around it."""
     return HELPER.fullmatch(function.name) is not None
 
 
 def meet(environments: Sequence[Environment]) -> Environment:
-    """What names are where several paths meet; a name that one path lacks keeps the other's."""
+    """Join environments where paths meet; a name that one path lacks keeps the other's value."""
     first, *others = environments
     met = dict(first)
     for environment in others:
@@ -50,8 +50,8 @@ class Walker(Caller):
     """One walk through a function.
 
     Args:
-        inference: What is known of the file.
-        owner: The class whose method is walked.
+        inference: The inference of the file.
+        owner: The class whose method is walked, if it is one.
         step: Whether the function is part of a step.
     """
 
@@ -61,14 +61,14 @@ class Walker(Caller):
         self.evidence: dict[str, set[str]] = {}
 
     def run(self, function: Function, parameters: Environment) -> Value:
-        """What the function returns, given what its parameters are."""
+        """Walk a function and return the join of the values that it returns."""
         self.environment = dict(parameters)
         self.evidence = self.inference.roles.used(function)
         self.block(function.body)
         return join(self.returned) if self.returned else NONE
 
     def nested(self, function: Function) -> None:
-        """A function defined in this one: walked where it is defined, with what it sees there."""
+        """Walk a nested function where it is defined, in the environment at that place."""
         around, returned = self.environment, self.returned
         self.environment, self.returned = dict(around), []
         for argument in all_arguments(function.args):
@@ -85,17 +85,17 @@ class Walker(Caller):
     # Statements.
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
-        """Statements one after the other."""
+        """Walk statements in order."""
         for statement in statements:
             self.statement(statement)
 
     def statement(self, node: ast.stmt) -> None:
-        """One statement."""
+        """Walk one statement."""
         method = self._STATEMENTS.get(type(node), Walker.parts)
         method(self, node)
 
     def parts(self, node: ast.AST) -> None:
-        """Everything below a node that has no rule of its own, in the order written."""
+        """Walk everything below a node that has no handler of its own, in the order written."""
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt):
                 self.statement(child)
@@ -151,6 +151,7 @@ class Walker(Caller):
                     self.statement(part)
                 else:
                     self.parts(part)
+            # If every path leaves, code after the statement is dead: any environment will do.
             if not self._leaves(alternative) or (alternative is alternatives[-1] and not ends):
                 ends.append(self.environment)
         self.environment = meet(ends)
@@ -189,7 +190,7 @@ class Walker(Caller):
     # Names.
 
     def bind(self, target: ast.expr, value: Value) -> None:
-        """Assign a value to a target."""
+        """Bind a value to an assignment target."""
         match target:
             case ast.Name(id=name):
                 self.environment[name] = self.by_evidence(name, value)
@@ -217,13 +218,13 @@ class Walker(Caller):
         same = value.items is not None and len(value.items) == len(parts) and not starred
         for index, part in enumerate(parts):
             item = item_of(value, index if same else None)
-            # What a module gives may be a tensor and numbers: `x, height, width = self.embed(x)`.
+            # A module may return a tensor and numbers: `x, height, width = self.embed(x)`.
             if value.kind is Kind.TRACED and NUMBER_NAME.search(getattr(part, "id", "")):
                 item = UNKNOWN
             self.bind(part, item)
 
     def by_evidence(self, name: str, value: Value) -> Value:
-        """A value, or a tensor where it is not known and the name is used like one."""
+        """Return the value, or TRACED if it is unknown and the name is used like a tensor."""
         if value is UNKNOWN and self.step and self.looks_like_a_tensor(self.evidence.get(name, ())):
             return TRACED
         return value

@@ -1,1 +1,1 @@
-"""For authors of rules: whether rewritten code does the same, eagerly and as a program."""
+"""Equivalence checks for authors of rules: rewritten code against the original."""

@@ -1,4 +1,4 @@
-"""Whether two functions do the same: results, exceptions, output, and what becomes of arguments."""
+"""Equivalence of two functions: results, exceptions, output, warnings, changed arguments."""
 
 import contextlib
 import copy
@@ -21,17 +21,17 @@ _numbers = itertools.count()
 
 
 class DifferenceError(AssertionError):
-    """Two functions that should do the same and do not."""
+    """Raised when two functions differ that should be equivalent."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call did.
+    """The observable effects of a call.
 
     Attributes:
-        value: What it returned, or None if it raised.
+        value: The return value, or None if it raised.
         error: The class and message of the exception it raised, or None.
-        printed: What it wrote to standard output.
+        printed: The text written to standard output.
         warned: Class and message of each warning.
         arguments: The arguments after the call.
     """
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
-    """Call a function with copies of the arguments and record all that happens."""
+    """Call a function with copies of the arguments and record its effects."""
     copies = tuple(_copied(arg) for arg in args)
     value, error = None, None
     with (
@@ -55,8 +55,9 @@ def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
         warnings.simplefilter("always")
         try:
             value = function(*copies)
-        except Exception as raised:  # any exception is part of what is compared
-            # A name that was never bound: the subclass tells only where Python looked for it.
+        except Exception as raised:  # any exception is part of the comparison
+            # A rewrite may turn a global into a local or the reverse: then an unbound name raises
+            # UnboundLocalError in place of NameError, with another message.
             unbound = isinstance(raised, NameError)
             error = (NameError, "") if unbound else (type(raised), str(raised))
     messages = tuple((w.category, str(w.message)) for w in warned)
@@ -65,7 +66,7 @@ def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
 
 @contextlib.contextmanager
 def _every_warning() -> Iterator[None]:
-    """Torch's warnings each time: some are shown once a process, which says nothing of a call."""
+    """Let torch warn on every call: it shows some warnings only once per process."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -82,12 +83,12 @@ def _copied(value: Any) -> Any:
 
 
 def difference(expected: Any, got: Any, *, rtol: float = 0.0) -> str | None:
-    """How two values differ, or None if they agree.
+    """Describe how two values differ; return None if they agree.
 
     Args:
         expected: A tensor, or a tuple, list or dict of values, or any value with an equality.
-        got: What is compared with it; types, dtypes and shapes must be the same.
-        rtol: Largest error relative to the largest expected magnitude; 0 asks for the same bits,
+        got: The value to compare with it; types, dtypes and shapes must be the same.
+        rtol: Largest error relative to the largest expected magnitude; 0 asks for equal values,
             where NaN equals NaN.
     """
     if type(expected) is not type(got):
@@ -133,7 +134,7 @@ def _tensor_difference(expected: torch.Tensor, got: torch.Tensor, rtol: float) -
 
 
 def compare(expected: Outcome, got: Outcome, *, rtol: float = 0.0) -> str | None:
-    """How two outcomes differ, or None: result, exception, output, warnings and arguments."""
+    """Describe how two outcomes differ: exception, output, warnings, result, arguments."""
     for name in ("error", "printed", "warned"):
         first, second = getattr(expected, name), getattr(got, name)
         if first != second:
@@ -146,7 +147,7 @@ def compare(expected: Outcome, got: Outcome, *, rtol: float = 0.0) -> str | None
 
 
 def adversarial(args: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Inputs that break careless rewrites: the given ones bent, all tensors in the same way."""
+    """Yield variants of inputs that break careless rewrites, with all tensors changed alike."""
     for name, bend in _BENT.items():
         yield name, tuple(bend(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
 
@@ -185,12 +186,12 @@ _BENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def load(source: str, folder: Path, *, name: str = "forward") -> Callable[..., Any]:
-    """A function or module instance of a file that is written to a folder: its source is found.
+    """Load a function or module instance from source, through a file so that it has a source.
 
     Args:
-        source: The module.
-        folder: Where to write it.
-        name: The function.
+        source: The source of a Python module.
+        folder: The folder to write the file to.
+        name: The name of the function or instance.
     """
     number = next(_numbers)
     path = folder / f"example_{number}.py"
@@ -204,7 +205,7 @@ def load(source: str, folder: Path, *, name: str = "forward") -> Callable[..., A
 
 
 def make_inputs(expression: str, *, seeds: int = SEEDS) -> list[Inputs]:
-    """The values of an expression for a tuple of arguments, once for each seed."""
+    """Evaluate an expression for a tuple of arguments once for each seed."""
     made: list[Inputs] = []
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -219,10 +220,10 @@ def check_eager(
     *,
     rtol: float = 0.0,
 ) -> None:
-    """Make sure that two functions do the same on inputs, and on those bent adversarially.
+    """Check that two functions are equivalent on inputs and on adversarial variants of them.
 
     Raises:
-        DifferenceError: they do not; the message names the input and the first difference.
+        DifferenceError: they differ; the message names the input and the first difference.
     """
     cases = [(f"seed {seed}", args) for seed, args in enumerate(inputs)]
     cases += [(f"{name}, seed 0", args) for name, args in adversarial(inputs[0])]
@@ -239,11 +240,11 @@ def check_ported(
     *,
     rtol: float = 1e-5,
 ) -> None:
-    """Make sure that a ported function gives what eager PyTorch does, from one trace.
+    """Check that a ported function returns what eager PyTorch returns, from one trace.
 
     Args:
-        reference: Called eagerly.
-        function: Ported with the first inputs, then called with all of them.
+        reference: The function to call eagerly.
+        function: The function to port with the first inputs and to call with all of them.
         inputs: Arguments of the same shapes and dtypes.
         rtol: Largest error relative to the largest expected magnitude.
 
@@ -262,7 +263,7 @@ def check_ported(
     for seed, args in enumerate(inputs):
         expected = observe(reference, args)
         got = observe(lambda *args: tpuport.to_torch(ported(*args)), args)
-        # What a program prints or warns is not part of what it computes.
+        # A program prints and warns when it is traced, not when it runs.
         got = replace(got, printed=expected.printed, warned=expected.warned)
         found = compare(expected, got, rtol=rtol)
         if found is not None:
@@ -272,22 +273,22 @@ def check_ported(
 
 
 def plain_jit(function: Callable[..., Any], args: Inputs) -> Any:
-    """The result of a function or module under `jax.jit` and torchax alone, as torch tensors.
+    """Run a function or module under `jax.jit` and torchax alone; return CPU tensors.
 
     Raises:
-        Exception: whatever jax or torchax say about it.
+        Exception: any exception of jax or torchax.
     """
     return PlainProgram(function)(*args)
 
 
 class PlainProgram:
-    """A function or module as one `jax.jit` through torchax alone, to be called again and again.
+    """A function or module as one `jax.jit` through torchax alone, for repeated calls.
 
     Parameters and buffers of a module become arguments of the program, as torchax's documentation
-    shows it; what a call leaves in the module's attributes stays there.
+    shows. Values that a call stores in the module's attributes stay there.
 
     Args:
-        function: A function of tensors, or a module, of which a copy is taken.
+        function: A function of tensors, or a module, which is copied.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -306,21 +307,21 @@ class PlainProgram:
         self._jitted = interop.jax_jit(self.pure)
 
     def pure(self, state: dict[str, torch.Tensor], args: Inputs) -> Any:
-        """The result for a module's tensors and arguments, all of them on the JAX device."""
+        """Compute the result from a module's tensors and arguments, all on the JAX device."""
         if isinstance(self._call, partial):
             return self._call(state, args)
         return self._call(*args)
 
     def __call__(self, *args: Any) -> Any:
-        """The result for tensors on the CPU, moved there, too."""
+        """Run the program on CPU tensors and return the result as CPU tensors."""
         with self._environment, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchax hands out arrays that cannot be written
+            warnings.simplefilter("ignore")  # torch warns that torchax's arrays are read-only
             result = self._jitted(self._state, moved(args))
             return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
 
 
 def moved(args: Inputs) -> Inputs:
-    """Arguments with their tensors on the JAX device of the torchax environment in use."""
+    """Move the tensors among arguments to the JAX device of the active torchax environment."""
     return tuple(arg.to("jax") if isinstance(arg, torch.Tensor) else arg for arg in args)
 
 
@@ -331,19 +332,19 @@ def check_plain(
     *,
     rtol: float = 1e-5,
 ) -> None:
-    """Make sure that a function gives under torchax alone what eager PyTorch does.
+    """Check that a function returns under torchax alone what eager PyTorch returns.
 
-    Numbers count as tensors, and a dtype of 64 bits as that of 32: torchax knows no others.
+    Numbers count as tensors, and 64-bit dtypes as 32-bit ones, because torchax has no others.
 
     Args:
-        reference: Called eagerly.
-        function: Called under `jax.jit`.
+        reference: The function to call eagerly.
+        function: The function to call under `jax.jit`.
         inputs: Arguments of each call.
         rtol: Largest error relative to the largest expected magnitude.
 
     Raises:
         DifferenceError: a result differs.
-        Exception: whatever jax or torchax say about the function.
+        Exception: any exception of jax or torchax.
     """
     for seed, args in enumerate(inputs):
         expected = observe(reference, args)

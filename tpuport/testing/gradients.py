@@ -1,4 +1,4 @@
-"""Whether two functions give the same gradients, and results that share as much memory."""
+"""Equivalence of two functions in gradients and in the storage that results share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +14,15 @@ Aspects = dict[str, Any]
 def gradient_difference(
     before: Callable[..., Any], after: Callable[..., Any], args: Inputs, *, rtol: float = 0.0
 ) -> str | None:
-    """How two functions differ in what values do not show, or None.
+    """Describe how two functions differ in gradients and aliasing; return None if they agree.
 
-    That is: which results need a gradient, which are an argument or share its memory or that of
-    another result, and what gradient the arguments get from the sum of all results. Where both
-    raise, `equivalence.compare` says whether they raise the same.
+    Compared are: the results that require a gradient, the results that are an argument or share
+    storage with one or with another result, and the gradients of the arguments from the sum of all
+    results. If both raise, the exceptions are left to `equivalence.compare`.
 
     Args:
-        before: A function.
-        after: What should do the same.
+        before: The original function.
+        after: The function that should be equivalent.
         args: Arguments; those of floating point get a gradient.
         rtol: Largest error of a gradient relative to its largest magnitude.
     """
@@ -38,11 +38,11 @@ def gradient_difference(
 
 def _aspects(function: Callable[..., Any], args: Inputs) -> Aspects | None:
     leaves = tuple(_leaf(arg) for arg in args)
-    # What is written in place has to be no leaf.
+    # Autograd refuses to write to a leaf in place, so the function gets copies that are not leaves.
     given = tuple(x * 1 if _has_gradient(x) else x for x in leaves)
     try:
         return _observed(tree_leaves(function(*given)), given, leaves)
-    except Exception:  # any exception is the same here: what it is, is compared elsewhere
+    except Exception:  # which exception it is, `equivalence.compare` checks
         return None
 
 
@@ -59,7 +59,7 @@ def _observed(results: list[Any], given: Inputs, leaves: Inputs) -> Aspects:
 
 
 def _gradients(total: Any, leaves: Inputs) -> Any:
-    """The gradients of leaves; the name of the exception where there are none."""
+    """Return the gradients of leaves, or the name of the exception of the backward pass."""
     try:
         if isinstance(total, torch.Tensor):
             total.backward()  # pyright: ignore[reportUnknownMemberType]

@@ -1,7 +1,8 @@
-"""What plain torchax does to code that it runs without an error: the harm an example declares.
+"""Harms that plain torchax does without an error, one of which an example of a rule declares.
 
-Each function takes the example's `forward` and a list of arguments for each seed, and says what it
-saw: None if the harm is there, else the reason why the example no longer shows it.
+Each function takes the example's `forward` and a list of arguments for each seed. It returns None
+if it sees the harm, else the reason why the example no longer shows it. The pages of the rules
+quote the first paragraph of its docstring after "Check for".
 """
 
 import copy
@@ -25,7 +26,7 @@ Harm = Callable[[Callable[..., Any], Sequence[Inputs]], str | None]
 
 
 def differs(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A silently wrong result: not what eager PyTorch gives for some of the inputs."""
+    """Check for a silently wrong result: it differs from eager PyTorch's for some inputs."""
     for args in inputs:
         expected = observe(function, args)
         got = observe(lambda *args: plain_jit(function, args), args)
@@ -37,7 +38,7 @@ def differs(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 
 def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Random numbers that are drawn once, when the program is traced, and then stay."""
+    """Check for random numbers that are drawn once, when the program is traced, and then stay."""
     import jax
     import torchax
     from torchax import interop
@@ -55,7 +56,7 @@ def repeats(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 
 def freezes(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Numbers that eager PyTorch draws anew, and a program does not, though it has its own key."""
+    """Check for numbers that eager PyTorch draws anew, and a program with its own key does not."""
     args, program = inputs[0], PlainProgram(function)
     if difference(function(*args), function(*args)) is None:
         return "eager PyTorch gives the same in two calls"
@@ -64,7 +65,7 @@ def freezes(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 
 def forgets(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """State that a call leaves behind in eager PyTorch, and that the program does not advance."""
+    """Check for state that each call advances in eager PyTorch, and the program does not."""
     eager, program = copy.deepcopy(function), PlainProgram(function)
     for number, args in enumerate([inputs[0], *inputs]):
         if difference(eager(*args), program(*args), rtol=1e-4) is not None:
@@ -73,7 +74,7 @@ def forgets(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 
 def leaks(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A tracer left in an attribute: the next trace, for another batch size, stumbles over it."""
+    """Check for a tracer left in an attribute, on which the trace for another batch size fails."""
     import jax
 
     program = PlainProgram(function)
@@ -87,7 +88,7 @@ def leaks(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
 
 
 def second_trace_differs(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Traces that leave something behind: the program for a second batch size is wrong."""
+    """Check for state left by a trace that makes the program for a second batch size wrong."""
     eager, program = copy.deepcopy(function), PlainProgram(function)
     smaller = tuple(arg[:-1] if isinstance(arg, torch.Tensor) else arg for arg in inputs[0])
     for number, args in enumerate([inputs[0], smaller]):
@@ -97,7 +98,7 @@ def second_trace_differs(function: Callable[..., Any], inputs: Sequence[Inputs])
 
 
 def gradient_flows(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A gradient that eager PyTorch stops and `jax.grad` does not."""
+    """Check for a gradient that eager PyTorch stops and `jax.grad` does not."""
     import jax
     import torchax
     from torchax import interop
@@ -123,7 +124,7 @@ def _leaf(value: Any) -> Any:
 
 
 def keeps_activations(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A checkpoint that leaves no trace in the program: nothing is computed again."""
+    """Check for a checkpoint that is missing in the program: nothing is computed again."""
     import jax
     import torchax
     from torchax import interop
@@ -139,7 +140,7 @@ def keeps_activations(function: Callable[..., Any], inputs: Sequence[Inputs]) ->
 
 
 def retraces(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A model that is traced for each of its calls, once it is ported.
+    """Check for a model that is traced for each of its calls, once it is ported.
 
     The example's function is a method of an object whose `model` it calls.
     """
@@ -156,12 +157,13 @@ def retraces(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         function(*args)
-    # The port calls the model eagerly and under the tracer, for each program that it makes.
+    # A port calls the model eagerly and under the tracer for each program, so a count at least as
+    # high as that of the calls means that no program was reused.
     return None if counter.count >= calls.count > 1 else "one program serves several calls"
 
 
 def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Frozen parameters that an optimizer holds, and that `jax.grad` gives a gradient for.
+    """Check for frozen parameters that an optimizer holds, and that get a gradient in `jax.grad`.
 
     The example's function returns the model and the optimizer.
     """
@@ -191,7 +193,7 @@ def trains_frozen(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str
 
 
 def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Text about a tensor that shows no value: it was made when the program was traced."""
+    """Check for text about a tensor without its value: it was made when the program was traced."""
     expected = observe(function, inputs[0])
     got = observe(lambda *args: plain_jit(function, args), inputs[0])
     if got.error is not None:
@@ -200,7 +202,7 @@ def prints(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None
 
 
 def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A program that is longer when a dimension of its first input is twice as long."""
+    """Check for a program that is longer when a dimension of its first input is twice as long."""
     args = inputs[0]
     first, *others = args
     short = program_length(function, args)
@@ -212,7 +214,7 @@ def unrolls(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | Non
 
 
 def program_length(function: Callable[..., Any], args: Inputs) -> int:
-    """The number of operations of a function's program under plain torchax."""
+    """Count the equations of a function's jaxpr under plain torchax."""
     import jax
     import torchax
     from torchax import interop
@@ -225,7 +227,7 @@ def program_length(function: Callable[..., Any], args: Inputs) -> int:
 
 
 def needs_cuda(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Code that eager PyTorch cannot run without CUDA, so that nothing can be compared with it."""
+    """Check for code that eager PyTorch cannot run without CUDA, so there is no reference."""
     error = observe(function, inputs[0]).error
     if error is None or "CUDA" not in error[1]:
         return f"eager PyTorch without CUDA says {error}"
@@ -233,9 +235,9 @@ def needs_cuda(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | 
 
 
 def ignores_autocast(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A region of mixed precision that computes in the float32 of its operands."""
+    """Check for a region of mixed precision that computes in the float32 of its operands."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that it turns the region off
+        warnings.simplefilter("ignore")  # PyTorch warns that it turns the region off
         result = plain_jit(function, inputs[0])
     if result.dtype is not torch.float32:
         return f"the region computes in {result.dtype}"
@@ -243,7 +245,7 @@ def ignores_autocast(function: Callable[..., Any], inputs: Sequence[Inputs]) -> 
 
 
 def computes_in_half(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """A program that computes in float16, which no TPU multiplies."""
+    """Check for a program that computes in float16, which no TPU multiplies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = plain_jit(function, inputs[0])
@@ -251,10 +253,10 @@ def computes_in_half(function: Callable[..., Any], inputs: Sequence[Inputs]) -> 
 
 
 def fails_beside_torchax(function: Callable[..., Any], inputs: Sequence[Inputs]) -> str | None:
-    """Code that eager PyTorch cannot run any more once torchax alone is imported.
+    """Check for code that eager PyTorch cannot run any more once torchax alone is imported.
 
-    torchax announces an accelerator that PyTorch is not linked with; `tpuport` takes that back. In
-    a module with a function `load` that is what runs: loading data is no part of the step.
+    torchax registers an accelerator that PyTorch is not linked with; `tpuport` undoes that. If the
+    module has a function `load`, that one is run, because loading data is not part of the step.
     """
     import torchax.device_module as announced
 
@@ -267,7 +269,7 @@ def fails_beside_torchax(function: Callable[..., Any], inputs: Sequence[Inputs])
     finally:
         announced.is_available = before
     if error is None or not ("jax devices" in error[1] or "PrivateUse1" in error[1]):
-        return f"eager PyTorch beside torchax says {error}"
+        return f"eager PyTorch with torchax imported says {error}"
     return None
 
 

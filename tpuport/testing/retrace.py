@@ -1,4 +1,4 @@
-"""Counts how often a function is traced, and names the argument that made it happen again."""
+"""Counter of a function's traces, which names the argument that caused a retrace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -8,17 +8,17 @@ Signature = dict[str, str]
 
 
 class RetraceError(AssertionError):
-    """A function that was traced more often than it should be."""
+    """Raised when a function was traced more often than expected."""
 
 
 class TraceCounter:
-    """Counts the calls of a function; under `jax.jit` or `tpuport.convert` those are its traces.
+    """Counter of calls of a function; under `jax.jit` or `tpuport.convert` those are its traces.
 
     Args:
-        function: The function to call. Hand the counter, or `counted`, to what traces it.
+        function: The function to call. Pass the counter, or `counted`, to the tracing code.
 
     Attributes:
-        signatures: What each call was given, by path such as `args[0]` or `kwargs['mask'].x`.
+        signatures: The arguments of each call by path, such as `args[0]` or `kwargs['mask'].x`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -26,13 +26,13 @@ class TraceCounter:
         self.signatures: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, and note what with."""
+        """Record the arguments, and call the function."""
         self.signatures.append(signature(args, kwargs))
         return self.function(*args, **kwargs)
 
     @property
     def counted(self) -> Callable[..., Any]:
-        """The counter as a plain function, for callers that insist on one."""
+        """Return the counter as a plain function, for callers that require one."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -41,14 +41,14 @@ class TraceCounter:
 
     @property
     def count(self) -> int:
-        """How often the function was called."""
+        """Return the number of calls."""
         return len(self.signatures)
 
     def check(self, at_most: int = 1) -> None:
-        """Make sure that the function was not called more often than expected.
+        """Check that the function was not called more often than expected.
 
         Raises:
-            RetraceError: it was; the message says what differed between the last two calls.
+            RetraceError: it was; the message names the differences between the last two calls.
         """
         if self.count <= at_most:
             return
@@ -60,13 +60,13 @@ class TraceCounter:
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """What tracing depends on: dtype and shape of tensors and arrays, other values as they are."""
+    """Describe arguments as tracing sees them: dtype and shape of arrays, other values by repr."""
     leaves = [*_leaves("args", list(args)), *_leaves("kwargs", dict(kwargs))]
     return {path: _describe(value) for path, value in leaves}
 
 
 def differences(before: Signature, after: Signature) -> list[str]:
-    """What changed between two calls, one sentence for each path."""
+    """Describe the changes between two calls, one clause for each path."""
     changed: list[str] = []
     for path in {**before, **after}:
         old, new = before.get(path, "absent"), after.get(path, "absent")

@@ -1,4 +1,4 @@
-"""One file a cause: which exceptions it stands for, why they come, and what to do about them.
+"""Causes of exceptions, one per file: how to recognize them, why they occur, and what to do.
 
 Adding a cause means adding a file; the folder is walked. Files with a leading underscore hold none.
 """

@@ -1,4 +1,4 @@
-"""What a file of this folder declares, and what it is shown of an exception."""
+"""The base class of causes, and the records that they take and return."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from tpuport.diagnosis.frames import Place
 class Raised:
     """An exception as causes see it.
 
-    By names and text only: neither torch nor jax is imported to look at one.
+    It holds names and text only, so that neither torch nor jax is imported to examine one.
 
     Attributes:
         names: Its class and the bases of that, each as `jax.errors.JaxRuntimeError`.
@@ -25,28 +25,28 @@ class Raised:
     ported: bool = False
 
     def is_a(self, *wanted: str) -> bool:
-        """Whether it is of a class, each given by package and name: `jax.UnexpectedTracerError`.
+        """Return whether it is of a class, given by package and name: `jax.UnexpectedTracerError`.
 
-        What is between the two has changed from release to release.
+        The modules between the two have changed from release to release.
         """
         return any(
             f"{name.partition('.')[0]}.{name.rpartition('.')[2]}" in wanted for name in self.names
         )
 
     def says(self, *parts: str) -> bool:
-        """Whether its text has one of these in it."""
+        """Return whether its text contains one of these."""
         return any(part in self.message for part in parts)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a cause says about an exception.
+    """A cause's explanation of an exception.
 
     Attributes:
         problem: What happened, in one sentence without a full stop.
         remedies: What to do, the best first, each in the imperative.
         value: The value that it is about: dtype, shape, where it comes from.
-        details: What else the exception's text holds, a line each.
+        details: Further facts from the exception's text, one per line.
     """
 
     problem: str
@@ -57,12 +57,12 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A real exception, and what the cause says about it.
+    """A real exception, and the explanation that the cause must give.
 
     Attributes:
         name: Its class, such as `jax.errors.JaxRuntimeError`.
-        message: Its text, shortened where it says nothing more.
-        where: How it came about, or where it was reported.
+        message: Its text, without uninformative parts.
+        where: The code that raises it, or where it was reported.
         shows: The explanation's problem, to the letter.
     """
 
@@ -73,17 +73,17 @@ class Recorded:
 
 
 class Cause:
-    """Why an exception is raised.
+    """Base class of causes of exceptions.
 
-    The docstring is the page in the documentation: a line of what happens, then why, for people
-    who know PyTorch and not JAX. `RULES` are the rules of `tpuport lint` that find such lines, the
-    most common first; one of them is named in the diagnosis if it finds the user's line.
-    `RECORDED` are exceptions that the cause stands for.
+    The docstring of a subclass is its section in the documentation: one line on what happens, then
+    the reason, for people who know PyTorch and not JAX. `RULES` are the rules of `tpuport lint`
+    that find such lines, the most common first; the diagnosis names one if it finds the user's
+    line. `RECORDED` are real exceptions with this cause.
     """
 
     RULES: ClassVar[tuple[str, ...]] = ()
     RECORDED: ClassVar[tuple[Recorded, ...]] = ()
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """What to say about an exception; None if it has another cause."""
+        """Explain an exception; return None if it has another cause."""
         raise NotImplementedError

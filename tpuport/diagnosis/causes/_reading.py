@@ -1,4 +1,4 @@
-"""What several causes read out of the text of an exception."""
+"""Readers of exception texts that several causes share."""
 
 import re
 
@@ -10,13 +10,13 @@ _ARGUMENTS = re.compile(r"depends on the values? of the arguments? (.+?)\.\s*$",
 
 
 def array_type(message: str) -> str | None:
-    """The first array type in a text, such as `float32[4,3]`."""
+    """Return the first array type in a text, such as `float32[4,3]`."""
     found = _TYPE.search(message)
     return found.group() if found else None
 
 
 def traced_value(message: str) -> str | None:
-    """The traced value that a text of jax is about: its type, and the argument it comes from."""
+    """Describe the traced value in a text of jax: its type and the argument it depends on."""
     parts = [array_type(message) or ""]
     arguments, function = _ARGUMENTS.search(message), _TRACED.search(message)
     if arguments:
@@ -28,11 +28,11 @@ def traced_value(message: str) -> str | None:
 
 
 def port_it(raised: Raised, plain: str) -> str:
-    """Advice for code under a `jax.jit` of the user's, which is another in a ported model."""
+    """Return `plain` as advice for a user's own `jax.jit`, or other advice for a ported model."""
     if raised.ported:
         return (
             "put this line into the model's own PyTorch code, which tpuport rewrites; in functions"
-            " of jax it is left as it is"
+            " of jax it rewrites nothing"
         )
     return plain
 

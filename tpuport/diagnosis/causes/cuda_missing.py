@@ -50,7 +50,7 @@ class CudaMissing(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """By the texts of torch, the driver and the loader of libraries."""
+        """Explain errors of torch, the driver and the dynamic loader, recognized by their text."""
         if not raised.says(*_TEXTS):
             return None
         return Explanation(

@@ -38,7 +38,7 @@ class DataDependentSize(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Which mask, or which function."""
+        """Explain the error, naming the mask or the function with that size."""
         if raised.is_a("jax.NonConcreteBooleanIndexError"):
             mask = array_type(raised.message)
             return Explanation(

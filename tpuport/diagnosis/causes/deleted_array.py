@@ -4,7 +4,7 @@ import re
 
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised, Recorded
 
-_PROBLEM = "an array is used whose memory was given away"
+_PROBLEM = "an array is used after its memory was donated or freed"
 _SHAPE = re.compile(r"shape=(\w+\[[\d,]*\])")
 
 
@@ -26,14 +26,14 @@ class DeletedArray(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The array."""
+        """Explain the error, naming the shape of the array."""
         if not raised.says("Array has been deleted", "buffer has been deleted or donated"):
             return None
         shape = _SHAPE.search(raised.message)
         return Explanation(
             _PROBLEM,
             (
-                "go on with the results of the call that took it (params = step(params, batch)),"
+                "continue with the results of the call that took it (params = step(params, batch)),"
                 " and put them back into the port: ported.params = params",
                 "or leave the argument out of donate_argnums",
             ),

@@ -1,20 +1,21 @@
-"""Arrays of one computation lie on different devices."""
+"""Arrays of one computation are on different devices."""
 
 import re
 
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised, Recorded
 
-_PROBLEM = "the arguments of one computation lie on different devices"
+_PROBLEM = "the arguments of one computation are on different devices"
 _ARGUMENT = re.compile(
     r"argument (\S+) of (.+?) with shape (\S+) and with device ids (\[[\d, ]*\]) on platform (\w+)"
 )
 
 
 class DeviceMismatch(Cause):
-    """The arguments of one computation lie on different devices.
+    """The arguments of one computation are on different devices.
 
-    jax moves only arrays that nobody put anywhere. One that was placed (`jax.device_put`, a
-    `NamedSharding`, the result of a sharded step) stays, so batch and parameters need one mesh.
+    jax moves only uncommitted arrays, which nobody has placed. A committed one (by
+    `jax.device_put`, a `NamedSharding`, or as the result of a sharded step) stays, so batch and
+    parameters need one mesh.
     """
 
     RECORDED = (
@@ -29,7 +30,7 @@ class DeviceMismatch(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Which argument is where."""
+        """Explain the error, listing the device of each argument."""
         if not raised.says("incompatible devices"):
             return None
         found = _ARGUMENT.findall(raised.message)
@@ -38,8 +39,8 @@ class DeviceMismatch(Cause):
             (
                 "put them onto one mesh: jax.device_put(x, NamedSharding(mesh, P())) for what every"
                 " chip needs, P('data') for the batch",
-                "or leave the small ones where they are made: an array that nobody placed goes"
-                " where the others are",
+                "or do not place the small ones: jax moves an uncommitted array to where the"
+                " others are",
             ),
             None,
             tuple(

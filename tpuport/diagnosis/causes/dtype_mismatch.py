@@ -68,7 +68,7 @@ class DtypeMismatch(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The two dtypes."""
+        """Explain the error, naming the two dtypes."""
         pair = self._pair(raised.message)
         if pair is None:
             return None
@@ -95,7 +95,7 @@ class DtypeMismatch(Cause):
 
 
 def _plain(name: str) -> str:
-    """The name of a dtype as Python code has it."""
+    """Return the name of a dtype as Python code has it."""
     name = name.removeprefix("torch.")
     known = _NAMES.get(name)
     if known:

@@ -25,7 +25,7 @@ class ForeignTensor(Cause):
             " 'torch.return_types.linalg_qr'> at output component [0], which is not a valid JAX"
             " type",
             "`return torch.linalg.qr(x)` under plain torchax and `jax.jit`",
-            "the program returns the named tuple of torch.linalg_qr, which jax cannot take apart",
+            "the program returns the named tuple of torch.linalg_qr, which jax cannot flatten",
         ),
         Recorded(
             "builtins.TypeError",
@@ -36,11 +36,11 @@ class ForeignTensor(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Which of the two, and the argument."""
+        """Explain the error, saying which library got the other's array, and in which argument."""
         if raised.says("not a valid JAX type") and raised.says("torch.return_types."):
             made = raised.message.partition("torch.return_types.")[2].partition("'")[0]
             return Explanation(
-                f"the program returns the named tuple of torch.{made}, which jax cannot take apart",
+                f"the program returns the named tuple of torch.{made}, which jax cannot flatten",
                 ("return a plain tuple: tuple(result); tpuport.convert does so by itself",),
             )
         if raised.says("of type <class 'torch.", "of type <class 'torchax.") and raised.says(

@@ -34,7 +34,7 @@ class HostCopy(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The value, and which way it was to go."""
+        """Explain the error, naming the value, and the direction of the copy."""
         if raised.is_a("jax.TracerArrayConversionError"):
             return Explanation(
                 "a traced tensor is copied to NumPy, and it has no memory while the program is"

@@ -44,7 +44,7 @@ class LeakedTracer(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """What leaked, and where it was made."""
+        """Explain the error, naming the value that leaked, and the line that made it."""
         if not raised.is_a("jax.UnexpectedTracerError"):
             return None
         value = array_type(raised.message)

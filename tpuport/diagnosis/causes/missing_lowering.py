@@ -33,7 +33,7 @@ class MissingLowering(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The operator."""
+        """Explain the error, naming the operator."""
         found = _NAME.search(raised.message)
         if found is None and not raised.is_a("torchax.OperatorNotFound"):
             if not raised.says("FlexAttention is only supported on"):

@@ -46,7 +46,7 @@ class MixedTensors(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The two kinds."""
+        """Explain a plain tensor among torchax's, or the device "jax" outside its environment."""
         if raised.says(*_LINKED):
             return Explanation(
                 'torch was asked for the device "jax", which only torchax\'s environment knows',

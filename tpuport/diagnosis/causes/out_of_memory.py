@@ -40,8 +40,8 @@ class OutOfMemory(Cause):
     """The memory of the chip, or of the host, is too small.
 
     The TPU compiler plans all memory of a program ahead, so a program that is too large fails when
-    it is compiled, with a list of its largest buffers. An array that does not fit beside what is
-    there already fails when it is made.
+    it is compiled, with a list of its largest buffers. An array that does not fit into the
+    remaining memory fails when it is made.
     """
 
     RULES = ("TPU610", "TPU516")
@@ -62,7 +62,7 @@ class OutOfMemory(Cause):
             'pallas_call"\n     Shape: u8[134217728]{0}\n     Unpadded size: 128.00M\n     Tag:'
             " input window allocation for operator input 0.\n     Allocation type: scoped\n"
             "     ==========================\n",
-            "a Pallas kernel over a whole array of 128 MiB, compiled for TPU v5e",
+            "a Pallas kernel over an array of 128 MiB in one block, compiled for TPU v5e",
             "the program needs 256.0 MiB of vmem and 128.0 MiB are there",
         ),
         Recorded(
@@ -101,7 +101,7 @@ class OutOfMemory(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """How much was wanted, how much there is, and the largest buffers."""
+        """Explain the error, with the memory needed and available and the largest buffers."""
         message = raised.message
         if not raised.says("RESOURCE_EXHAUSTED", "DefaultCPUAllocator: can't allocate memory"):
             return None
@@ -133,7 +133,7 @@ class OutOfMemory(Cause):
 
 
 def _size(number: str, unit: str) -> str:
-    """A size as the compiler writes it, with the unit written out."""
+    """Format a size of the compiler's message with its unit as MiB, GiB and so on."""
     digits = number if unit in "GT" else f"{float(number):.1f}"
     return f"{digits} {unit}iB" if unit != "B" else f"{number} B"
 
@@ -148,7 +148,7 @@ def _bytes(count: int) -> str:
 
 
 def _buffers(message: str) -> list[str]:
-    """The largest buffers of the compiler's list, a line each."""
+    """Describe the largest buffers of the compiler's list, one per line."""
     lines = []
     for number, unit, body in _BUFFER.findall(message)[:_SHOWN]:
         facts = dict(_FACT.findall(body))

@@ -6,10 +6,10 @@ _PROBLEM = "a tensor of torchax is used outside of torchax's environment"
 
 
 class OutsideEnvironment(Cause):
-    """A torchax tensor is used where torchax is not in force.
+    """A torchax tensor is used where torchax's environment is not active.
 
     torchax answers torch functions inside `with torchax.default_env():` only, or after
-    `torchax.enable_globally()`. Its tensors live on after the block.
+    `torchax.enable_globally()`. Its tensors outlive the block.
     """
 
     RECORDED = (
@@ -23,7 +23,7 @@ class OutsideEnvironment(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """By torchax's own words."""
+        """Explain torchax's own assertion, recognized by its text."""
         if not raised.says("within the torchax environment"):
             return None
         return Explanation(

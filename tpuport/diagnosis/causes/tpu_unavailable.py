@@ -36,7 +36,7 @@ class TpuUnavailable(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """Who holds it, or what is missing."""
+        """Explain the error, naming the process that holds the TPU, or the missing package."""
         if raised.says(*_HELD):
             found = _PROCESS.search(raised.message)
             holder = f", {found.group(1)}" if found else ""
@@ -60,5 +60,5 @@ class TpuUnavailable(Cause):
             )
         return Explanation(
             f"jax was told to use {name} and cannot",
-            ("see what is there with `tpuport doctor`, or let jax choose: unset JAX_PLATFORMS",),
+            ("list the devices with `tpuport doctor`, or let jax choose: unset JAX_PLATFORMS",),
         )

@@ -50,7 +50,7 @@ class TracedValue(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The value asked for, and the argument that it depends on."""
+        """Explain the error, naming the value needed and the argument that it depends on."""
         if raised.is_a(*_CLASSES) and not raised.says("must be statically specified"):
             return Explanation(
                 "Python needs the value of a traced tensor, which has none while the program is"

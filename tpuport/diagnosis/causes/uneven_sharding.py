@@ -30,7 +30,7 @@ class UnevenSharding(Cause):
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
-        """The dimension and the number of parts."""
+        """Explain the error, naming the dimension and the number of parts."""
         found = _FACTS.search(raised.message)
         if found is None:
             return None
@@ -41,6 +41,6 @@ class UnevenSharding(Cause):
             (
                 f"pad it to {larger} (a batch: drop_last=True in the loader, or fill it up and mask"
                 " the loss)",
-                "or leave that dimension whole: None in its place of the PartitionSpec",
+                "or leave that dimension unsharded: None in its place of the PartitionSpec",
             ),
         )

@@ -1,4 +1,4 @@
-"""The forms in which a run's outcome is written, each by one function from outcome to text."""
+"""Output formats of a run's outcome, each written by one function from outcome to text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tpuport.lint.records import Outcome
 
 @dataclass(frozen=True)
 class Style:
-    """How a form for people is written.
+    """Style of the formats for people.
 
     Attributes:
         color: Whether to use the colours of a terminal.
@@ -22,7 +22,7 @@ class Style:
 
 Writer = Callable[[Outcome, Style], str]
 
-# Name of a form -> its module here, which is loaded when it is asked for, and function.
+# Name of a format -> its module in this package, loaded on demand, and its function.
 FORMATS: Mapping[str, tuple[str, str]] = {
     "full": ("text", "full"),
     "concise": ("text", "concise"),
@@ -35,7 +35,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
 
 
 def write(outcome: Outcome, form: str, style: Style) -> str:
-    """An outcome in one of `FORMATS`, ending in a line break unless there is nothing to say."""
+    """Write an outcome in one of `FORMATS`, ending in a line break unless it is empty."""
     module, function = FORMATS[form]
     writer: Writer = getattr(import_module(f"{__name__}.{module}"), function)
     return writer(outcome, style)

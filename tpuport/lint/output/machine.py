@@ -1,4 +1,4 @@
-"""A run's outcome for programs: JSON, and the annotations of GitHub's workflows."""
+"""A run's outcome for programs: JSON and the annotations of GitHub's workflows."""
 
 import json
 from dataclasses import asdict
@@ -20,7 +20,7 @@ _LEVELS = {
 
 
 def to_json(outcome: Outcome, style: Style) -> str:
-    """One object with findings, problems and the summary. Lines and columns count from 1."""
+    """Write a JSON object with findings, problems and summary; lines and columns from 1."""
     del style
     summary = summarise(outcome)
     content = {
@@ -57,7 +57,7 @@ def _problem(problem: Problem) -> dict[str, str]:
 
 
 def to_github(outcome: Outcome, style: Style) -> str:
-    """A workflow command for each finding, which GitHub shows beside the line."""
+    """Write a workflow command for each finding, which GitHub shows next to the line."""
     del style
     lines = [_annotation(finding) for finding in outcome.shown]
     for problem in outcome.problems:
@@ -85,6 +85,6 @@ def _annotation(finding: Reported) -> str:
 
 
 def _escaped(value: object, *, inside: bool = False) -> str:
-    """Text as the toolkit of GitHub's actions escapes it; `inside` for a value before the `::`."""
+    """Escape text as GitHub's actions toolkit does; `inside` for a value before the `::`."""
     text = str(value).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if inside else text

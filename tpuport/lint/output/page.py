@@ -1,4 +1,4 @@
-"""A run's outcome as one HTML page: no script, nothing loaded, light and dark by preference."""
+"""A run's outcome as one HTML page, without scripts or external files, in light and dark."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _OPEN_FILES = 3
 
 
 def to_html(outcome: Outcome, style: Style) -> str:
-    """The page. Names and source lines are shown as text, whatever they contain."""
+    """Write the page. Names and source lines are escaped, so that they are shown as text."""
     del style
     summary = summarise(outcome)
     sections = list(_sections(outcome, summary))
@@ -68,7 +68,7 @@ def _sections(outcome: Outcome, summary: PortingSummary) -> Iterator[tuple[str, 
 
 
 def _functions(outcome: Outcome, summary: PortingSummary) -> Markup:
-    """A square for each function, in the colour of the worst that is in it."""
+    """Draw a square for each function, in the colour of its worst finding."""
     worst: dict[tuple[str, int, int], Severity] = {}
     for finding in outcome.counted:
         key = (finding.file, finding.cell, finding.function)
@@ -113,7 +113,7 @@ def _order(outcome: Outcome, summary: PortingSummary) -> Markup:
 
 
 def _lane(findings: Sequence[Reported], most: int) -> Markup:
-    """One bar cut by severity, and each piece by whether it can be fixed."""
+    """Draw a bar divided by severity, and each part by whether its findings can be fixed."""
     counts = Counter((f.severity, f.safety in ("exact", "close")) for f in findings)
     pieces = [
         tag(

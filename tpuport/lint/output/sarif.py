@@ -1,4 +1,4 @@
-"""A run's outcome as SARIF 2.1.0, which code hosts and editors read.
+"""A run's outcome as SARIF 2.1.0, the format that code hosts and editors read.
 
 https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
 """
@@ -28,7 +28,7 @@ _LEVELS = {
 
 
 def to_sarif(outcome: Outcome, style: Style) -> str:
-    """One run with the rules that found something, the findings, and what was not linted."""
+    """Write one SARIF run: the rules with findings, the findings, and files not linted."""
     del style
     entries = [entry for entry in catalogue() if any(f.code == entry.code for f in outcome.shown)]
     places = {entry.code: place for place, entry in enumerate(entries)}

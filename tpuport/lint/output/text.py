@@ -1,4 +1,4 @@
-"""A run's outcome for a terminal: findings with their source, one a line, or counted."""
+"""A run's outcome for a terminal: findings with source, one per line, or counted by rule."""
 
 import unicodedata
 from collections import Counter
@@ -17,25 +17,25 @@ _PIECES = " ▏▎▍▌▋▊▉█"
 
 
 class Paint:
-    """Puts the colours of a terminal around text, or does not."""
+    """Terminal colours, or plain text if they are off."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
 
     def __call__(self, text: str, *codes: str) -> str:
-        """Text in the colour with these codes."""
+        """Wrap text in the escape sequence of these colour codes."""
         return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if self.on and text else text
 
 
 def full(outcome: Outcome, style: Style) -> str:
-    """Each finding with the source it is about, underlined, and what can be done."""
+    """Write each finding with its source, underlined, and advice."""
     paint = Paint(style.color)
     blocks = ["\n".join(_block(finding, paint)) for finding in outcome.shown]
     return _join([*blocks, *_end(outcome, style, paint)], "\n\n")
 
 
 def concise(outcome: Outcome, style: Style) -> str:
-    """Each finding on one line."""
+    """Write each finding on one line."""
     paint = Paint(style.color)
     lines = [f"{_place(finding, paint)}: {_title(finding, paint)}" for finding in outcome.shown]
     end = _end(outcome, style, paint)
@@ -43,7 +43,7 @@ def concise(outcome: Outcome, style: Style) -> str:
 
 
 def statistics(outcome: Outcome, style: Style) -> str:
-    """How many findings each rule has, the most frequent first."""
+    """Write the number of findings of each rule, the most frequent first."""
     paint = Paint(style.color)
     counts = Counter((finding.code, finding.rule) for finding in outcome.shown)
     lines = []
@@ -99,7 +99,7 @@ def _block(finding: Reported, paint: Paint) -> Iterator[str]:
 
 
 def advice(finding: Reported) -> str:
-    """What the user can do about a finding, in one line."""
+    """Return advice about a finding, in one line."""
     why = f"`tpuport explain {finding.code}` says why"
     match finding.safety:
         case "":
@@ -113,18 +113,18 @@ def advice(finding: Reported) -> str:
 
 
 def _carets(finding: Reported, number: int, line: str) -> str:
-    """The underline of the part of a line that a finding is about."""
+    """Return the underline of the part of a line that a finding is about."""
     start = finding.column if number == finding.line else len(line) - len(line.lstrip())
     end = finding.end_column if number == finding.end_line else len(line.rstrip())
     before = _columns(visible(line[:start]))
     if start >= end:
         return ""
-    # A tab's width depends on where it stands, so both ends are measured from the line's start.
+    # A tab's width depends on its column, so both ends are measured from the line's start.
     return " " * before + "^" * max(1, _columns(visible(line[:end])) - before)
 
 
 def _columns(text: str) -> int:
-    """How many columns of a terminal text takes."""
+    """Return the number of terminal columns that text takes."""
     if text.isascii():
         return len(text)
     return sum(
@@ -212,7 +212,7 @@ def _fixes(summary: PortingSummary) -> str:
 
 
 def _percent(share: float) -> str:
-    """Rounded down, so that 100 % means all."""
+    """Format a share as a percentage, rounded down so that 100 % means all."""
     return f"{int(share * 100)} %"
 
 
