@@ -118,9 +118,7 @@ def table() -> tuple[dict[str, Any], ...]:
 
 
 def _find(chip: str, head_dim: int, dtype: str, mask: str) -> KernelTiles:
-    """Return the best entry of the table for exactly this kernel, or the default known to
-    compile.
-    """
+    """Return the best entry of the table for exactly this kernel, or the default."""
     default = _LARGE if chip in _LARGE_CHIPS and dtype == "bfloat16" else _SMALL
     key = {"chip": chip, "head_dim": head_dim, "dtype": dtype, "mask": mask}
     found = [

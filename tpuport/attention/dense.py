@@ -124,9 +124,7 @@ def tiles_of(local: Local) -> DenseTiles:
 
 
 def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
-    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks, and neutralize unseen
-    keys.
-    """
+    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks; neutralize unseen keys."""
     size, batch, num_keys = tiles_of(local).kv, k.shape[0], splash.local_keys(local, k.shape[2])
     valid: Any = local.parts.key_valid
     if valid is None and not isinstance(num_keys, jax.Array):
@@ -192,9 +190,7 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
 def _call(
     problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), padded to full
-    blocks.
-    """
+    """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), in full blocks."""
     batch, heads, num_q, head_dim = q.shape
     scores = batch * heads * num_q * keys.k.shape[2]
     return pl.pallas_call(

@@ -46,8 +46,7 @@ def attend(
     options: AttentionOptions = AttentionOptions(),  # noqa: B008 - frozen
     shards: Shards | None = None,
 ) -> jax.Array:
-    """Compute softmax(scale q k^T, where the mask allows) v, by the kernel that the options
-    name.
+    """Compute attention, softmax(scale q k^T + mask) v, by the kernel that the options name.
 
     Reverse-mode gradients reach q, k, v and the numbers that `mask.blocks` captured.
 

@@ -17,9 +17,7 @@ def cap(scores: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Reshape (B, Hq, ...) to (B, Hkv, Hq // Hkv, ...); a size of 1, shared by all heads, stays
-    1.
-    """
+    """Reshape (B, Hq, ...) to (B, Hkv, Hq // Hkv, ...); one head shared by all stays one."""
     heads = (num_kv_heads, x.shape[1] // num_kv_heads) if x.shape[1] > 1 else (1, 1)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
@@ -33,8 +31,7 @@ def scores_of(
     seen: jax.Array | None,
     further: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return scores (B, Hkv, G, q, k) of grouped queries (B, Hkv, G, q, D), and which of them
-    count.
+    """Return scores (B, Hkv, G, q, k) of grouped queries (B, Hkv, G, q, D), and which count.
 
     Args:
         q: grouped queries.

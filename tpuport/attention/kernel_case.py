@@ -140,9 +140,7 @@ def build_kernel(case: KernelCase) -> BuiltKernel:
 
 
 def _ids(case: KernelCase, tiles: KernelTiles) -> SegmentIds | None:
-    """Return the ids of one segment that the last key does not belong to; None if ids skip
-    nothing.
-    """
+    """Return the ids of one segment without the last key; None if ids would skip no block."""
     if case.mask != "segments" or case.num_keys <= FEW_BLOCKS * tiles.kv:
         return None
     q_size, kv_size = (

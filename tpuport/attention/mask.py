@@ -54,9 +54,7 @@ class Mask:
         return "full" if self.key_valid is None else "padding"
 
     def band(self) -> tuple[int | None, int | None]:
-        """Return (lowest, highest) of j - i that is seen, by `causal`, `window` and `offset`
-        together.
-        """
+        """Return (lowest, highest) of j - i that `causal`, `window` and `offset` together allow."""
         left, right = self.window or (None, None)
         low = None if left is None else self.offset - left
         limits = [self.offset + r for r in (right, 0 if self.causal else None) if r is not None]

@@ -79,9 +79,7 @@ class Parts:
     key: Any = None
 
     def with_keys(self, change: Callable[[jax.Array], jax.Array]) -> "Parts":
-        """Apply `change` to the arrays that are indexed by key, as is done to the keys
-        themselves.
-        """
+        """Apply `change` to the arrays that are indexed by key, as to the keys themselves."""
         kv = None if self.kv_segments is None else change(self.kv_segments)
         valid = None if self.key_valid is None else change(self.key_valid)
         return dataclasses.replace(self, kv_segments=kv, key_valid=valid)
@@ -123,8 +121,8 @@ def is_float(array: Any) -> bool:
 def hoist(
     blocks: Blocks, sizes: tuple[int, int], within: tuple[int, int] | None
 ) -> tuple[Further, tuple[jax.Array, ...]]:
-    """Turn a function of tiles into one that takes its captured arrays too, so gradients reach
-    them.
+    """Turn a function of tiles into one that also takes its captured arrays, for their
+    gradients.
 
     Args:
         blocks: as in `Mask`.

@@ -22,8 +22,7 @@ def forward(
     k: jax.Array,
     v: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output and logsumexp over the keys of all chips along the axes, as
-    `kernel.forward`.
+    """Return output and logsumexp over the keys of all chips; else like `kernel.forward`.
 
     Args:
         kernel: module with `forward` and `backward`.

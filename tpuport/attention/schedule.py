@@ -117,9 +117,7 @@ class InBand:
 
 @dataclass(frozen=True)
 class UpTo:
-    """The mask function where each query has a last key of its own, passed in place of its
-    position.
-    """
+    """The mask function where each query's own last key is passed in place of its position."""
 
     def __call__(self, q_last: Any, k_ids: Any) -> Any:
         """Return booleans: whether the key at `k_ids` is not after `q_last`."""
@@ -204,24 +202,18 @@ def make_pieces(
 
 
 def _widths(band: Band, seen: Any, whole: Any, most_edge: int, axis: int) -> tuple[int, int]:
-    """Return the most blocks of a row that are seen completely, and the most at an edge of the
-    band.
-    """
+    """Return the most blocks of a row that are seen completely, and the most at the band's edge."""
     edge = _width(band, seen & ~whole, axis)
     return _width(band, whole, axis), edge if band.is_known else min(edge, most_edge)
 
 
 def _width(band: Band, chosen: Any, axis: int) -> int:
-    """Return the most chosen blocks along an axis, or all of them if that is known only at run
-    time.
-    """
+    """Return the most chosen blocks along an axis, or all of them if only the run will tell."""
     return int(chosen.sum(axis).max()) if band.is_known else chosen.shape[axis]
 
 
 def _compare_ids(ids: SegmentIds, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Return which blocks (queries, keys) may share an id, and which have a single id between
-    them.
-    """
+    """Return which blocks (queries, keys) may share an id, and which have one id between them."""
     q, k = (x.reshape(-1, size) for x, size in zip(ids, sizes, strict=True))
     lowest = jnp.where(k == NOBODY, np.iinfo(np.int32).max, k).min(1)
     may_meet = (lowest <= q.max(1)[:, None]) & (k.max(1) >= q.min(1)[:, None])
@@ -266,7 +258,7 @@ def _most_edge_blocks(
 
 
 def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
-    """Return (blocks to visit, whether to) of each row, the chosen ones first, in the kernel's
+    """Return (blocks to visit, whether to) of each row, chosen ones first, in the kernel's
     layout.
 
     Places past the last chosen block repeat it, so that nothing is fetched for them.

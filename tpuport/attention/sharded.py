@@ -29,9 +29,7 @@ OUTPUT_NAME = "tpuport_attention"
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts) -> Any:
-    """Compute attention (B, Hq, Sq, Dv) of global arrays, on one chip or over the problem's
-    mesh.
-    """
+    """Compute attention (B, Hq, Sq, Dv) of global arrays, on one chip or over a mesh."""
     with jax.default_matmul_precision(problem.precision):
         return _forward(problem, q, k, v, parts)[0]
 
@@ -242,9 +240,7 @@ class Inside:
         return self._pick(x) if self.layout.picked else x
 
     def enter_kv_back(self, x: jax.Array) -> Any:
-        """Return keys or values as the kernel takes them, and the function that maps their gradient
-        back.
-        """
+        """Return keys or values as the kernel takes them, and what maps their gradient back."""
         if not self.layout.picked:
             return x, self._sum_copies
         picked, pull = jax.vjp(self._pick, x)

@@ -1,4 +1,4 @@
-"""What is compiled: a call of a ported model or a step of its training, as a function of shapes."""
+"""Steps to compile: a call of a ported model or a step of its training, as a function of shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,14 +34,14 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclass
 class Step:
-    """A function with the shapes and places of its arguments, ready to be traced.
+    """A function with the shapes and shardings of its arguments, ready to be traced.
 
     Attributes:
-        function: of `arguments`, in order.
-        arguments: by name: "params", "buffers", "key", "inputs"; of training the rest of a
-            `TrainState` too.
-        donated: the numbers of those whose memory the results take over.
-        out_shardings: where the results go; None where the partitioner decides.
+        function: function of `arguments`, in order.
+        arguments: arguments by name: "params", "buffers", "key", "inputs"; for training the rest of
+            a `TrainState` too.
+        donated: indices of the donated arguments.
+        out_shardings: shardings of the results; None where the partitioner decides.
     """
 
     function: Callable[..., Any]
@@ -52,13 +52,13 @@ class Step:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from `inputs`.
+    """Split `inputs` into positional and keyword arguments.
 
     Args:
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a pair of both.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `inputs` is none of these.
     """
     match inputs:
         case (tuple(args), dict(kwargs)):
@@ -74,11 +74,11 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
-    """A call of a method, with what it leaves in buffers.
+    """Return the step that calls a method; its results include the changed buffers.
 
     Args:
-        ported: on a mesh, with shapes for weights.
-        method: which method.
+        ported: ported model on a mesh, with shapes for weights.
+        method: name of the method.
         inputs: see `as_call`.
     """
     hoisted = Hoisted()
@@ -93,11 +93,12 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
 
 
 def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> Step:
-    """A function of jax around a ported model, such as a loop over calls of `ported.apply`.
+    """Return the step of a jax function around a ported model, such as a loop over
+    `ported.apply`.
 
     Args:
-        ported: on a mesh, with shapes for weights.
-        function: of the model, its `params`, its `buffers`, a key, and the inputs.
+        ported: ported model on a mesh, with shapes for weights.
+        function: function of the model, its `params`, its `buffers`, a key, and the inputs.
         inputs: see `as_call`.
     """
     taken, values = _placed(ported, inputs)
@@ -111,10 +112,10 @@ def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any
 
 
 def training_step(training: Training, inputs: Any) -> Step:
-    """A step of training in the memory of the old state; without an optimizer, gradients alone.
+    """Return a training step that donates the old state; without an optimizer, gradients alone.
 
     Args:
-        training: of a model on a mesh, with shapes for weights.
+        training: training of a model on a mesh, with shapes for weights.
         inputs: see `as_call`.
     """
     taken, values = _placed(training.ported, inputs)
@@ -123,7 +124,7 @@ def training_step(training: Training, inputs: Any) -> Step:
     state = _state_shapes(training)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
 
-    # The names of arguments are those of the report.
+    # The report shows arguments by these parameters' names.
     def train_step(
         params: Any,
         frozen: Any,
@@ -151,7 +152,7 @@ def training_step(training: Training, inputs: Any) -> Step:
 
 
 def _state_shapes(training: Training) -> TrainState:
-    """The shapes of a state with their places."""
+    """Return the shapes and shardings of a training state."""
     ported = training.ported
     placement = ported._program.placement
     whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
@@ -179,10 +180,10 @@ def _state_shapes(training: Training) -> TrainState:
 
 
 def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
-    """One of optax's, by its name or as it is.
+    """Return an optax optimizer, given itself or by its name.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: `optimizer` is neither.
     """
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return optimizer
@@ -195,7 +196,7 @@ def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
 
 
 def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
-    """The arguments of a call taken apart, and their shapes with their places."""
+    """Flatten the arguments of a call; return them, and their shapes with shardings."""
     taken = ahead.take_apart(*as_call(inputs))
     shapes = [
         value if isinstance(value, jax.ShapeDtypeStruct) else shape_of(value)
@@ -207,7 +208,7 @@ def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
 def _call(
     ported: PortedModel, method: str, inputs: Any, hoisted: Hoisted
 ) -> tuple[Callable[..., Any], list[Any], Any]:
-    """The pure function of a method, the places of its arguments, and the shape of its key."""
+    """Return the pure function of a method, its arguments' shapes, and the shape of its key."""
     taken, values = _placed(ported, inputs)
     placement = ported._program.placement
     known = known_values(taken.values, accumulate=1)
@@ -234,7 +235,7 @@ def _call(
 
 
 def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
-    """The shape of a key, whole on every chip."""
+    """Return the shape of a key, replicated over the mesh."""
     mesh = ported.mesh
     whole = NamedSharding(mesh, P()) if mesh is not None else None
     return jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)
@@ -243,20 +244,22 @@ def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
 def optimizer_state(
     ported: PortedModel, optimizer: optax.GradientTransformation, params: Any = None
 ) -> tuple[Any, Any]:
-    """The shapes of an optimizer's state with their places, and the places alone: state of a
-    parameter lies where the parameter does.
+    """Return the shapes and shardings of an optimizer's state, and the shardings alone.
+
+    State of a parameter has the sharding of that parameter.
 
     Args:
-        ported: on a mesh.
-        optimizer: one of optax's.
-        params: those that it is for; by default all.
+        ported: ported model on a mesh.
+        optimizer: an optax optimizer.
+        params: parameters that it updates; by default all.
     """
     placement: Any = ported._program.placement
     state = jax.eval_shape(optimizer.init, ported.params if params is None else params)
     places = placement.rules.for_state(state, ported, placement.mesh)
 
     def place(path: tuple[Any, ...], leaf: Any, otherwise: Any) -> Any:
-        # The rules know weights by fqn; blocks may be stacked.
+        # The rules match fqns, but a stacked block's parameters have other names: take the
+        # sharding of the parameter itself.
         owner: Any = ported.params.get(getattr(path[-1], "key", "")) if path else None
         return otherwise if owner is None or owner.shape != leaf.shape else owner.sharding
 
