@@ -60,9 +60,7 @@ class Tile(NamedTuple):
         return lax.cond(seen, run, lambda unchanged: unchanged, carry)
 
     def seen(self) -> jax.Array:
-        """Return which scores count, a further mask apart, as booleans broadcastable to (B, 1, q,
-        k).
-        """
+        """Return which scores count, apart from a further mask, broadcastable to (B, 1, q, k)."""
         problem, parts = self.local.problem, self.local.parts
         q_start, k_start = self.places()
         q_ids = (q_start + jnp.arange(self.q.size))[:, None]
@@ -118,9 +116,7 @@ def tile_sizes(local: Local, num_queries: int, num_keys: int) -> tuple[int, int]
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return outputs (B, Hq, Sq, Dv) in q's dtype and logsumexp (B, Hq, Sq), -inf if a row is
-    empty.
-    """
+    """Return outputs (B, Hq, Sq, Dv) and logsumexp (B, Hq, Sq), -inf where a row is empty."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     dim, num_kv_heads = v.shape[-1], k.shape[1]
     q_grouped = grouped(q, num_kv_heads)

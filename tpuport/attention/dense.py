@@ -273,8 +273,10 @@ def add_block(
     weight_ref: Any,
     tile: int,
 ) -> None:
-    """Add a block of keys, its tiles pipelined: scores of one tile are computed together with the
-    weights of the tile before it and the weighted values of the one before that.
+    """Add a block of keys to the sums, tile by tile in a pipeline.
+
+    While one tile's scores are computed, the tile before becomes weights, and the weights of the
+    tile before that are multiplied with their values.
     """
     num_tiles = k_ref.shape[0] // tile
     # For each tile: the running maximum (8, queries), and the factor for sums made before it.

@@ -14,7 +14,7 @@ Blocks = Callable[[Any, int, Any, int], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which queries attend to which keys: a pair is seen if every condition holds.
+    """Structure of a mask: a pair of query and key is seen if every condition holds.
 
     A query that may attend to nothing gives 0, as in torch.
 

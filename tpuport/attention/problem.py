@@ -121,8 +121,7 @@ def is_float(array: Any) -> bool:
 def hoist(
     blocks: Blocks, sizes: tuple[int, int], within: tuple[int, int] | None
 ) -> tuple[Further, tuple[jax.Array, ...]]:
-    """Turn a function of tiles into one that also takes its captured arrays, for their
-    gradients.
+    """Turn a function of tiles into one that also takes its captured arrays, for gradients.
 
     Args:
         blocks: as in `Mask`.

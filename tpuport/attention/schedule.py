@@ -258,8 +258,9 @@ def _most_edge_blocks(
 
 
 def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
-    """Return (blocks to visit, whether to) of each row, chosen ones first, in the kernel's
-    layout.
+    """Return (blocks to visit, whether to) of each row in the kernel's layout.
+
+    The chosen blocks come first.
 
     Places past the last chosen block repeat it, so that nothing is fetched for them.
     """

@@ -238,8 +238,9 @@ def _prepare(
 def _make_ids(
     parts: Parts, q: jax.Array, k: jax.Array, num_keys: Any, blocks: tuple[int, int]
 ) -> SegmentIds:
-    """Return ids (B, full blocks) by which queries see valid keys of their segment, of
-    `num_keys`.
+    """Return ids (B, full blocks) by which queries see the valid keys of their segment.
+
+    Keys from `num_keys` on are not valid.
     """
     q_ids: Any = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     kv_ids: Any = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
@@ -323,9 +324,7 @@ def _nothing(example: Example) -> tuple[jax.Array, jax.Array]:
 def merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine (output (..., S, D), logsumexp (..., S)) over two sets of keys into those over
-    both.
-    """
+    """Merge (output (..., S, D), logsumexp (..., S)) over two sets of keys."""
     (out_a, lse_a), (out_b, lse_b) = one, other
     lse = jnp.logaddexp(lse_a, lse_b)
     base = jnp.where(jnp.isneginf(lse), 0, lse)

@@ -115,9 +115,7 @@ def _activations(report: CompileReport, left: int, needed: int, recomputes: bool
 
 
 def _larger_slice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
-    """Suggest the smallest slice of the same chips that would hold the state and all other
-    memory.
-    """
+    """Suggest the smallest slice of these chips that would hold the state and all other memory."""
     try:
         family = chip_of(report.device).name
     except UsageError:

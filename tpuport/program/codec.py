@@ -21,9 +21,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(kind: type[T], value: Any) -> T:
-    """Rebuild the value that `encoded` was given, of type `kind`. Missing fields get their
-    defaults.
-    """
+    """Rebuild a value of type `kind` from what `encoded` returned; missing fields get defaults."""
     return _decoded(kind, value)
 
 

@@ -66,8 +66,7 @@ class Spreading:
 def spread_out(
     ported: PortedModel, topology: str | None, mesh: Any, rules: Any, **options: Any
 ) -> tuple[PortedModel, ShardingPlan]:
-    """Return a copy of a ported model with shapes for weights, sharded over a mesh, and its
-    plan.
+    """Return a copy of a ported model as shapes, sharded over a mesh, and its plan.
 
     Args:
         ported: a ported model, with weights or without.

@@ -176,9 +176,7 @@ def _started(one: Instruction) -> list[Array]:
 
 
 def _aliases(one: Instruction) -> dict[int, tuple[int, int]]:
-    """Return the outputs that reuse an operand's memory: the operand's number and the index in
-    it.
-    """
+    """Return the outputs that reuse an operand's memory: the operand's number and index in it."""
     start = one.attributes.find("output_to_operand_aliasing={")
     if start < 0:
         return {}

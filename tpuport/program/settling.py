@@ -39,8 +39,9 @@ def settle(
     key: Any,
     values: list[Any],
 ) -> None:
-    """Apply a first call's Python state, if a second call traces the same program and changes
-    nothing.
+    """Apply a first call's Python state, if a second call traces the same program.
+
+    The second call must change no Python state.
 
     Args:
         ported: ported model; a copy of its module gets the state, the module itself is unchanged.

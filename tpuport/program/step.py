@@ -93,8 +93,7 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
 
 
 def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> Step:
-    """Return the step of a jax function around a ported model, such as a loop over
-    `ported.apply`.
+    """Return the step of a jax function around a model, such as a loop over `ported.apply`.
 
     Args:
         ported: ported model on a mesh, with shapes for weights.

@@ -33,9 +33,7 @@ class TrainState:
     key: jax.Array
 
     def with_ema(self) -> Self:
-        """Return the state with its averages as parameters, in the parameters' dtypes, to
-        evaluate.
-        """
+        """Return the state with its averages as parameters, in their dtypes, to evaluate."""
         averaged = {n: v.astype(self.params[n].dtype) for n, v in self.ema.items()}
         return replace(self, params={**self.params, **averaged})
 
@@ -68,9 +66,7 @@ def ema_of(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def ema_update(
     ema: dict[str, jax.Array], params: dict[str, jax.Array], decay: float
 ) -> dict[str, jax.Array]:
-    """Return `decay * ema + (1 - decay) * params`, as `torch.optim.swa_utils.get_ema_avg_fn`
-    does.
-    """
+    """Return `decay * ema + (1 - decay) * params`, as `torch.optim.swa_utils.get_ema_avg_fn`."""
     return {
         name: value + (1 - decay) * (params[name].astype(value.dtype) - value)
         for name, value in ema.items()

@@ -147,9 +147,7 @@ def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
 
 
 def _score_elements(traced: JaxprCost) -> int:
-    """Return the elements of the smallest product of queries and keys that has one of
-    `traced.scores`.
-    """
+    """Return the elements of the smallest product of queries and keys behind `traced.scores`."""
     ends = {score.shape[-2:] for score in traced.scores}
     found = [
         dot.batch * dot.rows * dot.columns

@@ -65,9 +65,7 @@ class Activations:
         return spec if len(spec) <= ndim else None
 
     def is_quiet(self, module: str, side: str) -> bool:
-        """Return whether a spec that does not fit is dropped without a warning (an optional
-        one).
-        """
+        """Return whether a spec that does not fit is dropped without a warning."""
         found = next((p for p in self._tables[side] if patterns.matches(p, module)), None)
         return found in self._optional
 

@@ -52,8 +52,7 @@ def shown(spec: P) -> str:
 
 
 def fitted(spec: P, shape: Sequence[int], mesh: Any) -> tuple[P, list[tuple[int, tuple[str, ...]]]]:
-    """Drop the axes of a spec that do not divide their dim; return the spec and the dropped
-    axes.
+    """Drop the axes of a spec that do not divide their dim; return both.
 
     An axis of `MeshAxis` that the mesh lacks counts as one of size 1. The axes of a dim are dropped
     from the last, until the others divide it.

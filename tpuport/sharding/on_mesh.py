@@ -167,18 +167,14 @@ class OnMesh:
         return [jax.device_put(value, self._whole) for value in values]
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Constrain a program's new state to the shardings of the old one, so that it compiles
-        once.
-        """
+        """Constrain a program's new state to the shardings of the old one, to compile only once."""
         return {
             name: jax.lax.with_sharding_constraint(value, self._sharding(name))
             for name, value in values.items()
         }
 
     def _sharding(self, name: str) -> NamedSharding:
-        """Return the sharding of a parameter or buffer; a stack is not sharded along its first
-        dim.
-        """
+        """Return the sharding of a parameter or buffer; the first dim of a stack is unsharded."""
         members = at_rest.members_of(name)
         if not members:
             return self.shardings.get(name, self._whole)
@@ -244,8 +240,6 @@ class OnMesh:
 
 
 def argument_name(path: str) -> str:
-    """Return an argument's path as a dotted name: `[1]['mask'][0]` of (args, kwargs) is
-    `mask.0`.
-    """
+    """Return an argument's dotted name: path `[1]['mask'][0]` of (args, kwargs) is `mask.0`."""
     parts = [part for part in _PARTS.split(path) if part]
     return ".".join(parts[1:])

@@ -139,9 +139,7 @@ class ShardingPlan(SavedReport):
         findings.refuse(self.findings, self.rules)
 
     def to_json(self) -> str:
-        """Return the plan as JSON: a spec is a list with an axis, a list of axes or null for each
-        dim.
-        """
+        """Return the plan as JSON: for each dim of a spec an axis, a list of axes or null."""
         rows = []
         for row in self.rows:
             spec = [list(part) if isinstance(part, tuple) else part for part in row.spec]

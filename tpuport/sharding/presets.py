@@ -47,8 +47,7 @@ def ddp(model: Any, mesh: Sizes) -> ShardingRules:
 
 
 def fsdp(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
-    """Shard each parameter over fsdp by its largest dim that divides, the batch over data and
-    fsdp.
+    """Shard each parameter's largest dim that divides over fsdp, the batch over data and fsdp.
 
     Args:
         model: a module or a ported model.

@@ -120,9 +120,7 @@ class ShardingRules:
         )
 
     def optional(self) -> "ShardingRules":
-        """Return a table that reports no rule for matching nothing, for a whole family of
-        models.
-        """
+        """Return a table without reports of rules that match nothing, for a family of models."""
         return ShardingRules(
             [replace(rule, optional=True) for rule in self.rules],
             name=self.name,
@@ -165,8 +163,7 @@ class ShardingRules:
     def shardings(
         self, params: Any, mesh: Mesh, *, strict: bool = False
     ) -> dict[str, NamedSharding]:
-        """Return the sharding of every parameter and buffer by fqn, with specs fitted to the
-        mesh.
+        """Return the sharding of every parameter and buffer by fqn, fitted to the mesh.
 
         Args:
             params: as for `specs`.
@@ -181,10 +178,10 @@ class ShardingRules:
         return {n: NamedSharding(mesh, spec) for n, spec in self.specs(params, mesh).items()}
 
     def findings(self, params: Any, mesh: Any) -> list[findings.Finding]:
-        """Return rules that look unintended: without effect, on dims that they do not divide, and
-        more.
+        """Return rules that look unintended.
 
-        `tpuport.sharding.findings` lists all kinds.
+        They have no effect, do not divide a dim, or are of another kind of
+        `tpuport.sharding.findings`.
         """
         return findings.find(self, shapes_of(params), mesh)
 
@@ -197,8 +194,7 @@ class ShardingRules:
         findings.refuse(self.findings(params, mesh), self.name)
 
     def for_state(self, state: Any, params: Any, mesh: Mesh | None = None) -> Any:
-        """Return specs (with a mesh: shardings) for an optimizer's state, each leaf as its
-        parameter.
+        """Return specs (with a mesh: shardings) for an optimizer's state, like its parameters'.
 
         Args:
             state: any optimizer state of optax, with arrays or `jax.ShapeDtypeStruct` as leaves

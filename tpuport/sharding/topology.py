@@ -59,8 +59,7 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """Look up a slice: `v6e-8`, `v5p-16`, `v5litepod-4`, or libtpu's own name, such as
-    `v6e:2x4`.
+    """Look up a slice: `v6e-8`, `v5p-16`, `v5litepod-4`, or libtpu's own name like `v6e:2x4`.
 
     Raises:
         UsageError: the slice is unknown.
@@ -111,9 +110,7 @@ def describe(name: str, num_slices: int = 1) -> list[Any]:
 
 
 def is_described(device: Any) -> bool:
-    """Return whether a device is part of a described topology, so that it can only be compiled
-    for.
-    """
+    """Return whether a device belongs to a described topology: it can only be compiled for."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 

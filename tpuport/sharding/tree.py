@@ -27,8 +27,7 @@ class Leaf:
 
 
 def shapes_of(target: Any) -> dict[str, Leaf]:
-    """Return shape and size of each parameter and buffer of a module, a ported model or a
-    mapping.
+    """Return each parameter's and buffer's shape and size, of a module, ported model or mapping.
 
     Raises:
         UsageError: `target` is none of these.

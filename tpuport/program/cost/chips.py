@@ -73,11 +73,11 @@ class Chip:
         return _share(contraction, self.mxu_width) * _share(columns, self.mxu_width)
 
     def attention_fill(self, head_dim: int, value_dim: int | None = None) -> float:
-        """Return the share of the peak that splash attention can reach, half of its work q.k, half
-        p.v.
+        """Return the share of the peak that splash attention can reach.
 
-        Splash holds values in the MXU. A kernel that holds the weights themselves, as
-        `tpuport.attention.dense` does, fills it in p.v whatever the size of values.
+        Half of its work is q.k, half p.v. Splash holds values in the MXU. A kernel that holds the
+        weights themselves, as `tpuport.attention.dense` does, fills it in p.v whatever the size of
+        values.
 
         Args:
             head_dim: size of the contraction of q.k.
@@ -133,8 +133,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(name: str) -> Chip:
-    """Look up a chip by name: `v6e`, a slice (`v6e-8`, `v6e:2x4`, `v5litepod-4`) or a device
-    kind.
+    """Look up a chip by `v6e`, a slice (`v6e-8`, `v6e:2x4`, `v5litepod-4`) or a device kind.
 
     Raises:
         UsageError: the chip is unknown.

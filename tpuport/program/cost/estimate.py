@@ -37,9 +37,7 @@ def collective_seconds(chip: Chip, collective: Collective) -> float:
 
 
 def _links_across(num: int, dims: int) -> float:
-    """Return the links across the middle of a group: its chips over the length of its longest
-    side.
-    """
+    """Return the links across the middle of a group: its chips over those of its longest side."""
     side = 1
     while side**dims < num:
         side *= 2

@@ -146,9 +146,7 @@ class _Counter:
 
 
 def num_shards(eqn: Any) -> int:
-    """Return the number of chips on which the body of a `shard_map` runs, each with its own
-    shard.
-    """
+    """Return on how many chips the body of a `shard_map` runs, each with its own shard."""
     mesh = eqn.params["mesh"]
     axes = eqn.params.get("manual_axes") or mesh.axis_names
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -252,9 +250,7 @@ class _Scores:
 
 
 def _constants(jaxpr: Any) -> tuple[Constant, ...]:
-    """Return the literals of a closed jaxpr and of those within it, each once, the largest
-    first.
-    """
+    """Return the literals of a jaxpr and of those within it, each once, the largest first."""
     arrays: dict[int, Any] = {}
     pending = [jaxpr]
     while pending:

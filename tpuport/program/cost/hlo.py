@@ -170,9 +170,7 @@ def _is_kernel(one: Instruction) -> bool:
 
 
 def group_size(attributes: str) -> int | None:
-    """Return how many chips take part in a collective, by its attributes; None if they do not
-    say.
-    """
+    """Return how many chips take part in a collective; None if its attributes do not say."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     if listed:
         return len(listed[1].split(","))

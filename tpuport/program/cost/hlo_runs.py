@@ -128,9 +128,7 @@ def _value(outer: Computation, loop: Instruction, where: Computation, name: str)
 
 
 def _step(program: Program, loop: Instruction, index: int) -> int | None:
-    """Return by how much a round increases a value that the loop carries; None if that is
-    unclear.
-    """
+    """Return by how much a round increases a value that the loop carries; None if unclear."""
     body = program.computations.get((loop.called("body") or [""])[0])
     if body is None or body.root is None or body.root.opcode != "tuple":
         return None

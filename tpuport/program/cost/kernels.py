@@ -120,9 +120,7 @@ def dot_sizes(lhs: Any, rhs: Any, contracted: Any, batch: Any) -> tuple[int, int
 
 
 def _trips(jaxpr: Any) -> Iterator[int]:
-    """Yield the trip counts of the loops in a body that stay loops and multiply, outermost
-    first.
-    """
+    """Yield trip counts of the loops in a body that stay loops and multiply, outermost first."""
     for eqn in jaxpr.eqns:
         inner = list(sub_jaxprs(eqn))
         if eqn.primitive.name == "scan" and any(body_flops(sub) for sub in inner):
@@ -139,8 +137,7 @@ def _bytes(aval: Any) -> int:
 
 
 def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
-    """Return a step's transfer of one operand: its block whenever the index of the block
-    changes.
+    """Return a step's transfer of one operand: its block whenever the block's index changes.
 
     How often that is follows from the innermost dim of the grid that the index depends on.
     """
