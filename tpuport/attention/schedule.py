@@ -258,7 +258,7 @@ def _most_edge_blocks(
 
 
 def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
-    """Return (blocks to visit, whether to) of each row in the kernel's layout.
+    """Return (blocks to visit, whether to) of each row in the kernel's layout, chosen first.
 
     The chosen blocks come first.
 

@@ -160,15 +160,15 @@ def _training_of(
     if isinstance(given, Training):
         if train or (method, optimizer) != ("forward", "adamw"):
             raise UsageError(
-                "compile_for was given a step of training, which says itself what it trains with."
-                " What to do: leave train=, optimizer= and method= out"
+                "compile_for was given a training step, which has its own optimizer, loss and"
+                " method. What to do: leave train=, optimizer= and method= out"
             )
         return given
     if not train or not isinstance(ported, PortedModel):
         return None
     if callable(method):
         raise UsageError(
-            f"method={_called(method)} is a function around the model, and train= is for a method."
+            f"method={_called(method)} is a function around the model, but train= needs a method."
             " What to do: name a method, or take gradients in the function and leave train= out"
         )
     name = optimizer if isinstance(optimizer, str) else "" if optimizer is None else "of your own"

@@ -36,7 +36,7 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     if loss is None or not hasattr(loss, "dtype"):
         raise UsageError(
             f"a {type(out).__name__} has no loss: expected a scalar tensor, (loss, {{'name':"
-            " metric}), or an output with `loss`. What to do: pass a function that gives one"
+            " metric}), or an output with `loss`. What to do: pass a function that returns one"
             " (train= of compile_for, loss= of make_train_step)"
         )
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -46,7 +46,7 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         )
     for name in _OUR_OWN & metrics.keys():
         raise UsageError(
-            f"the loss function gives a metric {name!r}, which a step reports itself. What to do:"
+            f"the loss function returns a metric {name!r}, which a step reports itself. What to do:"
             " give it another name"
         )
     for name, value in metrics.items():

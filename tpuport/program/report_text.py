@@ -42,11 +42,11 @@ def explanation(report: CompileReport) -> str:
     memory = report.memory
     there = fmt.size(memory.available)
     if memory.refused:
-        return f"libtpu refuses it: {fmt.size(memory.refused)} are needed a chip and {there} there"
+        return f"libtpu refuses it: {fmt.size(memory.refused)} a chip needed, {there} available"
     if not report.fits:
-        return f"{fmt.size(memory.peak)} are needed a chip and {there} are there"
+        return f"{fmt.size(memory.peak)} a chip needed, {there} available"
     share = memory.peak / max(1, memory.available)
-    return f"{fmt.size(memory.peak)} a chip at the peak, {share:.0%} of the {there} there"
+    return f"{fmt.size(memory.peak)} a chip at the peak, {share:.0%} of the {there} available"
 
 
 def setting(report: CompileReport) -> str:

@@ -38,7 +38,7 @@ _AXES: dict[str, tuple[str, ...]] = {
 }
 # Sequence-parallel strategies to try in addition to the default.
 _WAYS = ("heads", "ring")
-# Attention tiles to try with the best mesh: queries, keys, keys a product.
+# Attention tiles to try with the best mesh: queries, keys, keys of one product.
 _BLOCKS = ((3072, 2048, 1024), (2048, 2048, 1024), (1024, 2048, 1024), (1024, 1024, 512))
 
 

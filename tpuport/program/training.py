@@ -268,7 +268,7 @@ def _changed_buffers(
         raise UsageError(
             f"the loss function changes {what}, which is "
             + (
-                "Python state of the module or state that is not there yet. What to do: call the"
+                "Python state of the module or state that does not exist yet. What to do: call the"
                 " ported model once before init() if it is set up lazily; register what changes"
                 " at each step as a buffer"
                 if new
