@@ -80,7 +80,7 @@ def test_what_may_not_be_meant_is_reported_by_name_and_strict_raises_it():
     assert "nope: P('fsdp') matches no parameter" in str(found[Kind.UNMATCHED])
     assert "is shadowed: 1 name that it matches (a.w)" in str(found[Kind.SHADOWED])
     assert "dim 0 of c.odd has size 6, which fsdp=4 does not divide" in str(found[Kind.UNEVEN])
-    assert "big (float32[1024, 1024], 4.0 MiB) is whole on every chip: no rule" in str(
+    assert "big (float32[1024, 1024], 4.0 MiB) is replicated on every chip: no rule" in str(
         found[Kind.REPLICATED]
     )
     assert rules.specs(params, SIZES)["c.odd"] == P()

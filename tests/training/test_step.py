@@ -329,7 +329,7 @@ REFUSED = {
     "reserved": (
         lambda m, x: (m(x).sum(), {"loss": x.sum()}),
         {},
-        "gives a metric 'loss', which a step reports itself",
+        "returns a metric 'loss', which a step reports itself",
     ),
     "optimizer": (lambda m, x: m(x).sum(), {"optimizer": "adamx"}, "one of adamw, adam"),
 }

@@ -2,8 +2,9 @@
 
 Where every query sees the same keys, a kernel of our own is faster than splash on some chips.
 
-Nothing here knows torch. `attend` chooses the kernel, `Mask` says who attends to whom,
-`AttentionOptions` what the user asked for, and `Shards` over which axes of a mesh the arrays lie.
+Nothing here imports torch. `attend` chooses the kernel, `Mask` says who attends to whom,
+`AttentionOptions` what the user asked for, and `Shards` which mesh axes the arrays are sharded
+over.
 """
 
 from tpuport.attention.dispatch import attend

@@ -1,4 +1,4 @@
-"""Block sizes of the splash kernel: from a table of tuned ones, by rule where it has none.
+"""Block sizes of the splash kernel: tuned ones from a table, defaults for kernels not in it.
 
 `block_table.json` is a list of entries, written by the tuner: chip, head_dim, dtype, mask, block_q,
 block_kv, block_kv_compute, share_of_ceiling and share_of_peak, and where they were tuned
@@ -39,7 +39,7 @@ _MOST_MASKED = 2048
 
 
 def chip_of(device_kind: str) -> str:
-    """The chip's short name, such as "v6e", of jax's name of a device."""
+    """Return a chip's short name, such as "v6e", from jax's name of the device."""
     return CHIPS.get(device_kind, device_kind)
 
 
@@ -53,16 +53,16 @@ def choose_tiles(
     num_keys: int,
     override: BlockSizes | None = None,
 ) -> KernelTiles:
-    """Block sizes for one kernel, valid for its sequences.
+    """Choose the block sizes of one kernel, valid for the lengths of its sequences.
 
     Args:
         chip: short name, such as "v6e".
         head_dim: size of one head.
-        dtype: of the operands, such as "bfloat16".
-        mask: `Mask.kind`.
+        dtype: dtype of the operands, such as "bfloat16".
+        mask: kind of mask, as `Mask.kind` names it.
         num_queries: queries that one chip handles.
         num_keys: keys that one chip handles at a time.
-        override: sizes that the caller wants; those of the table if None.
+        override: sizes that the caller wants; None takes the table's.
 
     Raises:
         UsageError: sizes that the kernel cannot have.
@@ -96,7 +96,7 @@ def check_sizes(sizes: BlockSizes) -> None:
 
 
 def _tiles_of(sizes: BlockSizes, tuned: KernelTiles) -> KernelTiles:
-    """A caller's sizes; backward not more than what is known to compile."""
+    """Return a caller's sizes; those of the backward pass never exceed what is known to compile."""
     return KernelTiles(
         q=sizes.q,
         kv=sizes.kv,
@@ -108,7 +108,7 @@ def _tiles_of(sizes: BlockSizes, tuned: KernelTiles) -> KernelTiles:
 
 @functools.cache
 def table() -> tuple[dict[str, Any], ...]:
-    """The entries of `block_table.json`."""
+    """Return the entries of `block_table.json`."""
     text = (
         resources.files("tpuport.attention")
         .joinpath("block_table.json")
@@ -118,7 +118,7 @@ def table() -> tuple[dict[str, Any], ...]:
 
 
 def _find(chip: str, head_dim: int, dtype: str, mask: str) -> KernelTiles:
-    """The best entry of the table for exactly this kernel, or what is known to compile."""
+    """Return the best entry of the table for exactly this kernel, or the default."""
     default = _LARGE if chip in _LARGE_CHIPS and dtype == "bfloat16" else _SMALL
     key = {"chip": chip, "head_dim": head_dim, "dtype": dtype, "mask": mask}
     found = [
@@ -139,12 +139,12 @@ def _find(chip: str, head_dim: int, dtype: str, mask: str) -> KernelTiles:
 
 
 def _fit(wanted: int, length: int) -> int:
-    """The size of at most `wanted` that costs least: little padding, not many small blocks."""
+    """Return the size of at most `wanted` with the least cost: little padding, few small blocks."""
     return min(_candidates(wanted), key=lambda size: _padded(size, length) * (1 + 64 / size))
 
 
 def _fit_keys(wanted: int, compute: int, length: int) -> tuple[int, int]:
-    """As `_fit`, and the largest part of the block that may be multiplied at once."""
+    """Choose a block of keys as `_fit` does, and the largest part of it to multiply at once."""
 
     def cost(size: int) -> float:
         part = _largest_part(size, compute)
@@ -155,16 +155,16 @@ def _fit_keys(wanted: int, compute: int, length: int) -> tuple[int, int]:
 
 
 def _candidates(wanted: int) -> list[int]:
-    """Sizes to choose from; large ones only where their parts fill the matrix unit."""
+    """Return the sizes to choose from; large ones only where their parts fill the matrix unit."""
     fine = range(LANES, min(wanted, 8 * LANES) + 1, LANES)
     return [*fine, *range(12 * LANES, wanted, 4 * LANES), wanted]
 
 
 def _padded(size: int, length: int) -> int:
-    """A sequence's length in whole blocks."""
+    """Return a sequence's length rounded up to full blocks."""
     return -(-max(length, 1) // size) * size
 
 
 def _largest_part(size: int, most: int) -> int:
-    """The largest multiple of the lanes that divides `size` and is at most `most`."""
+    """Return the largest multiple of the lanes that divides `size` and is at most `most`."""
     return max(p for p in range(LANES, min(size, most) + 1, LANES) if size % p == 0)

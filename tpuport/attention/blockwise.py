@@ -1,4 +1,4 @@
-"""Attention tile by tile in plain jax: never the whole matrix of scores, any mask, any bias.
+"""Attention tile by tile in plain jax, for any mask and bias, without the full score matrix.
 
 Online softmax, after Milakov and Gimelshein (arxiv.org/abs/1805.02867) and Rabe and Staats
 (arxiv.org/abs/2112.05682); the backward pass recomputes each tile from the logsumexp, after Dao et
@@ -27,11 +27,11 @@ class Rows(NamedTuple):
     size: int
 
     def of(self, array: jax.Array, axis: int) -> jax.Array:
-        """These rows of an array."""
+        """Slice these rows out of an array."""
         return lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
 
     def fresh(self) -> jax.Array:
-        """(size,): which rows are this tile's own."""
+        """Return booleans (size,) that mark the rows that are this tile's own."""
         return jnp.arange(self.size) >= self.stale
 
 
@@ -43,11 +43,11 @@ class Tile(NamedTuple):
     k: Rows
 
     def places(self) -> tuple[Any, Any]:
-        """Where the tile stands in the whole sequences of queries and keys."""
+        """Return the tile's first query and first key as positions in the unsharded sequences."""
         return self.local.origin.q + self.q.start, self.local.origin.k + self.k.start
 
     def run_if_seen(self, run: Callable[[Any], Any], carry: Any) -> Any:
-        """`run(carry)`, or `carry` itself for a tile that lies outside the band."""
+        """Return `run(carry)`, or `carry` unchanged if the tile is outside the band."""
         low, high = self.local.problem.low, self.local.problem.high
         if low is None and high is None:
             return run(carry)
@@ -60,7 +60,7 @@ class Tile(NamedTuple):
         return lax.cond(seen, run, lambda unchanged: unchanged, carry)
 
     def seen(self) -> jax.Array:
-        """What counts, a further mask apart: booleans that broadcast to (B, 1, q, k)."""
+        """Return which scores count, apart from a further mask, broadcastable to (B, 1, q, k)."""
         problem, parts = self.local.problem, self.local.parts
         q_start, k_start = self.places()
         q_ids = (q_start + jnp.arange(self.q.size))[:, None]
@@ -81,13 +81,13 @@ class Tile(NamedTuple):
     def scores(
         self, q: jax.Array, k: jax.Array, captured: tuple[Any, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """Scores of the tile's grouped queries and keys, and which of them count."""
+        """Compute the scores of the tile's grouped queries and keys, and which of them count."""
         problem, origin = self.local.problem, self.local.origin
         further = None
         if problem.further is not None:
             further = problem.further(captured, *self.places())
             further = jnp.reshape(further, (1,) * (4 - further.ndim) + further.shape)
-            # Every chip holds the bias whole, and takes its own batch and heads of it.
+            # The bias is replicated: each chip slices out its own examples and heads.
             own = ((0, origin.batch, q.shape[0]), (1, origin.head, q.shape[1] * q.shape[2]))
             for axis, start, size in own:
                 if further.shape[axis] > size:
@@ -99,7 +99,7 @@ class Tile(NamedTuple):
         return scores, jnp.broadcast_to(seen, scores.shape)
 
     def kept(self, shape: tuple[int, ...]) -> jax.Array | float:
-        """What dropout leaves of the tile's weights, as factors; 1 without dropout."""
+        """Return the tile's dropout as factors of its weights; 1 without dropout."""
         rate, origin = self.local.problem.dropout, self.local.origin
         if not rate:
             return 1.0
@@ -110,13 +110,13 @@ class Tile(NamedTuple):
 
 
 def tile_sizes(local: Local, num_queries: int, num_keys: int) -> tuple[int, int]:
-    """Rows of queries and of keys of one tile: not more than there are."""
+    """Return how many queries and keys one tile has, at most as many as there are."""
     tiles = local.problem.tiles
     return min(tiles.q, num_queries), min(tiles.kv, num_keys)
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Outputs (B, Hq, Sq, Dv) of q's dtype, and logsumexp (B, Hq, Sq), -inf for an empty row."""
+    """Return outputs (B, Hq, Sq, Dv) and logsumexp (B, Hq, Sq), -inf where a row is empty."""
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     dim, num_kv_heads = v.shape[-1], k.shape[1]
     q_grouped = grouped(q, num_kv_heads)
@@ -163,7 +163,7 @@ def backward(
     lse: jax.Array,
     grad: jax.Array,
 ) -> Gradients:
-    """Gradients from the output of the whole softmax, its logsumexp and its gradient.
+    """Compute gradients from the output of the complete softmax, its logsumexp and its gradient.
 
     `k` and `v` may be only a part of the keys that `out` and `lse` come from.
     """
@@ -200,14 +200,14 @@ def backward(
 
 
 def _starts(size: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Start of each tile that covers `size` rows, and how many of its rows are stale."""
+    """Return each tile's start so that they cover `size` rows, and its number of stale rows."""
     wanted = jnp.arange(-(-size // tile), dtype=jnp.int32) * tile
     starts = jnp.minimum(wanted, size - tile)
     return starts, wanted - starts
 
 
 def _step(tile: Tile, carry: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    """Adds one tile of keys to the running maximum, sum and weighted values."""
+    """Add one tile of keys to the running maximum, sum and weighted values."""
     high, total, weighted = carry
     scores, seen = tile.scores(tile.q.of(q, 3), tile.k.of(k, 2), tile.local.parts.captured)
     scores = jnp.where(seen, scores, -jnp.inf)
@@ -230,7 +230,7 @@ def _step(tile: Tile, carry: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> A
 def _step_back(
     tile: Tile, carry: Gradients, rows: tuple[jax.Array, ...], k: jax.Array, v: jax.Array
 ) -> Gradients:
-    """Adds the gradients of one tile."""
+    """Add the gradients of one tile to the running totals."""
     q, grad, lse, inner = (tile.q.of(array, 3) for array in rows)
     values = tile.k.of(v, 2)
     captured = tile.local.parts.captured
@@ -256,6 +256,6 @@ def _step_back(
 
 
 def _add(total: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:
-    """`total` with `part` added to its rows from `start`."""
+    """Return `total` with `part` added to its rows from `start`."""
     old = lax.dynamic_slice_in_dim(total, start, part.shape[axis], axis)
     return lax.dynamic_update_slice_in_dim(total, old + part.astype(total.dtype), start, axis)

@@ -43,13 +43,13 @@ _ONES = 16
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the kernel is best at, on one chip, for one size of heads.
+    """The tile sizes that are fastest on one chip for one size of heads.
 
     Args:
         q: queries a step.
         kv_tile: keys a tile.
-        tiles: of keys a step, at least and at most.
-        share_of_peak: by the schedule of libtpu, of a sequence of whole blocks.
+        tiles: fewest and most tiles of keys a step.
+        share_of_peak: share of the chip's peak by libtpu's schedule, for full blocks.
     """
 
     q: int
@@ -60,20 +60,20 @@ class Tuned:
 
 # By chip, size of a head and dtype; only where it is faster than the best splash kernel.
 TUNED = {("v6e", 128, "bfloat16"): Tuned(768, 256, (13, 24), 0.508)}
-# What filling and emptying the pipeline once a step takes, in tiles.
+# Cost of filling and emptying the pipeline once a step, in tiles.
 _STEP_TILES = 3
-# Fewer queries or keys than so many steps leave most of a step empty.
+# With fewer queries or keys than this many steps, most of a step is empty.
 _LEAST_STEPS = 4
 
 
 class Keys(NamedTuple):
-    """Keys as the kernel takes them, and which blocks of them to visit.
+    """Keys and values in the kernel's layout, and the blocks of them to visit.
 
     Args:
-        k: (B, H, whole blocks, D), no row without a key that is seen, if the example has one.
-        v: (B, H, Dv + ones, whole blocks): transposed, zeros where a key is not seen.
-        visits: (B,), how many blocks to visit.
-        blocks: (B, number of blocks), those to visit first.
+        k: (B, H, padded Sk, D); each row holds a key that is seen, if the example has one.
+        v: (B, H, Dv + ones, padded Sk): transposed, with zeros where a key is not seen.
+        visits: (B,), the number of blocks to visit.
+        blocks: (B, number of blocks), block indices with those to visit first.
     """
 
     k: jax.Array
@@ -85,14 +85,14 @@ class Keys(NamedTuple):
 def choose(
     *, chip: str, head_dims: tuple[int, int], dtype: str, num_queries: int, num_keys: int
 ) -> DenseTiles | None:
-    """Tile sizes where this kernel is known to be faster than splash; else None.
+    """Return tile sizes where this kernel is known to be faster than splash, else None.
 
     Args:
         chip: short name, such as "v6e".
         head_dims: size of one head, of queries and of values.
-        dtype: of the operands, such as "bfloat16".
-        num_queries: that one chip handles.
-        num_keys: that one chip handles at a time.
+        dtype: dtype of the operands, such as "bfloat16".
+        num_queries: queries that one chip handles.
+        num_keys: keys that one chip handles at a time.
     """
     tuned = TUNED.get((chip, head_dims[0], dtype))
     if tuned is None or head_dims[0] != head_dims[1]:
@@ -109,7 +109,7 @@ def choose(
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `splash.forward`, of a problem without a band, segments or a soft cap."""
+    """Compute what `splash.forward` does, for a problem without a band, segments or a soft cap."""
     problem, tiles, num_q = local.problem, tiles_of(local), q.shape[2]
     padded = jnp.pad(q, [(0, 0), (0, 0), (0, -num_q % tiles.q), (0, 0)])
     keys = prepare_keys(local, k, v)
@@ -118,20 +118,20 @@ def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
 
 
 def tiles_of(local: Local) -> DenseTiles:
-    """The tile sizes of a problem for this kernel."""
+    """Return a problem's tile sizes for this kernel."""
     assert local.problem.dense is not None, "a problem without tiles for this kernel"
     return local.problem.dense
 
 
 def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
-    """Keys (B, H, Sk, D) and values (B, H, Sk, Dv) in whole blocks; those not seen do no harm."""
+    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks; neutralize unseen keys."""
     size, batch, num_keys = tiles_of(local).kv, k.shape[0], splash.local_keys(local, k.shape[2])
     valid: Any = local.parts.key_valid
     if valid is None and not isinstance(num_keys, jax.Array):
-        # Of none at all one is kept, which nobody sees.
+        # The kernel needs at least one key: of none, one is kept that no query sees.
         k, v = (x[:, :, : max(num_keys, 1)] for x in (k, v))
     more = -k.shape[2] % size
-    # Each array is padded before all else: libtpu then makes it in one pass.
+    # Each array is padded first, so that libtpu fuses the rest into one pass.
     seen = jnp.arange(k.shape[2] + more) < num_keys
     if valid is not None:
         seen = seen & jnp.pad(valid, [(0, 0), (0, more)])
@@ -149,14 +149,14 @@ def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
 
 
 def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
-    """The steps of the kernel, and what each reads and writes."""
+    """Build the kernel's grid, and the block specs of what each step reads and writes."""
     batch, heads, num_q, head_dim = q.shape
     share = heads // keys.k.shape[1]
     rows, num_k = keys.v.shape[2:]
     num_blocks = num_k // tiles.kv
 
     def place(b: Any, j: Any, count: Any, blocks: Any) -> Any:
-        # Past the last block it stays, so that nothing is fetched.
+        # Past the last block the index repeats, so that nothing more is fetched.
         return blocks[b * num_blocks + jnp.minimum(j, jnp.maximum(count[b] - 1, 0))]
 
     return pltpu.PrefetchScalarGridSpec(
@@ -190,7 +190,7 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
 def _call(
     problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), both of whole blocks."""
+    """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), in full blocks."""
     batch, heads, num_q, head_dim = q.shape
     scores = batch * heads * num_q * keys.k.shape[2]
     return pl.pallas_call(
@@ -236,7 +236,7 @@ def _kernel(
     value_dim: int,
     scale: float,
 ) -> None:
-    """One block of keys for one block of queries; `sum_ref` is (Dv + ones, queries)."""
+    """Process one block of keys for one block of queries; `sum_ref` is (Dv + ones, queries)."""
     del blocks_ref
     step, count = pl.program_id(3), count_ref[pl.program_id(0)]
 
@@ -273,9 +273,13 @@ def add_block(
     weight_ref: Any,
     tile: int,
 ) -> None:
-    """All tiles of a block: scores of one, weights of the one before, values of that before it."""
+    """Add a block of keys to the sums, tile by tile in a pipeline.
+
+    While one tile's scores are computed, the tile before becomes weights, and the weights of the
+    tile before that are multiplied with their values.
+    """
     num_tiles = k_ref.shape[0] // tile
-    # Of each tile the maximum so far, (8, queries), and what scales the sums before it.
+    # For each tile: the running maximum (8, queries), and the factor for sums made before it.
     maxima: list[Any] = [max_ref[...]]
     scales: list[Any] = []
     for now in range(num_tiles + 2):

@@ -1,4 +1,4 @@
-"""`attend`: checks its arguments and hands them to the kernel that serves."""
+"""`attend`, the entry point: it checks its arguments and chooses the kernel."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ CHOSEN, ANY_MASK = "chosen", "an arbitrary mask or bias"
 
 
 class AttentionWarning(UserWarning):
-    """Attention that is computed otherwise, and slower, than was asked for; the result is right."""
+    """Attention runs by a slower way than was asked for. The result is right."""
 
 
 def attend(
@@ -46,7 +46,7 @@ def attend(
     options: AttentionOptions = AttentionOptions(),  # noqa: B008 - frozen
     shards: Shards | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T, where the mask allows) v, by the kernel that the options name.
+    """Compute attention, softmax(scale q k^T + mask) v, by the kernel that the options name.
 
     Reverse-mode gradients reach q, k, v and the numbers that `mask.blocks` captured.
 
@@ -59,14 +59,14 @@ def attend(
         softcap: scores s become softcap * tanh(s / softcap), before mask and bias.
         dropout: share of the weights that is dropped, the others scaled up.
         key: a `jax.random` key; needed for dropout.
-        options: kernel, block sizes, and how a sharded sequence meets.
-        shards: the mesh axes that the arrays lie over; None where nothing is sharded.
+        options: kernel, block sizes, and the strategy for a sharded sequence.
+        shards: the mesh axes that the arrays are sharded over; None if nothing is sharded.
 
     Returns:
         (B, Hq, Sq, Dv), of q's dtype.
 
     Raises:
-        UsageError: shapes or options that do not go together.
+        UsageError: the shapes or the options do not go together.
 
     Warns:
         AttentionWarning: once for each reason that splash cannot serve, or an axis cannot be used.
@@ -96,7 +96,7 @@ def attend(
 
 
 def _precision(q: jax.Array) -> str | None:
-    """The precision of the kernel's products: the caller's for float32.
+    """Return the precision of the kernel's products: the caller's setting for float32.
 
     For 16 bits there is one precision only, and a kernel that asks for another does not compile.
     """
@@ -114,7 +114,7 @@ def _attend(
     key: Any,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Pads the sequences to the chips, chooses tiles, and runs."""
+    """Pad the sequences to divide among the chips, choose tiles, and run the kernel."""
     if problem.kernel == "splash":
         known = {"softcap": problem.softcap, "options": options, "shards": problem.shards}
         if found := dense_tiles(q, k, v, mask, **known):
@@ -146,10 +146,10 @@ def _attend(
 
 
 def _over_sequence(problem: Problem, out: jax.Array) -> jax.Array:
-    """The output over the sequence again, where "heads" had it over heads.
+    """Shard the output over the sequence again, where "heads" had it sharded over heads.
 
-    One that does not divide was put together of parts that each lie in their own way: where the
-    partitioner takes them apart again it knows better.
+    A sequence that the chips do not divide gets no constraint: the partitioner chooses better
+    how to split it again.
     """
     shards = problem.shards
     if shards is None or problem.way != "heads" or out.shape[2] % _sequence_size(problem):
@@ -159,7 +159,7 @@ def _over_sequence(problem: Problem, out: jax.Array) -> jax.Array:
 
 
 def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
-    """Keys that are known to be padding at the end need no mask, only a shorter sequence."""
+    """Shorten the sequence where the keys' padding is static and at the end: it needs no mask."""
     valid: Any = mask.key_valid
     if not isinstance(valid, np.ndarray):
         return problem, None if valid is None else valid.astype(bool)
@@ -173,7 +173,7 @@ def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
 def _choose_tiles(
     problem: Problem, q: jax.Array, mask: Mask, options: AttentionOptions, own_q: int, own_k: int
 ) -> KernelTiles:
-    """Tile sizes for one chip's share of the sequences."""
+    """Choose the tile sizes for one chip's share of the sequences."""
     if problem.kernel in ("splash", "dense"):
         choose = functools.partial(
             choose_tiles,
@@ -195,24 +195,24 @@ def _choose_tiles(
 
 
 def _own_lengths(problem: Problem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
-    """Queries, and keys at a time, that one chip handles."""
+    """Return how many queries one chip handles, and how many keys at a time."""
     return num_q // pieces, num_k // pieces if problem.way == "ring" else num_k
 
 
 def _sequence_pieces(problem: Problem) -> int:
-    """How many pieces of the sequence the kernels' chips have."""
+    """Return the number of pieces that the sequence is split into while the kernel runs."""
     return 1 if problem.way == "heads" else _sequence_size(problem)
 
 
 def _sequence_size(problem: Problem) -> int:
-    """How many chips share the sequence."""
+    """Return how many chips share the sequence."""
     if problem.shards is None:
         return 1
     return math.prod(problem.shards.mesh.shape[axis] for axis in problem.shards.sequence)
 
 
 def _pad_sequence(x: Any, pieces: int, axis: int) -> Any:
-    """Zeros at the end of the sequence, so that it divides among the chips."""
+    """Pad the sequence with zeros at its end, so that it divides among the chips."""
     if x is None or x.shape[axis] % pieces == 0:
         return x
     more = -x.shape[axis] % pieces
@@ -220,7 +220,7 @@ def _pad_sequence(x: Any, pieces: int, axis: int) -> Any:
 
 
 def _of_batch(x: Any, batch: int) -> Any:
-    """(1 or B, S) as (B, S)."""
+    """Broadcast (1 or B, S) to (B, S)."""
     return None if x is None else jnp.broadcast_to(jnp.asarray(x), (batch, x.shape[1]))
 
 
@@ -231,18 +231,18 @@ def _ids(segments: Any, batch: int) -> Any:
 def choose_kernel(
     dtype: Any, mask: Mask, dropout: float, options: AttentionOptions, shards: Shards | None
 ) -> tuple[str, tuple[str, ...]]:
-    """The kernel that `attend` takes where no matrix of scores is asked for, and why.
+    """Return the kernel that `attend` takes when the score matrix is not asked for, and why.
 
     Args:
-        dtype: of the operands.
+        dtype: dtype of the operands.
         mask: as `attend` takes it.
         dropout: as `attend` takes it.
-        options: whose kernel is "auto", "splash" or "blockwise".
+        options: options whose kernel is "auto", "splash" or "blockwise".
         shards: as `attend` takes them.
 
     Returns:
-        "splash" or "blockwise", and all reasons for it: `CHOSEN`, what splash cannot serve (for a
-        mask that it cannot, `ANY_MASK`), or the platform. For splash see `dense_tiles`, too.
+        "splash" or "blockwise", and all reasons for it: `CHOSEN`, each thing that splash cannot
+        serve (`ANY_MASK` for a mask), or the platform. `dense_tiles` may replace splash afterwards.
     """
     chosen = (CHOSEN,) if options.kernel != "auto" else ()
     checks = (
@@ -269,7 +269,7 @@ def dense_tiles(
     options: AttentionOptions,
     shards: Shards | None,
 ) -> DenseTiles | None:
-    """Tiles of the kernel that `attend` takes in place of splash where it is faster; None if not.
+    """Return the dense kernel's tiles where `attend` takes it in place of splash, else None.
 
     Args:
         q: queries (B, Hq, Sq, D).
@@ -277,8 +277,8 @@ def dense_tiles(
         v: values (B, Hkv, Sk, Dv).
         mask: as `attend` takes it.
         softcap: as `attend` takes it.
-        options: as `attend` takes them; who names a kernel or its blocks gets splash.
-        shards: as `usable_shards` gives them.
+        options: as `attend` takes them; naming a kernel or its blocks rules this kernel out.
+        shards: as `usable_shards` returns them.
     """
     if options.kernel != "auto" or options.blocks is not None or softcap is not None:
         return None
@@ -297,10 +297,10 @@ def dense_tiles(
 def _say_why(
     kernel: str, reasons: tuple[str, ...], options: AttentionOptions, shards: Shards | None
 ) -> None:
-    """Say, or refuse, what is not computed by splash where it was to be.
+    """Warn, or raise, if splash was wanted but another kernel runs.
 
     Raises:
-        UsageError: splash was asked for by name.
+        UsageError: the options name splash, and it cannot serve.
     """
     if kernel == "splash" or options.kernel == "blockwise":
         return
@@ -312,7 +312,7 @@ def _say_why(
 
 
 def not_for_splash(reason: str) -> UsageError:
-    """The error for what splash was asked for by name and cannot serve."""
+    """Return the error for options that name splash where it cannot serve."""
     return UsageError(
         f"Splash attention cannot serve {reason}. What to do: leave the kernel to 'auto', or"
         " choose 'blockwise'"
@@ -333,11 +333,11 @@ def _chip(options: AttentionOptions, shards: Shards | None) -> str:
 
 
 def usable_shards(shards: Shards | None, shape: tuple[int, ...]) -> Shards | None:
-    """The axes that divide batch and heads; the chips of the others do the same work.
+    """Keep the axes that divide batch and heads; chips along the others repeat the same work.
 
     Args:
         shards: axes of a mesh, or None.
-        shape: of the queries: batch, heads and more.
+        shape: shape of the queries: batch, heads and more.
 
     Warns:
         AttentionWarning: once for each axis that does not divide a dim.

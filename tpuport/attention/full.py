@@ -7,17 +7,17 @@ import jax.numpy as jnp
 
 from tpuport.attention.mask import Mask
 
-# What a score that must not count becomes. Finite: -inf - -inf is NaN.
+# Replaces a score that must not count. Finite, because -inf - -inf is NaN.
 LOWEST = -1e30
 
 
 def cap(scores: jax.Array, softcap: float | None) -> jax.Array:
-    """Scores kept within +-softcap, smoothly. Source: Gemma 2, arxiv.org/abs/2408.00118."""
+    """Limit scores to +-softcap, smoothly. Source: Gemma 2, arxiv.org/abs/2408.00118."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """(B, Hq, ...) -> (B, Hkv, Hq // Hkv, ...); one head for all stays one."""
+    """Reshape (B, Hq, ...) to (B, Hkv, Hq // Hkv, ...); one head shared by all stays one."""
     heads = (num_kv_heads, x.shape[1] // num_kv_heads) if x.shape[1] > 1 else (1, 1)
     return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
@@ -31,7 +31,7 @@ def scores_of(
     seen: jax.Array | None,
     further: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores (B, Hkv, G, q, k) of grouped queries (B, Hkv, G, q, D), and which of them count.
+    """Return scores (B, Hkv, G, q, k) of grouped queries (B, Hkv, G, q, D), and which count.
 
     Args:
         q: grouped queries.
@@ -54,7 +54,7 @@ def scores_of(
             seen = further if seen is None else seen & further
         else:
             hidden = jnp.isneginf(further)
-            # A bias of -inf hides: kept out of the sum, where it would make NaN of a gradient.
+            # A bias of -inf hides a score. It is kept out of the sum, whose gradient would be NaN.
             scores = scores + jnp.where(hidden, 0, further).astype(scores.dtype)
             seen = ~hidden if seen is None else seen & ~hidden
     if seen is not None:
@@ -73,7 +73,7 @@ def attend_full(
     dropout: float = 0.0,
     key: Any = None,
 ) -> jax.Array:
-    """Attention with shapes as `attend`; the scores are one array (B, Hq, Sq, Sk)."""
+    """Compute attention as `attend` does, with the scores as one array (B, Hq, Sq, Sk)."""
     num_q, num_k = q.shape[2], k.shape[2]
     scores, seen = scores_of(
         grouped(q, k.shape[1]),

@@ -1,4 +1,4 @@
-"""One attention kernel by itself, as a tuner of block sizes times it."""
+"""One attention kernel by itself, for a tuner of block sizes to time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ KINDS = ("full", "causal", "window", "padding", "segments")
 
 @dataclass(frozen=True)
 class KernelCase:
-    """What one chip computes of one attention, one example.
+    """One chip's share of an attention, for one example.
 
     Args:
         chip: short name, such as "v6e".
@@ -32,12 +32,12 @@ class KernelCase:
         num_queries: queries.
         num_keys: keys.
         head_dim: size of a head.
-        dtype: of the operands.
+        dtype: dtype of the operands.
         mask: one of `KINDS`; a window reaches back an eighth of the keys; padding and segments are
-            told to the program only when it runs, and the last key is then not seen.
-        blocks: tile sizes; those that `attend` would choose if None.
+            traced inputs of the program, and the last key is then not seen.
+        blocks: tile sizes; None takes those that `attend` would choose.
         num_kv_heads: key heads; as many as query heads if None.
-        backward: whether gradients are taken too.
+        backward: whether gradients are computed too.
     """
 
     chip: str
@@ -57,10 +57,10 @@ class CallSteps:
     """The grid of one call of the forward kernel.
 
     Args:
-        masked: whether it masks what it visits.
+        masked: whether the kernel masks the blocks it visits.
         steps: steps of the grid.
-        active: how many of them compute, in all runs.
-        runs: how often it is called.
+        active: steps that compute, in all runs together.
+        runs: number of times the kernel is called.
     """
 
     masked: bool
@@ -74,11 +74,11 @@ class BuiltKernel:
     """A case to trace, compile and time.
 
     Args:
-        function: takes arrays as `args` say; gives the output, or the gradients of q, k and v.
-        args: shapes and dtypes.
-        blocks: the tile sizes that it has.
-        calls: its calls of the forward kernel, in the order in which it makes them.
-        flops: of the products of what is seen, forward.
+        function: takes arrays like `args`; returns the output, or the gradients of q, k and v.
+        args: shapes and dtypes of the arguments.
+        blocks: tile sizes that the kernel uses.
+        calls: calls of the forward kernel, in order.
+        flops: operations of the forward products, unseen scores left out.
     """
 
     function: Callable[..., Any]
@@ -89,10 +89,10 @@ class BuiltKernel:
 
 
 def build_kernel(case: KernelCase) -> BuiltKernel:
-    """The kernel of a case, for one chip; lower it for that chip, or inside `shard_map`.
+    """Build the kernel of a case for one chip; lower it for that chip, or inside `shard_map`.
 
     Raises:
-        UsageError: a mask that there is not, or block sizes that the kernel cannot have.
+        UsageError: the mask is unknown, or the kernel cannot have the block sizes.
     """
     if case.mask not in KINDS:
         raise UsageError(
@@ -140,7 +140,7 @@ def build_kernel(case: KernelCase) -> BuiltKernel:
 
 
 def _ids(case: KernelCase, tiles: KernelTiles) -> SegmentIds | None:
-    """One segment, which the last key does not belong to."""
+    """Return the ids of one segment without the last key; None if ids would skip no block."""
     if case.mask != "segments" or case.num_keys <= FEW_BLOCKS * tiles.kv:
         return None
     q_size, kv_size = (
@@ -152,7 +152,7 @@ def _ids(case: KernelCase, tiles: KernelTiles) -> SegmentIds | None:
 
 
 def _steps(piece: Piece, rows: int, heads: int, all_masked: bool) -> CallSteps:
-    """What a call of the kernel visits."""
+    """Count the steps of one call of the kernel."""
     in_rounds = piece.rounds is not None
     block_mask: Any = piece.info.block_mask
     width = piece.round_size if in_rounds else block_mask.shape[-1]
@@ -165,7 +165,7 @@ def _steps(piece: Piece, rows: int, heads: int, all_masked: bool) -> CallSteps:
 
 
 def _band(case: KernelCase) -> Band:
-    """What the case's queries see; the last query stands at the last key."""
+    """Return the band of keys that the queries see; the last query stands at the last key."""
     shift = case.num_keys - case.num_queries
     low = -(case.num_keys // 8) if case.mask == "window" else None
     high = 0 if case.mask in ("causal", "window") else None
@@ -175,7 +175,7 @@ def _band(case: KernelCase) -> Band:
 
 
 def _seen(band: Band) -> int:
-    """How many pairs of a query and a key count."""
+    """Count the pairs of a query and a key that attend."""
     places = np.arange(band.num_queries, dtype=np.int64) + band.shift
     last = np.full_like(places, band.num_keys - 1)
     if band.high is not None:

@@ -1,4 +1,4 @@
-"""Who attends to whom, said by structure and never as a matrix of scores' size."""
+"""Masks described by their structure, never as a matrix of the scores' size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ Blocks = Callable[[Any, int, Any, int], jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Every condition holds at once; a query that may attend to nothing gives 0, as in torch.
+    """Structure of a mask: a pair of query and key is seen if every condition holds.
+
+    A query that may attend to nothing gives 0, as in torch.
 
     Args:
         causal: query i sees key j only if j <= i + offset.
@@ -42,7 +44,7 @@ class Mask:
 
     @property
     def kind(self) -> str:
-        """The structure by name: what block sizes are chosen by."""
+        """Return the structure's name, by which block sizes are chosen."""
         if self.q_segments is not None:
             return "segments"
         if self.window is not None:
@@ -52,16 +54,16 @@ class Mask:
         return "full" if self.key_valid is None else "padding"
 
     def band(self) -> tuple[int | None, int | None]:
-        """(lowest, highest) of j - i that is seen, by `causal`, `window` and `offset` together."""
+        """Return (lowest, highest) of j - i that `causal`, `window` and `offset` together allow."""
         left, right = self.window or (None, None)
         low = None if left is None else self.offset - left
         limits = [self.offset + r for r in (right, 0 if self.causal else None) if r is not None]
         return low, min(limits, default=None)
 
     def tile(self, q_start: Any, q_size: int, k_start: Any, k_size: int) -> jax.Array | None:
-        """What of this tile is seen, `blocks` apart: booleans that broadcast to (batch, 1, q, k).
+        """Return which pairs of this tile are seen, `blocks` apart.
 
-        None if nothing limits it.
+        Booleans that broadcast to (batch, 1, q, k); None if nothing limits the tile.
         """
         q_ids = q_start + jnp.arange(q_size, dtype=jnp.int32)[:, None]
         k_ids = k_start + jnp.arange(k_size, dtype=jnp.int32)[None, :]
@@ -87,5 +89,5 @@ class Mask:
 
 
 def _slice(array: Any, start: Any, size: int) -> jax.Array:
-    """`size` columns of (batch, sequence) from `start`."""
+    """Return `size` columns of (batch, sequence) from `start`."""
     return jax.lax.dynamic_slice_in_dim(jnp.asarray(array), start, size, axis=1)

@@ -1,4 +1,4 @@
-"""What a caller of attention may choose, and over which axes of a mesh the arrays lie."""
+"""Options of attention for its callers, and the mesh axes that its arrays are sharded over."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +26,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is to be computed.
+    """Settings of how attention is computed.
 
     Args:
         kernel: "auto" takes splash on TPU where it can serve, the kernel of `dense.py` where that
@@ -34,14 +34,14 @@ class AttentionOptions:
             reference.
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: tile sizes instead of those of the table.
-        sequence: how keys and values meet queries where the sequence is sharded: "gather" them,
-            pass them round a "ring", or exchange the sequence for "heads" (all-to-all).
+        sequence: sequence-parallel strategy: "gather" keys and values on every chip, pass them
+            round a "ring", or exchange the sequence for "heads" (all-to-all).
         platform: where the program will run ("tpu", "cpu"); by default that of the mesh's devices,
             or of jax's default backend.
         chip: kind of TPU that block sizes are chosen for, such as "v6e"; by default the mesh's.
 
     Raises:
-        UsageError: a name that there is not.
+        UsageError: the kernel or the sequence strategy is unknown.
     """
 
     kernel: Kernel = "auto"
@@ -62,10 +62,10 @@ class Shards:
 
     Args:
         mesh: a `jax.sharding.Mesh`.
-        batch: names of its axes.
-        heads: names of its axes. Where they do not divide the key heads, each chip holds those key
+        batch: mesh axes of the batch.
+        heads: mesh axes of the heads. If they do not divide the key heads, each chip holds the key
             heads that its query heads need.
-        sequence: names of its axes.
+        sequence: mesh axes of the sequence.
     """
 
     mesh: Any

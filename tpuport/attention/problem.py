@@ -1,4 +1,4 @@
-"""One attention as the kernels take it: numbers that are fixed, arrays that are not."""
+"""One attention as the kernels take it: its static numbers apart from its arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Further = Callable[[Sequence[jax.Array], Any, Any], jax.Array]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known when the program is compiled.
+    """The static part of one attention, known when the program is compiled.
 
     Args:
         kernel: "splash", "dense" or "blockwise".
@@ -27,19 +27,18 @@ class Problem:
         softcap: see `full.cap`.
         low: lowest key position minus query position that is seen; None for no limit.
         high: highest such; None for no limit.
-        num_queries: queries of the whole sequence, over all shards, without padding.
-        num_keys: keys of the whole sequence, likewise.
+        num_queries: queries of the unsharded sequence, without padding.
+        num_keys: keys of the unsharded sequence, likewise.
         tiles: tile sizes of the kernel; for "dense" those of splash, which computes gradients.
         dense: tile sizes of "dense" itself; else None.
         interpret: whether Pallas interprets the kernel.
         dropout: share of dropped weights; only blockwise.
         further: further mask or bias by tile; only blockwise.
-        further_size: rows of queries and of keys of one tile of it.
         shards: the mesh and its axes, or None.
-        way: how a sharded sequence meets.
+        way: sequence-parallel strategy: "gather", "ring" or "heads" (all-to-all).
         keys_whole: whether the chips' keys together are `num_keys`; else the last ones are padding.
-        precision: of products of float32, as `jax.default_matmul_precision` takes it. Gradients are
-            traced where the caller's own is no longer set.
+        precision: precision of float32 products, as `jax.default_matmul_precision` takes it. It is
+            kept here because gradients are traced after the caller's setting has ended.
     """
 
     kernel: str
@@ -63,14 +62,14 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Parts:
-    """Arrays of one attention besides queries, keys and values; each may be None.
+    """Arrays of one attention in addition to queries, keys and values; each may be None.
 
     Args:
         q_segments: (B, Sq) int32.
         kv_segments: (B, Sk) int32.
         key_valid: (B, Sk) booleans.
-        captured: what `Problem.further` needs.
-        key: randomness of dropout.
+        captured: arrays that `Problem.further` reads.
+        key: random key of dropout.
     """
 
     q_segments: Any = None
@@ -80,7 +79,7 @@ class Parts:
     key: Any = None
 
     def with_keys(self, change: Callable[[jax.Array], jax.Array]) -> "Parts":
-        """What follows the keys of the sequence, changed as they are."""
+        """Apply `change` to the arrays that are indexed by key, as to the keys themselves."""
         kv = None if self.kv_segments is None else change(self.kv_segments)
         valid = None if self.key_valid is None else change(self.key_valid)
         return dataclasses.replace(self, kv_segments=kv, key_valid=valid)
@@ -88,7 +87,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the first local query and key stand in the whole sequences; numbers, maybe traced."""
+    """Positions of the first local query and key in the unsharded arrays; numbers, maybe traced."""
 
     q: Any = 0
     k: Any = 0
@@ -98,7 +97,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Local:
-    """What one chip works on: the problem, its arrays, and where they stand."""
+    """The work of one chip: the problem, its local arrays, and their origin."""
 
     problem: Problem
     parts: Parts = Parts()
@@ -115,27 +114,27 @@ class Gradients(NamedTuple):
 
 
 def is_float(array: Any) -> bool:
-    """Whether an array has gradients."""
+    """Return whether an array has gradients."""
     return jnp.issubdtype(jnp.result_type(array), jnp.floating)
 
 
 def hoist(
     blocks: Blocks, sizes: tuple[int, int], within: tuple[int, int] | None
 ) -> tuple[Further, tuple[jax.Array, ...]]:
-    """A function of tiles as one of its captured arrays too, which gradients can reach.
+    """Turn a function of tiles into one that also takes its captured arrays, for gradients.
 
     Args:
         blocks: as in `Mask`.
         sizes: rows of queries and of keys of every tile.
-        within: lengths of the sequences that `blocks` knows, where tiles may lie beyond them; what
-            such a tile holds there is of no meaning.
+        within: lengths of the sequences that `blocks` knows, if tiles may reach beyond them; a
+            tile's values there have no meaning.
     """
-    # A tile of padding and all may be longer than the sequence itself.
+    # A tile includes padding, so it may be longer than the sequence itself.
     known = sizes if within is None else tuple(map(min, sizes, within))
     start = jax.ShapeDtypeStruct((), jnp.int32)
 
     def inline(q: Any, k: Any) -> jax.Array:
-        # A jitted function within would keep the mesh as it is outside of `shard_map`.
+        # A jitted function inside would keep the mesh axes from outside `shard_map`.
         with jax.disable_jit():
             return blocks(q, known[0], k, known[1])
 

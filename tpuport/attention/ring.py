@@ -1,6 +1,6 @@
-"""Keys and values passed from chip to chip, one softmax over all of them.
+"""Ring attention: keys and values go from chip to chip, with one softmax over all of them.
 
-Inside `shard_map`. Source: Liu et al., Ring Attention, arxiv.org/abs/2310.01889.
+Runs inside `shard_map`. Source: Liu et al., Ring Attention, arxiv.org/abs/2310.01889.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ def forward(
     k: jax.Array,
     v: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp over the keys of all chips along the axes; else as `kernel.forward`.
+    """Return output and logsumexp over the keys of all chips; else like `kernel.forward`.
 
     Args:
         kernel: module with `forward` and `backward`.
-        local: this chip's.
+        local: this chip's work.
         axes: the mesh axes of the sequence.
         q: this chip's queries.
         k: this chip's keys.
@@ -54,7 +54,7 @@ def backward(
     lse: jax.Array,
     grad: jax.Array,
 ) -> Gradients:
-    """Gradients; those of keys and values travel with them, and end where they began."""
+    """Compute gradients; those of keys and values travel with them, and end where they began."""
     size = lax.axis_size(axes)
     d_q = jnp.zeros(q.shape, jnp.float32)
     d_kv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -75,13 +75,13 @@ def backward(
 
 
 def _at(local: Local, axes: tuple[str, ...], step: int, num_keys: int) -> Local:
-    """What this chip works on at one step: the keys that began `step` chips before it."""
+    """Return this chip's work at one step, whose keys began `step` chips before it."""
     source = (lax.axis_index(axes) - step) % lax.axis_size(axes)
     return dataclasses.replace(local, origin=dataclasses.replace(local.origin, k=source * num_keys))
 
 
 def _pass_on(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Everything that belongs to keys, to the next chip."""
+    """Send everything that belongs to keys to the next chip."""
     size = lax.axis_size(axes)
     to_next = [(chip, (chip + 1) % size) for chip in range(size)]
 

@@ -1,16 +1,17 @@
-"""Which blocks of keys splash visits for which block of queries, and how it masks them.
+"""Schedules of splash: the blocks of keys to visit for each block of queries, and their masks.
 
 The kernel masks every block it visits if it masks any, which costs a seventh to a third of its
-time. So one attention is two schedules: the blocks that are seen whole, unmasked, and those at an
-edge of what is seen. `merge` in `splash.py` puts their results together.
+time. So one attention is two schedules: the blocks that are seen completely, unmasked, and those at
+an edge of the band. `merge` in `splash.py` puts their results together.
 
-A schedule is worked out from numbers alone. Where these are known it is numpy's, and as narrow as
-it can be; where they are traced (a chip's place in a sharded sequence, the length of one of a
-batch's sequences, segments) it is arrays of the program.
+A schedule is computed from numbers alone. If these are static, it is made of numpy arrays and as
+narrow as it can be; if they are traced (a chip's place in a sharded sequence, the length of one of
+a batch's sequences, segments), it is made of the program's arrays.
 
 Of segments the schedule knows the lowest and the highest id of each block. Blocks whose ids cannot
-meet are skipped, blocks of one and the same id are seen whole, and the kernel compares the ids of
-all others: any ids give the right result, and those that rise along the sequence a short schedule.
+meet are skipped, blocks of one and the same id are seen completely, and the kernel compares the ids
+of all others. Any ids give the right result; ids that rise along the sequence give a short
+schedule.
 How many blocks of a row are at an edge is known only at run time, and a step of the kernel that
 does nothing takes time, too: so they are visited in rounds, as many as the longest row needs.
 """
@@ -25,15 +26,15 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 MaskInfo = splash_attention_mask_info.MaskInfo
-# Blocks of a row that a round visits at least, and the most rounds that there are: each round reads
-# and writes the whole result once more.
+# The fewest blocks of a row that a round visits, and the most rounds: each round reads and writes
+# the complete result once more.
 _ROUND, _MOST_ROUNDS = 4, 4
 # The id of keys that nobody sees. No query has it.
 NOBODY = np.iinfo(np.int32).min
 
 
 class SegmentIds(NamedTuple):
-    """Ids of queries and keys, padded to whole blocks; equal ones see each other, if in the band.
+    """Ids of queries and keys, padded to full blocks; equal ids see each other if in the band.
 
     Args:
         q: (blocks * size,) int32; above `NOBODY`.
@@ -45,7 +46,7 @@ class SegmentIds(NamedTuple):
 
 
 def without_nobody(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Ids of queries and keys of which the same are equal, and none is `NOBODY`; in their order.
+    """Shift ids so that none is `NOBODY`; which ids are equal, and their order, stay the same.
 
     Args:
         q: (B, Sq) int32.
@@ -53,8 +54,8 @@ def without_nobody(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
 
     def raised(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # The ids from the lowest up to the first that is not used go up by one. Of so many ids not
-        # all are used.
+        # The ids below the first unused one go up by one. `count` is one more than there are ids,
+        # so an unused one exists.
         count = q.size + kv.size + 1
         used = jnp.zeros(count, bool)
         for ids in (q, kv):
@@ -63,19 +64,19 @@ def without_nobody(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
         unused = NOBODY + jnp.argmin(used).astype(jnp.int32)
         return q + (q < unused), kv + (kv < unused)
 
-    # Keys of that id which no query has are seen by nobody indeed.
+    # Without such a query nothing moves: keys with the id NOBODY are then rightly seen by none.
     return lax.cond((q == NOBODY).any(), raised, lambda q, kv: (q, kv), q, kv)
 
 
 @dataclass(frozen=True)
 class Band:
-    """What a query sees of the keys: those from `low` to `high` after it, of the first `num_keys`.
+    """The keys that a query sees: from `low` to `high` after it, among the first `num_keys`.
 
     Args:
         low: lowest key position minus query position; None for no limit.
         high: highest such; None for no limit.
         shift: position of the first query minus that of the first key; a number, maybe traced.
-        num_queries: how many queries there are, padding apart.
+        num_queries: how many queries there are, without padding.
         num_keys: how many keys are seen at all; a number, maybe traced.
     """
 
@@ -87,20 +88,20 @@ class Band:
 
     @property
     def is_known(self) -> bool:
-        """Whether all is known when the program is compiled."""
+        """Return whether all of the band is static, known when the program is compiled."""
         return not isinstance(self.shift, jax.Array) and not isinstance(self.num_keys, jax.Array)
 
 
 @dataclass(frozen=True)
 class InBand:
-    """The mask function of the kernel where limits and number of keys are known."""
+    """The kernel's mask function where the limits and the number of keys are static."""
 
     low: int | None
     high: int | None
     num_keys: int | None
 
     def __call__(self, q_ids: Any, k_ids: Any) -> Any:
-        """Booleans: whether the query at `q_ids` sees the key at `k_ids`."""
+        """Return booleans: whether the query at `q_ids` sees the key at `k_ids`."""
         tests = []
         if self.high is not None:
             tests.append(k_ids <= (q_ids + self.high if self.high else q_ids))
@@ -116,10 +117,10 @@ class InBand:
 
 @dataclass(frozen=True)
 class UpTo:
-    """The mask function where each query has its own last key, given in place of its position."""
+    """The mask function where each query's own last key is passed in place of its position."""
 
     def __call__(self, q_last: Any, k_ids: Any) -> Any:
-        """Booleans: whether the key at `k_ids` is not after `q_last`."""
+        """Return booleans: whether the key at `k_ids` is not after `q_last`."""
         return k_ids <= q_last
 
 
@@ -129,11 +130,11 @@ class Piece:
 
     Args:
         info: the schedule.
-        function: what the kernel masks them by; None for no such mask.
-        at_edge: whether they are not seen whole: the kernel is to compare ids, if there are any.
-        rounds: None, or in how many calls to visit them, a traced number; then `info` is of all.
+        function: the kernel's mask function; None for no mask.
+        at_edge: whether the blocks are seen only in part, so that ids, if any, are compared.
+        rounds: None, or the traced number of calls that visit them; `info` is then of all calls.
         round_size: blocks of a row that a round visits.
-        axis: of the schedule's arrays, along a row.
+        axis: the axis along a row of the schedule's arrays.
     """
 
     info: MaskInfo
@@ -144,7 +145,7 @@ class Piece:
     axis: int = 2
 
     def of_round(self, number: Any) -> MaskInfo:
-        """The schedule of one call; past the last round one that visits nothing."""
+        """Return the schedule of one call; past the last round, one that visits nothing."""
         schedule: Any = self.info.data_next, self.info.block_mask
         data_next, active = (
             lax.dynamic_slice_in_dim(x, number * self.round_size, self.round_size, self.axis)
@@ -162,10 +163,10 @@ def make_pieces(
     by_key: bool = False,
     ids: SegmentIds | None = None,
 ) -> list[Piece]:
-    """The calls that together see just what the band says, of keys of the same id if there are ids.
+    """Return the calls that together see exactly the band, between equal ids if there are ids.
 
     Args:
-        band: what is seen.
+        band: the keys that each query sees.
         num_blocks: blocks of queries and of keys.
         sizes: rows of one block of queries and of keys.
         by_key: order the blocks for the kernel of key gradients, which goes by blocks of keys.
@@ -201,18 +202,18 @@ def make_pieces(
 
 
 def _widths(band: Band, seen: Any, whole: Any, most_edge: int, axis: int) -> tuple[int, int]:
-    """Most blocks of a row that are seen whole, and that are at an edge of the band."""
+    """Return the most blocks of a row that are seen completely, and the most at the band's edge."""
     edge = _width(band, seen & ~whole, axis)
     return _width(band, whole, axis), edge if band.is_known else min(edge, most_edge)
 
 
 def _width(band: Band, chosen: Any, axis: int) -> int:
-    """Most chosen blocks along an axis; as many as there are, where the program will find out."""
+    """Return the most chosen blocks along an axis, or all of them if only the run will tell."""
     return int(chosen.sum(axis).max()) if band.is_known else chosen.shape[axis]
 
 
 def _compare_ids(ids: SegmentIds, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Which blocks (queries, keys) may have an id in common, and which have one id only."""
+    """Return which blocks (queries, keys) may share an id, and which have one id between them."""
     q, k = (x.reshape(-1, size) for x, size in zip(ids, sizes, strict=True))
     lowest = jnp.where(k == NOBODY, np.iinfo(np.int32).max, k).min(1)
     may_meet = (lowest <= q.max(1)[:, None]) & (k.max(1) >= q.min(1)[:, None])
@@ -223,7 +224,7 @@ def _compare_ids(ids: SegmentIds, sizes: tuple[int, int]) -> tuple[Any, Any]:
 def _classify(
     xp: Any, band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[Any, Any]:
-    """Which blocks (queries, keys) are seen at all, and which are seen whole.
+    """Return which blocks (queries, keys) are seen at all, and which are seen completely.
 
     Queries that are padding count as neither.
     """
@@ -247,7 +248,7 @@ def _classify(
 def _most_edge_blocks(
     band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int], by_key: bool
 ) -> int:
-    """How many blocks of a row (of a column, by key) can be neither seen whole nor unseen."""
+    """Return how many blocks of a row (of a column if `by_key`) can be seen in part."""
     (q_size, k_size), (num_q, num_k) = sizes, num_blocks
     edges = (band.low is not None) + (band.high is not None)
     if by_key:
@@ -257,7 +258,9 @@ def _most_edge_blocks(
 
 
 def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
-    """(blocks to visit, whether to) of each row, the chosen ones first, as the kernel wants them.
+    """Return (blocks to visit, whether to) of each row in the kernel's layout, chosen first.
+
+    The chosen blocks come first.
 
     Places past the last chosen block repeat it, so that nothing is fetched for them.
     """
@@ -275,7 +278,7 @@ def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
 def _mask_function(
     band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[InBand | UpTo, Any]:
-    """How the kernel masks a block, and the number it is to have for each query."""
+    """Return the kernel's mask function, and the number that it takes for each query."""
     num_rows = num_blocks[0] * sizes[0]
     if not isinstance(band.num_keys, jax.Array):
         all_keys = num_blocks[1] * sizes[1]

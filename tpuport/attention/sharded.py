@@ -1,12 +1,12 @@
-"""One attention over a mesh: which chip gets what, what they send each other, and the gradients.
+"""Attention over a mesh: what each chip holds and sends, and the gradients.
 
-The gradient is written by hand around `shard_map`, not taken through it: what is sent backward is
-then what is sent forward, in reverse, and nothing is summed over axes that hold copies.
+The gradient is written by hand around `shard_map`, not taken through it. So the backward pass sends
+what the forward pass sends, in reverse, and sums nothing over axes that hold copies.
 
-Where the sequence is sharded, "gather" brings all keys to every chip; "heads" asks for arrays that
-lie over heads in its place (Jacobs et al., arxiv.org/abs/2309.14509), which the partitioner brings
-about by one all-to-all for each part that they are put together of; "ring" passes keys round (Liu
-et al., arxiv.org/abs/2310.01889).
+Where the sequence is sharded, "gather" brings all keys to every chip. "heads" asks for arrays that
+are sharded over heads instead (Jacobs et al., arxiv.org/abs/2309.14509): the partitioner inserts
+one all-to-all for each array that they are concatenated from. "ring" passes keys round (Liu et al.,
+arxiv.org/abs/2310.01889).
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from tpuport.attention import blockwise, dense, ring, splash
 from tpuport.attention.problem import Gradients, Local, Origin, Parts, Problem, is_float
 
 KERNELS = {"splash": splash, "dense": dense, "blockwise": blockwise}
-# What a remat policy can save, by `jax.checkpoint_policies.save_only_these_names`.
+# Names the results for `jax.checkpoint_policies.save_only_these_names`.
 OUTPUT_NAME = "tpuport_attention"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts) -> Any:
-    """Attention (B, Hq, Sq, Dv) of whole arrays, on one chip or over the mesh of the problem."""
+    """Compute attention (B, Hq, Sq, Dv) of global arrays, on one chip or over a mesh."""
     with jax.default_matmul_precision(problem.precision):
         return _forward(problem, q, k, v, parts)[0]
 
@@ -56,18 +56,18 @@ attention.defvjp(_attention_forward, _attention_backward)
 
 
 class Layout(NamedTuple):
-    """How the arrays of one attention lie over the mesh, and what each chip does with its own.
+    """The PartitionSpecs of one attention's arrays, and how each chip handles its heads.
 
     Args:
-        q: of queries and of the output.
-        kv: of keys and values as they come.
-        d_kv: of their gradients.
-        lse: of the logsumexp.
-        q_ids: of what follows the queries, (B, Sq).
-        k_ids: of what follows the keys, (B, Sk).
-        exchanged: whether heads lie over the axes of the sequence, too.
+        q: spec of queries and of the output.
+        kv: spec of keys and values on entry.
+        d_kv: spec of their gradients.
+        lse: spec of the logsumexp.
+        q_ids: spec of arrays (B, Sq) that are indexed by query.
+        k_ids: spec of arrays (B, Sk) that are indexed by key.
+        exchanged: whether heads are sharded over the axes of the sequence, too.
         picked: whether each chip holds all key heads, and picks those of its query heads.
-        head_axes: the axes that query heads lie over inside.
+        head_axes: the axes that query heads are sharded over inside `shard_map`.
     """
 
     q: P
@@ -82,12 +82,12 @@ class Layout(NamedTuple):
 
 
 def make_layout(problem: Problem, num_kv_heads: int, num_keys: int) -> Layout:
-    """The layout of a problem over its mesh.
+    """Return the layout of a problem over its mesh.
 
     Args:
-        problem: with shards.
-        num_kv_heads: of the whole arrays.
-        num_keys: of the whole arrays, as they come.
+        problem: a problem that has shards.
+        num_kv_heads: key heads of the unsharded arrays.
+        num_keys: keys of the unsharded arrays, on entry.
     """
     shards = problem.shards
     assert shards is not None
@@ -118,7 +118,7 @@ def make_layout(problem: Problem, num_kv_heads: int, num_keys: int) -> Layout:
 
 
 def _size(mesh: Any, axes: tuple[str, ...]) -> int:
-    """Chips along these axes together."""
+    """Return the number of chips along these axes together."""
     size = 1
     for axis in axes:
         size *= mesh.shape[axis]
@@ -136,7 +136,7 @@ def _parts_layout(layout: Layout, parts: Parts) -> Parts:
 
 
 def _only_given(specs: Parts, parts: Parts) -> Parts:
-    """The layout of those parts that there are."""
+    """Return the layout of those parts that are not None."""
     given = {
         field.name: getattr(specs, field.name)
         for field in dataclasses.fields(Parts)
@@ -168,6 +168,7 @@ def _forward(
         mesh=shards.mesh,
         in_specs=specs,
         out_specs=(layout.q, layout.lse),
+        # Splash's pallas_call declares no varying mesh axes of its results, as the check wants.
         check_vma=False,
     )
     return mapped(q, k, v, parts)
@@ -205,15 +206,15 @@ def _backward(problem: Problem, saved: tuple[Any, ...], grad: jax.Array) -> Grad
 
 
 class Inside:
-    """What one chip does, inside `shard_map`, before and after the kernel.
+    """The work of one chip, inside `shard_map`, before and after the kernel.
 
     Args:
-        problem: with shards.
-        layout: of that problem.
-        parts: this chip's.
+        problem: a problem that has shards.
+        layout: layout of that problem.
+        parts: this chip's parts.
         batch: examples that this chip holds.
-        heads: query heads that it is given.
-        queries: queries that it is given.
+        heads: query heads that this chip holds.
+        queries: queries that this chip holds.
     """
 
     def __init__(
@@ -236,18 +237,18 @@ class Inside:
         )
 
     def enter_kv(self, x: jax.Array) -> jax.Array:
-        """Keys or values, as the kernel takes them."""
+        """Return keys or values as the kernel takes them."""
         return self._pick(x) if self.layout.picked else x
 
     def enter_kv_back(self, x: jax.Array) -> Any:
-        """Keys or values as the kernel takes them, and how their gradient goes back."""
+        """Return keys or values as the kernel takes them, and what maps their gradient back."""
         if not self.layout.picked:
             return x, self._sum_copies
         picked, pull = jax.vjp(self._pick, x)
         return picked, lambda d: self._sum_copies(pull(d)[0])
 
     def _pick(self, x: jax.Array) -> jax.Array:
-        """Of all key heads, those that this chip's query heads use."""
+        """Select the key heads that this chip's query heads use."""
         per_kv_head = self._query_heads() // x.shape[1]
         if per_kv_head % self.num_heads == 0:
             first = self.first_head // per_kv_head
@@ -259,7 +260,7 @@ class Inside:
         return self.num_heads * _size(self.shards.mesh, self.layout.head_axes)
 
     def _sum_copies(self, d: jax.Array) -> jax.Array:
-        """The sum over chips that hold copies of the same keys, each with gradients of its own."""
+        """Sum gradients over the chips that hold copies of the same keys."""
         sequence = self.shards.sequence
         scattered = self.layout.d_kv != self.layout.kv
         over = self.shards.heads if self.layout.picked else ()
@@ -273,5 +274,5 @@ class Inside:
 
 
 def _index(axes: tuple[str, ...]) -> Any:
-    """This chip's place along these axes together; 0 without any."""
+    """Return this chip's index along these axes together; 0 without any."""
     return lax.axis_index(axes) if axes else 0

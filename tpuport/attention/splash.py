@@ -1,8 +1,8 @@
-"""JAX's splash attention kernel for one chip: blocks, padding, masks at no cost where none is seen.
+"""JAX's splash attention kernel for one chip: blocks, padding, and masks only where needed.
 
 The kernel is `jax.experimental.pallas.ops.tpu.splash_attention`. Its gradient kernels take the
-logsumexp and output of a softmax over more keys than they are given, which is what both the two
-schedules of `schedule.py` and a ring of chips need; JAX keeps the function that calls them private.
+logsumexp and output of a softmax over more keys than they are given. Both the two schedules of
+`schedule.py` and a ring of chips need that; JAX keeps the function that calls them private.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from tpuport.attention.schedule import (
     without_nobody,
 )
 
-# What the kernel gives a score that is not seen. A row's logsumexp below half of it has seen none.
+# The kernel's score of a pair that is not seen. A row whose logsumexp is below half of it saw none.
 MASK_VALUE = kernels.DEFAULT_MASK_VALUE
-# Up to so many blocks of keys, ids are compared in all of them: one call of the kernel costs less
+# Up to this many blocks of keys, ids are compared in all of them: one call of the kernel costs less
 # than two, and one schedule serves the whole batch.
 FEW_BLOCKS = 2
 _LANES = 128
 
 
 class Example(NamedTuple):
-    """One example of the batch: (heads, sequence, size), padded to whole blocks.
+    """One example of the batch: (heads, sequence, size), padded to full blocks.
 
     Args:
         q: queries, scaled.
@@ -58,11 +58,11 @@ class Example(NamedTuple):
 class Sorting(NamedTuple):
     """Keys moved so that the valid ones come first, each kind in its old order.
 
-    A sort would do, but takes libtpu a quarter of a minute to compile.
+    `jax.lax.sort` would do, but takes libtpu a quarter of a minute to compile.
 
     Args:
-        place: (B, Sk), where each key goes.
-        is_sorted: whether every key is where it goes.
+        place: (B, Sk), the position that each key moves to.
+        is_sorted: whether every key is at its position already.
     """
 
     place: jax.Array
@@ -70,14 +70,14 @@ class Sorting(NamedTuple):
 
     @classmethod
     def by(cls, valid: jax.Array) -> "Sorting":
-        """The sorting of keys by whether they are valid, (B, Sk)."""
+        """Build the sorting of keys from whether they are valid, (B, Sk)."""
         so_far, number = _count_so_far(valid), jnp.arange(valid.shape[1], dtype=jnp.int32)
         count = valid.sum(1, keepdims=True, dtype=jnp.int32)
         place = jnp.where(valid, so_far - 1, count + number - so_far)
         return cls(place, jnp.all(place == number))
 
     def apply(self, x: jax.Array) -> jax.Array:
-        """(B, H, Sk, D), sorted."""
+        """Sort (B, H, Sk, D)."""
 
         def move(x: jax.Array) -> jax.Array:
             rows = jnp.arange(self.place.shape[0])[:, None]
@@ -91,7 +91,7 @@ class Sorting(NamedTuple):
         return lax.cond(self.is_sorted, lambda x: x, move, x)
 
     def undo(self, x: jax.Array) -> jax.Array:
-        """The inverse of `apply`."""
+        """Apply the inverse of `apply`."""
 
         def move(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, self.place[:, None, :, None], axis=2)
@@ -101,12 +101,12 @@ class Sorting(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch as the kernel takes it, and how to take its gradients back.
+    """A batch in the kernel's layout, with what is needed to map its gradients back.
 
     Args:
-        examples: of the batch.
-        band: what all of them see.
-        sorting: of their keys, or None.
+        examples: all examples of the batch, along the first axis.
+        band: the band that all of them see.
+        sorting: sorting of their keys, or None.
         sizes: rows of one block of queries and of keys.
         by_ids: whether ids decide which blocks are visited, not only what is seen of them.
     """
@@ -118,7 +118,7 @@ class Prepared:
     by_ids: bool
 
     def pieces(self, example: Example, by_key: bool) -> list[Piece]:
-        """The schedules of one example."""
+        """Return the schedules of one example."""
         band = self.band
         if example.num_keys is not None:
             band = dataclasses.replace(band, num_keys=example.num_keys)
@@ -129,17 +129,17 @@ class Prepared:
         return make_pieces(band, num_blocks, self.sizes, by_key=by_key, ids=ids)
 
     def ids_of(self, example: Example, piece: Piece) -> kernels.SegmentIds | None:
-        """What the kernel compares in the blocks of a piece."""
+        """Return the ids that the kernel compares in the blocks of a piece, or None."""
         if example.q_segments is None or (self.by_ids and not piece.at_edge):
             return None
         return kernels.SegmentIds(example.q_segments, example.kv_segments)
 
     def over_batch(self, one: Callable[..., Any], *rows: jax.Array) -> Any:
-        """`one` of every example of the batch and of what else there is for it."""
+        """Apply `one` to every example of the batch and its rows of the further arrays."""
         batch = (self.examples, *rows)
         if self.examples.num_keys is None and not self.by_ids:
             return jax.vmap(one)(*batch)
-        # The schedules differ, and a kernel has one.
+        # Each example has a schedule of its own, and a kernel takes one: no vmap over them.
         if self.examples.q.shape[0] == 1:
             first = one(*jax.tree.map(lambda x: x[0], batch))
             return jax.tree.map(lambda x: x[None], first)
@@ -147,7 +147,7 @@ class Prepared:
 
 
 def _count_so_far(flags: jax.Array) -> jax.Array:
-    """What `cumsum` along the last axis gives of booleans (B, N): int32.
+    """Compute `cumsum` of booleans (B, N) along the last axis, as int32.
 
     Within a row of lanes it is a product, exact in any precision; libtpu takes ten times as long to
     compile a sum over windows of a long row.
@@ -162,7 +162,7 @@ def _count_so_far(flags: jax.Array) -> jax.Array:
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `blockwise.forward`."""
+    """Compute what `blockwise.forward` does."""
     prepared = _prepare(local, q, k, v, local.problem.tiles.q, local.problem.tiles.kv)
     out, lse = prepared.over_batch(lambda example: _forward_one(local, prepared, example))
     num_q = q.shape[2]
@@ -178,7 +178,7 @@ def backward(
     lse: jax.Array,
     grad: jax.Array,
 ) -> Gradients:
-    """As `blockwise.backward`."""
+    """Compute what `blockwise.backward` does."""
     tiles = local.problem.tiles
     prepared = _prepare(local, q, k, v, tiles.q_back, tiles.kv_back)
     # A row that saw nothing has no gradient, and its logsumexp must not make NaN of zero.
@@ -201,14 +201,14 @@ def backward(
 def _prepare(
     local: Local, q: jax.Array, k: jax.Array, v: jax.Array, q_block: int, kv_block: int
 ) -> Prepared:
-    """Scales, orders and pads a batch, and says by band and ids what is seen."""
+    """Scale, order and pad a batch, and describe by band and ids what is seen."""
     problem, parts, origin = local.problem, local.parts, local.origin
     num_keys: Any = local_keys(local, k.shape[2])
     sorting = counts = ids = None
     is_cut = isinstance(num_keys, jax.Array)
     is_free = problem.low is None and problem.high is None and parts.q_segments is None
     if parts.key_valid is not None and is_free and not is_cut:
-        # Nobody minds the order of the keys: the valid ones go first, and are counted.
+        # No query depends on the order of the keys: valid ones go first, so a count masks them.
         valid = parts.key_valid & (jnp.arange(k.shape[2]) < num_keys)
         sorting = Sorting.by(valid)
         k, v = sorting.apply(k), sorting.apply(v)
@@ -238,7 +238,10 @@ def _prepare(
 def _make_ids(
     parts: Parts, q: jax.Array, k: jax.Array, num_keys: Any, blocks: tuple[int, int]
 ) -> SegmentIds:
-    """Ids (B, whole blocks) by which queries see the valid keys of their segment, of `num_keys`."""
+    """Return ids (B, full blocks) by which queries see the valid keys of their segment.
+
+    Keys from `num_keys` on are not valid.
+    """
     q_ids: Any = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
     kv_ids: Any = jnp.zeros((k.shape[0], k.shape[2]), jnp.int32)
     if parts.q_segments is not None:
@@ -246,7 +249,7 @@ def _make_ids(
     seen = jnp.arange(k.shape[2]) < num_keys
     if parts.key_valid is not None:
         seen = seen & parts.key_valid
-    # The last query's id again, so that the last block has no id more than it needs.
+    # Padding repeats the last query's id, so that the last block has no further id to compare.
     q_ids = jnp.pad(q_ids, [(0, 0), (0, -q.shape[2] % blocks[0])], mode="edge")
     kv_ids = jnp.where(seen, kv_ids, NOBODY)
     more = -k.shape[2] % blocks[1]
@@ -254,7 +257,7 @@ def _make_ids(
 
 
 def local_keys(local: Local, size: int) -> Any:
-    """How many of this chip's `size` keys belong to the sequence; a number, maybe traced."""
+    """Return how many of this chip's `size` keys belong to the sequence; a number, maybe traced."""
     whole, start = local.problem.num_keys, local.origin.k
     if local.problem.keys_whole:
         return size
@@ -264,7 +267,7 @@ def local_keys(local: Local, size: int) -> Any:
 
 
 def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """`x` with zeros at the end of an axis, to whole blocks."""
+    """Return `x` with zeros at the end of an axis, up to full blocks."""
     more = -x.shape[axis] % block
     if not more:
         return x
@@ -272,7 +275,7 @@ def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
 
 
 def _forward_one(local: Local, prepared: Prepared, example: Example) -> tuple[jax.Array, jax.Array]:
-    """Output (Hq, Sq, Dv) and logsumexp (Hq, Sq) of one example."""
+    """Return output (Hq, Sq, Dv) and logsumexp (Hq, Sq) of one example."""
     problem = local.problem
     tiles = problem.tiles
 
@@ -312,7 +315,7 @@ def _forward_one(local: Local, prepared: Prepared, example: Example) -> tuple[ja
 
 
 def _nothing(example: Example) -> tuple[jax.Array, jax.Array]:
-    """Output and logsumexp of no keys at all."""
+    """Return the output and logsumexp of no keys at all."""
     shape = example.q.shape[:2]
     out = jnp.zeros((*shape, example.v.shape[-1]), example.q.dtype)
     return out, jnp.full(shape, -jnp.inf, jnp.float32)
@@ -321,7 +324,7 @@ def _nothing(example: Example) -> tuple[jax.Array, jax.Array]:
 def merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output (..., S, D) and logsumexp (..., S) over two sets of keys, from those over each."""
+    """Merge (output (..., S, D), logsumexp (..., S)) over two sets of keys."""
     (out_a, lse_a), (out_b, lse_b) = one, other
     lse = jnp.logaddexp(lse_a, lse_b)
     base = jnp.where(jnp.isneginf(lse), 0, lse)
@@ -337,7 +340,7 @@ def _backward_one(
     lse: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of scaled queries, keys and values of one example."""
+    """Compute gradients of scaled queries, keys and values of one example."""
     problem = local.problem
     tiles = problem.tiles
     by_query, by_key = (prepared.pieces(example, by_key=by_key) for by_key in (False, True))

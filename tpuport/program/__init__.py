@@ -1,1 +1,1 @@
-"""Pure function to a program compiled for a described TPU, and what it costs (jax, libtpu)."""
+"""Compilation of a pure function for a described TPU, and what it costs (jax, libtpu)."""

@@ -1,4 +1,4 @@
-"""What to try when a program does not fit, in the order in which it pays."""
+"""Suggestions for a program that does not fit, the most effective first."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,22 +12,24 @@ from tpuport.program.work import FULL_SCORES
 from tpuport.sharding.plan import ShardingPlan
 from tpuport.sharding.topology import TOPOLOGIES, find_topology
 
-# State that takes so much more than its share of the chips is not spread well.
+# State that takes this many times an even share is not sharded well.
 _UNEVEN = 1.5
-# What activations and the program itself need besides the state, as a share of the memory.
+# The share of a chip's memory that an estimate for a larger slice may fill.
 _ROOM = 0.8
-# A part smaller than this share of the memory is not worth a word.
+# An optimizer's state below this share of the memory is not worth advice.
 _COUNTS = 0.05
 
 
 def advise(report: CompileReport, plan: ShardingPlan, *, recomputes: bool) -> CompileReport:
-    """The report with what to try, the first first. The figures are those of this program: each
-    can be tried, or all of them by `search`.
+    """Return the report with its advice, the most effective first.
+
+    The figures are those of this program: each suggestion can be tried alone, or all of them by
+    `search`.
 
     Args:
-        report: of a program that does not fit.
-        plan: what its rules did.
-        recomputes: whether blocks are computed again in the backward pass already.
+        report: report of a program that does not fit.
+        plan: sharding plan of its rules.
+        recomputes: whether the backward pass recomputes blocks already.
     """
     return dataclasses.replace(report, advice=tuple(_advice(report, plan, recomputes)))
 
@@ -51,7 +53,7 @@ def _advice(report: CompileReport, plan: ShardingPlan, recomputes: bool) -> Iter
 
 
 def _whole_state(report: CompileReport, plan: ShardingPlan) -> int:
-    """Bytes of all state on all chips together, each once."""
+    """Return the bytes of the unsharded state, each array counted once."""
     memory = report.memory
     held = memory.parameters + memory.buffers
     return round(plan.num_bytes * memory.state / max(1, held))
@@ -113,7 +115,7 @@ def _activations(report: CompileReport, left: int, needed: int, recomputes: bool
 
 
 def _larger_slice(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
-    """The smallest slice of the same chips that would hold the state and as much per chip."""
+    """Suggest the smallest slice of these chips that would hold the state and all other memory."""
     try:
         family = chip_of(report.device).name
     except UsageError:

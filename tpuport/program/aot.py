@@ -1,4 +1,4 @@
-"""Trace, lower and compile for a TPU that need not be there."""
+"""Tracing, lowering and compiling for a TPU that need not be present."""
 
 import re
 import time
@@ -13,7 +13,7 @@ from tpuport.program.step import Step
 
 _UNITS = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = r"([\d.]+)([BKMGT]?)"
-# What libtpu says when a program does not fit, and what is wanted and there in it.
+# libtpu's messages about a program that does not fit, with the bytes needed and available.
 _PLANNED = re.compile(rf"memory required for HLO temporaries \({_SIZE}\) exceeds .*?\({_SIZE}\)")
 _RAN_OUT = re.compile(rf"Ran out of memory in memory space hbm\. Used {_SIZE} of {_SIZE} hbm")
 _BUFFER = re.compile(rf"^  \d+\. Size: {_SIZE}\n((?:     .+\n)+)", re.MULTILINE)
@@ -23,13 +23,13 @@ _OPERATION = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True)
 class TooLarge:
-    """Why libtpu refused a program.
+    """The reason why libtpu refused a program.
 
     Attributes:
         wanted: bytes of HBM that one chip would need, arguments and results included.
-        available: bytes that there are.
-        largest: size, shape and operation of the largest buffers, where libtpu lists them.
-        message: its first line.
+        available: bytes of HBM that one chip has for programs.
+        largest: size, shape and operation of the largest buffers, if libtpu lists them.
+        message: first line of libtpu's message.
     """
 
     wanted: int
@@ -40,16 +40,16 @@ class TooLarge:
 
 @dataclass
 class Ahead:
-    """A program on its way to a TPU.
+    """A program traced and compiled ahead of time for a TPU.
 
     Attributes:
-        jaxpr: what was traced (a `ClosedJaxpr`).
-        names: the name of each of its arguments, such as `params['lm_head.weight']`.
-        shapes: the shape and place of each.
+        jaxpr: the traced program (a `ClosedJaxpr`).
+        names: name of each of its arguments, such as `params['lm_head.weight']`.
+        shapes: shape and sharding of each argument.
         hoisted: large constants of the host that the program holds.
         compiled: `jax.stages.Compiled`, None if it does not fit.
-        too_large: why it does not fit.
-        seconds: how long each stage took.
+        too_large: reason why it does not fit, or None.
+        seconds: time of each stage.
     """
 
     jaxpr: Any
@@ -65,13 +65,13 @@ def compile_ahead(step: Step, mesh: Mesh, options: dict[str, Any] | None = None)
     """Compile a step for the devices of a mesh.
 
     Args:
-        step: what to compile.
-        mesh: real or described devices.
-        options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
+        step: step to compile.
+        mesh: mesh of real or described devices.
+        options: compiler options, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
 
     Raises:
         PortError: the code cannot be ported exactly.
-        jax.errors.JaxRuntimeError: the compiler refuses it for another reason than HBM.
+        jax.errors.JaxRuntimeError: the compiler refuses it for a reason other than HBM.
     """
     given = tuple(step.arguments.values())
     jitted = jax.jit(step.function, donate_argnums=step.donated, out_shardings=step.out_shardings)
@@ -96,16 +96,16 @@ def compile_ahead(step: Step, mesh: Mesh, options: dict[str, Any] | None = None)
     paths, _ = jax.tree_util.tree_flatten_with_path(step.arguments)
     names = [_name(path) for path, _ in paths]
     shapes = [leaf for _, leaf in paths]
-    # What nothing reads, such as a mask that attention does not need, is not in the program.
+    # XLA drops unused values, such as a mask that attention does not need: the report drops them.
     closed = without_dead_code(traced.jaxpr)
     return Ahead(closed, names, shapes, closed.consts, compiled, too_large, seconds)
 
 
 def parse_too_large(message: str) -> TooLarge | None:
-    """What libtpu says of a program that does not fit; None if it says something else.
+    """Parse libtpu's message about a program that does not fit; None for any other message.
 
-    What it calls temporaries are the arguments and results too: it plans before it gives them
-    names. Source: messages of libtpu 0.0.42.1 for v5e, v5p and v6e.
+    libtpu's "temporaries" include the arguments and results: it plans before it names those.
+    Source: messages of libtpu 0.0.42.1 for v5e, v5p and v6e.
     """
     planned, ran_out = _PLANNED.search(message), _RAN_OUT.search(message)
     found = planned or ran_out
@@ -130,5 +130,5 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """`params['lm_head.weight']`, `optimizer[0].mu['lm_head.weight']`, as HLO names them."""
+    """Name an argument as HLO does: `optimizer[0].mu['lm_head.weight']`."""
     return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"

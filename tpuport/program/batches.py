@@ -1,4 +1,4 @@
-"""A batch cut into equal parts, for gradients that are added up."""
+"""Splitting of a batch into equal parts, whose gradients are accumulated."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from tpuport.errors import UsageError
 
 
 def batch_size(values: Sequence[Any], paths: Sequence[str]) -> int:
-    """The length that the first dim of every array with dims has.
+    """Return the length of the first dim, which all arrays with dims share.
 
     Args:
-        values: the arrays of a call.
-        paths: their names, for messages.
+        values: arrays of a call.
+        paths: names of the arrays, for messages.
 
     Raises:
-        UsageError: they differ, or there is none.
+        UsageError: the lengths differ, or no array has dims.
     """
     sizes = {path: value.shape[0] for path, value in zip(paths, values, strict=True) if value.ndim}
     if len(set(sizes.values())) == 1:
@@ -28,10 +28,10 @@ def batch_size(values: Sequence[Any], paths: Sequence[str]) -> int:
 
 
 def in_parts(values: Sequence[Any], paths: Sequence[str], count: int) -> list[Any]:
-    """Arrays of shape (count, batch / count, ...); those without dims as they are.
+    """Reshape arrays to (count, batch / count, ...); those without dims stay.
 
     Raises:
-        UsageError: the batch does not divide.
+        UsageError: `count` does not divide the batch.
     """
     size = batch_size(values, paths)
     if size % count:

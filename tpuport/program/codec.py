@@ -1,4 +1,4 @@
-"""Dataclasses to JSON and back, by their annotations."""
+"""Conversion of dataclasses to JSON and back, by their annotations."""
 
 import dataclasses
 import types
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def encoded(value: Any) -> Any:
-    """Dataclasses as dicts of their fields, tuples as lists."""
+    """Convert dataclasses to dicts of their fields, and tuples to lists."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: encoded(getattr(value, field.name)) for field in fields}
@@ -21,9 +21,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(kind: type[T], value: Any) -> T:
-    """What `encoded` was given, of the type that it had. Fields that are not there keep their
-    default.
-    """
+    """Rebuild a value of type `kind` from what `encoded` returned; missing fields get defaults."""
     return _decoded(kind, value)
 
 

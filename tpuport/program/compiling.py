@@ -1,4 +1,4 @@
-"""`tpuport.compile_for`: does it compile for this slice, does it fit, and what does it cost."""
+"""`tpuport.compile_for`: compile for a slice, and report whether it fits and what it costs."""
 
 import contextlib
 import warnings
@@ -39,10 +39,10 @@ from tpuport.sharding.on_mesh import OnMesh, ShardingWarning
 from tpuport.sharding.plan import ShardingPlan
 
 CONSTANT_BUDGET = 1 << 20
-# A share of float32 among the FLOPs of products that is worth a word.
+# The smallest share of float32 among the FLOPs of products that is reported.
 _COUNTS = 1e-3
 _PACKAGES = ("tpuport", "jax", "libtpu")
-# The least that libtpu may spend on making a program fast; 0 is what it does by itself.
+# libtpu's least effort to make a program fast; 0 is its default.
 _LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
 
 
@@ -63,39 +63,39 @@ def compile_for(
     options: dict[str, Any] | None = None,
     **spreading: Any,
 ) -> CompileReport:
-    """Compile a ported model for a TPU that need not be there, and say what it takes and costs.
+    """Compile a ported model for a TPU that need not be present, and report its memory and cost.
 
-    Nothing is run, and no weight is needed: convert a model made under `torch.device("meta")`. Of a
-    model with weights the shapes are taken. The model stays as it is.
+    Nothing is run, and no weight is needed: convert a model made under `torch.device("meta")`. Only
+    the shapes of a model's weights are used. The model is not changed.
 
     Args:
-        ported: what `tpuport.convert` gave, or a step of training that `make_train_step` made of
-            it: then just that step is compiled, with clipping, averages and all, and `inputs` are
-            what it takes besides its state.
+        ported: the ported model of `tpuport.convert`, or a training step that `make_train_step`
+            made of it. Exactly that step is then compiled, with clipping and averages, and `inputs`
+            are its arguments other than its state.
         topology: a slice: `v6e-8`, `v5p-16`, `v5e-4`, or libtpu's name such as `v6e:2x4`.
         inputs: the arguments of the call: a tuple of positional ones, a dict of keyword ones, or a
-            pair (tuple, dict). Of tensors the shape will do; sizes are those of all chips together.
-        mesh: sizes by axis (all chips along fsdp if left out), or a mesh instead of a topology.
+            pair (tuple, dict). Shapes may replace tensors; sizes are those of all chips together.
+        mesh: sizes by axis (default: all chips along fsdp), or a mesh instead of a topology.
         rules: as for `tpuport.shard`: a preset's name, or a table.
         train: compile a training step: True if the output is or has a `loss`, or a function of the
-            output that gives one. Gradients that are not finite are applied all the same.
-        optimizer: one of optax's, the name of one, or None for gradients alone.
-        method: which method of the model; or a function of jax around its `apply`, called with the
+            output that returns one. Gradients that are not finite are applied all the same.
+        optimizer: an optax optimizer, the name of one, or None for gradients alone.
+        method: name of the model's method; or a jax function around its `apply`, called with the
             copy that is compiled, its `params`, its `buffers`, a key, and the inputs.
-        constant_budget: bytes of constants of the host that are nothing to report.
+        constant_budget: most bytes of constants of the host that are not worth a finding.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
         quick: let the compiler spend less on making the program fast: half the time or much less,
             for a report of a program that is about as good (docs/compile.md has figures).
-        options: for the compiler, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
+        options: compiler options, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
         **spreading: arguments of `Spreading`.
 
     Returns:
-        A report; `report.fits` is the answer. A program that does not fit is an answer, no error.
+        A report. `report.fits` says whether the program fits; if it does not, that is no error.
 
     Raises:
         PortError: the code cannot be ported exactly.
-        UsageError: an argument is wrong, or there is no such topology.
+        UsageError: an argument is wrong, or the topology is unknown.
         MissingExtraError: libtpu is not installed.
     """
     training = _training_of(ported, method, train, optimizer)
@@ -126,7 +126,7 @@ def _ahead(
 def _names(
     training: Training | None, method: Any, topology: str | None, mesh: Mesh
 ) -> dict[str, str]:
-    """What is compiled, and for what, in words."""
+    """Return in words what is compiled, for which slice, and with which optimizer."""
     slices = num_slices(mesh)
     where = "" if topology is None else topology if slices == 1 else f"{slices} x {topology}"
     return {
@@ -142,7 +142,7 @@ def _called(method: Any) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings of rules are in the report."""
+    """Silence warnings of the sharding rules, which are in the report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardingWarning)
         yield
@@ -151,25 +151,25 @@ def _quiet() -> Iterator[None]:
 def _training_of(
     ported: PortedModel | Trains, method: Any, train: Any, optimizer: Any
 ) -> Training | None:
-    """The step of training that is to be compiled; None for a call.
+    """Return the training step to compile; None for a call of a method or function.
 
     Raises:
-        UsageError: a step is given, and arguments that say what a step is; or a function around
+        UsageError: a step is given together with arguments that define one; or a function around
             the model is to be trained.
     """
     given = getattr(ported, "training", None)
     if isinstance(given, Training):
         if train or (method, optimizer) != ("forward", "adamw"):
             raise UsageError(
-                "compile_for was given a step of training, which says itself what it trains with."
-                " What to do: leave train=, optimizer= and method= out"
+                "compile_for was given a training step, which has its own optimizer, loss and"
+                " method. What to do: leave train=, optimizer= and method= out"
             )
         return given
     if not train or not isinstance(ported, PortedModel):
         return None
     if callable(method):
         raise UsageError(
-            f"method={_called(method)} is a function around the model, and train= is for a method."
+            f"method={_called(method)} is a function around the model, but train= needs a method."
             " What to do: name a method, or take gradients in the function and leave train= out"
         )
     name = optimizer if isinstance(optimizer, str) else "" if optimizer is None else "of your own"
@@ -186,7 +186,7 @@ def _reported(
     names: dict[str, str],
 ) -> CompileReport:
     modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
-    # A block that stands for all that are like it has the name of them all.
+    # A block that is traced once for all like it has a generalised name, such as `blocks.*`.
     modules |= {generalised(fqn) for fqn in modules}
     placement: Any = spread._program.placement
     read = _read(ahead, modules, placement, kernel_times)
@@ -220,7 +220,7 @@ def _reported(
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read from a compiled program, or from the traced one if it was refused."""
+    """Facts read from a compiled program, or from the traced one if it was refused."""
 
     program: Program | None
     held: tuple[Held, ...]
@@ -254,7 +254,7 @@ def _findings(
 
 
 def products_in_fp32(work: Work) -> list[str]:
-    """What to say where most products are of bf16 and some are not."""
+    """Return a finding if most products are in bf16 and some are in float32, else nothing."""
     if not work.products or "bfloat16" not in work.products[0].dtypes:
         return []
     slipped = [one for one in work.fp32_products if one.flops]

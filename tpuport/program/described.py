@@ -1,4 +1,4 @@
-"""A ported model as shapes on a mesh that may only be described; the model stays as it is."""
+"""A ported model copied as shapes on a mesh, whose devices may only be described."""
 
 import copy
 import dataclasses
@@ -19,14 +19,14 @@ from tpuport.sharding.mesh import MeshAxis, make_mesh
 from tpuport.sharding.on_mesh import ShardingWarning, shard
 from tpuport.sharding.plan import ShardingPlan
 
-# What a mesh is when nothing is said of it.
+# The default mesh: all chips along fsdp.
 _ALL_FSDP = {str(MeshAxis.FSDP): -1}
 
 
 def as_mesh(
     mesh: Mesh | Mapping[str, int] | None, topology: str | None, dcn: Mapping[str, int] | None
 ) -> Mesh:
-    """The mesh to compile for: itself, or sizes over the chips of a topology.
+    """Return the mesh to compile for: the given one, or its sizes over the chips of a topology.
 
     Raises:
         UsageError: neither a mesh nor a topology is given, both are, or they do not fit.
@@ -46,15 +46,15 @@ def as_mesh(
 
 @dataclass(frozen=True)
 class Spreading:
-    """How a model is put on a mesh, beyond its rules.
+    """Options of sharding a model over a mesh, in addition to its rules.
 
     Attributes:
-        input_specs: where arguments go, as `inputs=` of `tpuport.shard`.
+        input_specs: specs of the arguments, as `inputs=` of `tpuport.shard`.
         dcn: sizes across slices, as for `tpuport.sharding.make_mesh`.
-        policy: called with the copy of the model that is compiled, before it is spread: to set
-            dtypes, or what is kept for the backward pass. It may return another model.
-        strict: raise what of the rules may not be meant.
-        stack: as `tpuport.stack_blocks` does: on TPU repeated blocks compile as one loop.
+        policy: called with the copy of the model that is compiled, before it is sharded: to set
+            dtypes, or which values the backward pass keeps. It may return another model.
+        strict: raise instead of warn if the rules look unintended.
+        stack: stack repeated blocks as `tpuport.stack_blocks` does, so they compile as one loop.
     """
 
     input_specs: Any = None
@@ -67,20 +67,20 @@ class Spreading:
 def spread_out(
     ported: PortedModel, topology: str | None, mesh: Any, rules: Any, **options: Any
 ) -> tuple[PortedModel, ShardingPlan]:
-    """A copy of a ported model that has shapes for weights, spread over a mesh.
+    """Return a copy of a ported model as shapes, sharded over a mesh, and its plan.
 
     Args:
-        ported: what `tpuport.convert` gave, with weights or without.
+        ported: a ported model, with weights or without.
         topology: a slice, or None.
         mesh: a mesh, or its sizes.
         rules: as for `tpuport.shard`.
         **options: arguments of `Spreading`.
 
     Returns:
-        The copy, and what the rules did.
+        The copy, and the sharding plan.
 
     Raises:
-        UsageError: it is no ported model, an argument is wrong, or a strict check failed.
+        UsageError: `ported` is no ported model, an argument is wrong, or a strict check failed.
         MissingExtraError: libtpu is not installed.
     """
     if not isinstance(ported, PortedModel):
@@ -102,7 +102,7 @@ def spread_out(
     changed = None if how.policy is None else how.policy(made)
     made = changed if isinstance(changed, PortedModel) else made
     with warnings.catch_warnings():
-        # They are in the plan.
+        # The same warnings are findings of the plan.
         warnings.simplefilter("ignore", ShardingWarning)
         plan = shard(made, devices, rules, inputs=how.input_specs, strict=how.strict)
     if how.stack and made._program.rolls:
@@ -111,10 +111,10 @@ def spread_out(
 
 
 def num_slices(mesh: Mesh) -> int:
-    """How many slices the devices of a mesh belong to."""
+    """Return how many slices the devices of a mesh belong to."""
     return len({getattr(device, "slice_index", None) for device in mesh.devices.flat})
 
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, without where it is."""
+    """Return shape and dtype of an array, without its sharding."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)

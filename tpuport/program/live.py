@@ -1,4 +1,4 @@
-"""What lies in a chip's HBM when most does, read from the schedule of a compiled program."""
+"""Live arrays in a chip's HBM at its peak, read from the schedule of a compiled program."""
 
 import dataclasses
 import re
@@ -9,24 +9,24 @@ from tpuport.sharding.hlo_text import Array, Computation, Instruction, Program
 HBM = 0
 _ALIASED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _INDEX = re.compile(r"\bindex=(\d+)")
-# Their result is their operand, where it is.
+# Opcodes whose result aliases their operand.
 _SAME = {"bitcast", "optimization-barrier", "opt-barrier", "while", "add-dependency"}
-# They take no memory of a run: arguments are counted by themselves, constants with the program.
+# Opcodes without temporaries: arguments are counted by themselves, constants with the program.
 _ELSEWHERE = {"parameter", "constant", "partition-id", "replica-id", "after-all"}
 _BRANCHES = ("to_apply", "true_computation", "false_computation", "branch_computations")
 
 
 @dataclass(frozen=True)
 class Live:
-    """One array in HBM at the moment when most is there.
+    """One array in HBM at the peak.
 
     Attributes:
-        name: the instruction that makes it.
-        opcode: its operation.
-        op_name: the operation of the jaxpr that it comes from.
+        name: instruction that makes it.
+        opcode: opcode of that instruction.
+        op_name: operation of the jaxpr that it comes from.
         shape: dtype and sizes.
-        bytes: what it takes, tiles included.
-        is_carried: a loop reads or writes it from round to round.
+        bytes: size in memory, with the padding of tiles.
+        is_carried: whether a loop reads or writes it from round to round.
     """
 
     name: str
@@ -45,7 +45,7 @@ class _Buffer:
     is_result: bool = False
 
 
-# Where each array of a result lies; None for what is not in HBM or is no temporary.
+# The buffer of each array of a result; None for one that is not in HBM or is no temporary.
 _Value = list[_Buffer | None]
 
 
@@ -61,11 +61,11 @@ class _Sweep:
 
 
 def live_at_peak(program: Program) -> list[Live]:
-    """The temporaries of a program at the moment when they take most, the largest first.
+    """Return the temporaries of a program at their peak, the largest first.
 
-    Arguments, results and what lies in on-chip memory are not among them. A loop counts with the
-    temporaries of its body. How they are packed is not modelled, so the sum is what XLA calls the
-    peak, and a lower bound of what it sets aside.
+    Arguments, results and arrays in on-chip memory are left out. A loop counts with the temporaries
+    of its body. Packing is not modelled, so the sum is what XLA calls the peak, a lower bound of
+    what it allocates.
     """
     return sorted(_peak(program, program.entry), key=lambda one: -one.bytes)
 
@@ -90,7 +90,7 @@ def _peak(program: Program, computation: Computation) -> list[Live]:
 
 
 def _largest(sweep: _Sweep, length: int) -> list[Live]:
-    """What is live at the time when most is."""
+    """Return the arrays that are live when live arrays take most."""
     change = [0] * (length + 1)
     buffers = [b for b in sweep.buffers if not b.is_result]
     for buffer in buffers:
@@ -107,7 +107,7 @@ def _largest(sweep: _Sweep, length: int) -> list[Live]:
 
 
 def _value(sweep: _Sweep, one: Instruction, time: int) -> _Value:
-    """Where the arrays of a result lie."""
+    """Return the buffers that hold the arrays of a result."""
     operands = [sweep.values.get(name, []) for name in one.operands]
     first = operands[0] if operands else []
     if one.opcode in _ELSEWHERE:
@@ -123,7 +123,7 @@ def _value(sweep: _Sweep, one: Instruction, time: int) -> _Value:
         index = int(found[1]) if found else 0
         return first[index : index + 1]
     if one.opcode.endswith("-start"):
-        # Until it is done it needs its operands too.
+        # An asynchronous operation keeps its operands alive until its `-done`.
         made = [_made(sweep, one, array, time) for array in _started(one)]
         return made + [buffer for value in operands for buffer in value]
     aliases = _aliases(one)
@@ -151,7 +151,7 @@ def _made(sweep: _Sweep, one: Instruction, array: Array, time: int) -> _Buffer |
 
 
 def _origin(sweep: _Sweep, one: Instruction) -> str:
-    """The operation that an instruction comes from: its own, that of what it calls or reads."""
+    """Return the jaxpr operation of an instruction: its own, or that of what it calls or reads."""
     if one.op_name:
         return one.op_name
     called = (sweep.program.computations.get(name) for name in one.called("calls"))
@@ -162,8 +162,10 @@ def _origin(sweep: _Sweep, one: Instruction) -> str:
 
 
 def _started(one: Instruction) -> list[Array]:
-    """The results among the arrays of an asynchronous operation: (operands, results, flags), of a
-    copy (result, operand, flags), of an all-reduce results alone.
+    """Return the results among the arrays of an asynchronous operation.
+
+    The arrays are (operands, results, flags); for a copy (result, operand, flags); for an
+    all-reduce the results alone.
     """
     found, num = one.arrays, len(one.operands)
     if one.opcode == "copy-start":
@@ -174,7 +176,7 @@ def _started(one: Instruction) -> list[Array]:
 
 
 def _aliases(one: Instruction) -> dict[int, tuple[int, int]]:
-    """The outputs that take over the memory of an operand: its number and the place in it."""
+    """Return the outputs that reuse an operand's memory: the operand's number and index in it."""
     start = one.attributes.find("output_to_operand_aliasing={")
     if start < 0:
         return {}
@@ -184,7 +186,7 @@ def _aliases(one: Instruction) -> dict[int, tuple[int, int]]:
 
 
 def _updates_in_place(program: Program, one: Instruction, operand: _Value, time: int) -> bool:
-    """Whether it writes a part of its first operand, which nothing reads later."""
+    """Return whether it updates a part of its first operand, which nothing reads later."""
     opcode = one.opcode
     if opcode == "fusion":
         called = program.computations.get((one.called("calls") or [""])[0])
@@ -197,7 +199,7 @@ def _updates_in_place(program: Program, one: Instruction, operand: _Value, time:
 
 
 def _inside(program: Program, one: Instruction) -> list[Live]:
-    """The temporaries of a loop's body, or of the branch that has most."""
+    """Return the temporaries of a loop's body, or of the branch that has most."""
     names: list[str] = []
     if one.opcode == "while":
         names = one.called("body")
@@ -208,7 +210,7 @@ def _inside(program: Program, one: Instruction) -> list[Live]:
 
 
 def parameter_bytes(program: Program) -> dict[str, tuple[int, int]]:
-    """Bytes and padded bytes of each argument that the program takes, by its name."""
+    """Return bytes and padded bytes of each argument that the program takes, by its name."""
     found: dict[str, tuple[int, int]] = {}
     for one in program.entry.instructions.values():
         if one.opcode == "parameter":

@@ -1,4 +1,4 @@
-"""The loss and the metrics in what a call gives."""
+"""The loss and the metrics in the output of a call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 
 from tpuport.errors import UsageError
 
-# Of the metrics that a loss gives, the one that says how much the batch counts.
+# The metric by which a loss function weights its batch among the parts of a larger one.
 WEIGHT = "weight"
-# What a step reports besides.
+# Names that a step reports itself.
 _OUR_OWN = {"loss", "grad_norm", "skipped"}
 
 
 def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """A scalar to differentiate, and scalars to report.
+    """Return a scalar to differentiate, and scalars to report.
 
     Args:
-        out: a scalar, a pair of it and a mapping of metrics, or what has the loss as its attribute
-            or key `loss` (of a mapping the other scalars are metrics).
+        out: a scalar, a pair of it and a mapping of metrics, or an object with the loss as its
+            attribute or key `loss` (the other scalars of a mapping are metrics).
 
     Raises:
-        UsageError: it is none of these, or the loss is no floating scalar.
+        UsageError: `out` is none of these, or the loss is no floating scalar.
     """
     metrics: Any = {}
     match out:
@@ -36,7 +36,7 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     if loss is None or not hasattr(loss, "dtype"):
         raise UsageError(
             f"a {type(out).__name__} has no loss: expected a scalar tensor, (loss, {{'name':"
-            " metric}), or an output with `loss`. What to do: pass a function that gives one"
+            " metric}), or an output with `loss`. What to do: pass a function that returns one"
             " (train= of compile_for, loss= of make_train_step)"
         )
     if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
@@ -46,7 +46,7 @@ def loss_and_metrics(out: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         )
     for name in _OUR_OWN & metrics.keys():
         raise UsageError(
-            f"the loss function gives a metric {name!r}, which a step reports itself. What to do:"
+            f"the loss function returns a metric {name!r}, which a step reports itself. What to do:"
             " give it another name"
         )
     for name, value in metrics.items():

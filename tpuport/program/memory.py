@@ -1,4 +1,4 @@
-"""What a compiled program takes of a chip's memory, by category and by module."""
+"""Memory of a compiled program on one chip, by category and by module."""
 
 import math
 import re
@@ -18,8 +18,8 @@ from tpuport.program.live import live_at_peak, parameter_bytes
 from tpuport.program.records import Held, Memory
 from tpuport.sharding.hlo_text import Program
 
-# What libtpu 0.0.42 says is there for programs: it keeps a part for itself.
 _GIB = 1 << 30
+# GiB that libtpu 0.0.42 leaves to programs: it keeps a part of the HBM for itself.
 _AVAILABLE = {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 _CATEGORY = {
     "params": "parameters",
@@ -33,7 +33,7 @@ OPTIMIZER = "optimizer"
 
 
 def available_bytes(device: Any) -> int:
-    """The HBM of a device that a program may use; 0 where nothing is known of it (a CPU)."""
+    """Return the HBM of a device that a program may use; 0 if the device is unknown (a CPU)."""
     if device.platform != "tpu":
         return 0
     try:
@@ -44,12 +44,12 @@ def available_bytes(device: Any) -> int:
 
 
 def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
-    """Bytes by category, on one chip.
+    """Return the bytes of each category, on one chip.
 
     Args:
-        ahead: what was compiled, or refused.
-        program: its text; None if it was refused.
-        device: one of those it is for.
+        ahead: program that was compiled, or refused.
+        program: its compiled text; None if it was refused.
+        device: one of the devices that it is compiled for.
     """
     held: dict[str, int] = dict.fromkeys((*_CATEGORY.values(), "inputs"), 0)
     for name, shape in zip(ahead.names, ahead.shapes, strict=True):
@@ -77,7 +77,7 @@ def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
 
 
 def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
-    """What one chip holds of an array, without padding."""
+    """Return the bytes that one chip holds of an array, without padding."""
     sharding = shape.sharding
     dims = shape.shape if sharding is None else sharding.shard_shape(shape.shape)
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
@@ -86,7 +86,7 @@ def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
 
 
 def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]:
-    """The temporaries of a program when they take most, those that are alike together."""
+    """Return the temporaries of a program at their peak, similar ones grouped."""
     found = []
     for live in live_at_peak(program):
         module, operation = _place(live.op_name or live.opcode, modules)
@@ -97,14 +97,15 @@ def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]
 
 
 def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ...]:
-    """The same from libtpu's message about a program that does not fit."""
+    """Group the buffers that libtpu lists in its message about a program that does not fit."""
     return _grouped((*_place(name, modules), shape, size) for size, shape, name in largest)
 
 
 def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[Held, ...]:
-    """The largest arrays that a traced program computes, on all chips together: what may have to be
-    held where the compiler says nothing more. Those of one shape in one module are one, by whatever
-    they are computed.
+    """Return the largest arrays that a traced program computes, on all chips together.
+
+    These may have to be held, if the compiler says nothing more. Arrays of one shape in one module
+    are grouped, whatever computes them.
     """
     found: list[tuple[str, str, int]] = []
     _visit(jaxpr.jaxpr, (), modules, found)
@@ -128,7 +129,7 @@ def _visit(jaxpr: Any, around: tuple[str, ...], modules: Collection[str], found:
 
 
 def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:
-    """The module of an operation, and its name with `backward` for one of a gradient."""
+    """Return the module of an operation, and its name with `backward` for one of a gradient."""
     names = operation_names(op_name)
     operation = op_name.rpartition("/")[2]
     backward = " backward" if "transpose(" in op_name else ""
@@ -136,7 +137,7 @@ def _place(op_name: str, modules: Collection[str]) -> tuple[str, str]:
 
 
 def _outside(names: Iterable[str]) -> str:
-    """Where an operation is that is in no module."""
+    """Name the place of an operation that is in no module: the optimizer, or ""."""
     return OPTIMIZER if OPTIMIZER in names else ""
 
 

@@ -1,27 +1,27 @@
-"""What a `CompileReport` is made of: plain data, in bytes of one chip unless told otherwise."""
+"""Parts of a `CompileReport`: plain data, in bytes of one chip unless told otherwise."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a program takes of a chip's HBM.
+    """The memory of a program in a chip's HBM.
 
     Attributes:
-        available: what libtpu gives to programs.
+        available: HBM that libtpu leaves to programs.
         parameters: trainable parameters.
         optimizer: the optimizer's state.
         buffers: other state of the model, frozen parameters included.
         inputs: the arguments of the call, the key, and counters of training.
-        padding: what tiles add to all of these.
-        outputs: results that do not take over the memory of an argument.
+        padding: padding of tiles in all of these.
+        outputs: results that do not alias a donated argument.
         temporaries: activations and whatever else lives only while the program runs.
         code: the program itself, with its constants.
-        aliased: results in the memory of an argument; counted there.
-        host: what was offloaded to the host's memory; not part of the peak.
-        averages: of the parameters (`ema_decay` of `tpuport.training.make_train_step`).
-        refused: what libtpu says that the program would need, where it refused it; 0 otherwise.
-            Then `temporaries` is what is left of that, results and code included.
+        aliased: results in the memory of a donated argument; counted there.
+        host: arrays offloaded to the host's memory; not part of the peak.
+        averages: averages of the parameters (`ema_decay` of `tpuport.training.make_train_step`).
+        refused: bytes that libtpu says the program would need, if it refused it; 0 otherwise.
+            `temporaries` is then the remainder of that, results and code included.
     """
 
     available: int
@@ -40,21 +40,21 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All that is held at once."""
+        """Return the bytes that are held at once."""
         return sum(self.parts().values())
 
     @property
     def state(self) -> int:
-        """What a program takes over from one run to the next."""
+        """Return the bytes of state that a program carries from one run to the next."""
         return self.parameters + self.optimizer + self.averages + self.buffers
 
     @property
     def fits(self) -> bool:
-        """Whether a chip can hold it."""
+        """Return whether a chip can hold the program."""
         return not self.refused and self.peak <= self.available
 
     def parts(self) -> dict[str, int]:
-        """What the peak is made of, by name."""
+        """Return the parts of the peak, by name."""
         return {
             "parameters": self.parameters,
             "optimizer": self.optimizer,
@@ -70,14 +70,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """Arrays of one kind in HBM when most is there, or the largest that the program computes.
+    """Arrays of one kind in HBM at the peak, or among the largest that the program computes.
 
     Attributes:
-        module: the module that makes them; blocks that differ in their number only are one.
-        operation: what they are made by, such as `dot_general`, with `backward` for a gradient.
+        module: module that makes them; blocks that differ only in their number are one.
+        operation: operation that makes them, such as `dot_general`, with `backward` for a gradient.
         shape: dtype and sizes of one.
-        count: how many there are.
-        bytes: of all of them.
+        count: number of arrays.
+        bytes: size of all of them.
     """
 
     module: str
@@ -93,11 +93,11 @@ class Moved:
 
     Attributes:
         kind: `all-gather` and the like.
-        module: the module that they are for; blocks that differ in their number only are one.
-        rule: what of the table of rules causes them, where that is known.
-        count: how many run in a step.
-        group_size: how many chips take part in one.
-        bytes: what all of them hand on in a step, on one chip.
+        module: module that they belong to; blocks that differ only in their number are one.
+        rule: rule of the table that causes them, if it is known.
+        count: number that run in a step.
+        group_size: number of chips that take part in one.
+        bytes: bytes that all of them move in a step, on one chip.
     """
 
     kind: str
@@ -113,10 +113,10 @@ class Product:
     """Matrix products of one kind.
 
     Attributes:
-        dtypes: of both operands: `bfloat16 x bfloat16`.
-        module: where they are; "" for all modules.
-        count: how many run in a step.
-        flops: of all of them, on all chips.
+        dtypes: dtypes of both operands: `bfloat16 x bfloat16`.
+        module: module that they belong to; "" for all modules.
+        count: number that run in a step.
+        flops: FLOPs of all of them, on all chips.
     """
 
     dtypes: str
@@ -127,14 +127,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention in the program.
+    """Attention of one kind in the program.
 
     Attributes:
-        module: where it is; blocks that differ in their number only are one.
-        kernel: the name of its Pallas kernel, or "full scores".
-        shape: of the array of scores, where there is one.
-        count: how many there are.
-        bytes: of all arrays of scores, on all chips.
+        module: module that it belongs to; blocks that differ only in their number are one.
+        kernel: name of its Pallas kernel, or "full scores".
+        shape: shape of the array of scores, if there is one.
+        count: number of such kernels or arrays.
+        bytes: size of all arrays of scores, on all chips.
     """
 
     module: str
@@ -146,19 +146,19 @@ class Attention:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does.
+    """The work of one step.
 
     Attributes:
-        model_flops: of the traced program, on all chips: products, convolutions and kernels.
-        chip_flops: of products on one chip, as they were partitioned: repeated work is in it.
-        hbm_bytes: what one chip reads from HBM and writes to it, kernels left out.
-        products: by dtypes, the most FLOPs first.
-        fp32_products: where fp32 operands are multiplied, the most FLOPs first.
-        collectives: the most bytes first.
-        attention: kernels, and arrays of scores.
-        copied_bytes: written by copies that change layouts, on one chip.
-        padding_bytes: what tiles add to the arrays of the program, on one chip.
-        unknown: what could not be counted, in sentences.
+        model_flops: FLOPs of the traced program's products, convolutions and kernels, on all chips.
+        chip_flops: FLOPs of products on one chip after partitioning, repeated work included.
+        hbm_bytes: bytes that one chip reads from HBM and writes to it, kernels left out.
+        products: products by dtypes, the most FLOPs first.
+        fp32_products: products with float32 operands by module, the most FLOPs first.
+        collectives: collectives, the most bytes first.
+        attention: attention kernels, and arrays of scores.
+        copied_bytes: bytes written by copies that change layouts, on one chip.
+        padding_bytes: padding of tiles in the arrays of the program, on one chip.
+        unknown: work that could not be counted, in sentences.
     """
 
     model_flops: int
@@ -173,7 +173,7 @@ class Work:
     unknown: tuple[str, ...] = ()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that a chip hands on in a step, by kind of collective."""
+        """Return the bytes that a chip moves in a step, by kind of collective."""
         found: dict[str, int] = {}
         for one in self.collectives:
             found[one.kind] = found.get(one.kind, 0) + one.bytes
@@ -185,7 +185,7 @@ class Captured:
     """A constant of the host that the program holds.
 
     Attributes:
-        name: where it comes from, as far as that is known.
+        name: its origin, as far as that is known.
         shape: dtype and sizes.
         bytes: its size.
     """
@@ -197,7 +197,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long each stage took on this machine."""
+    """The time of each stage on this machine."""
 
     trace: float
     lower: float
@@ -205,5 +205,5 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return the seconds of all stages."""
         return self.trace + self.lower + self.compile

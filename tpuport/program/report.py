@@ -1,4 +1,4 @@
-"""What `tpuport.compile_for` found out, as text, JSON and a page."""
+"""The report of `tpuport.compile_for`, as text, JSON and a page."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tpuport.program.records import Captured, Held, Memory, Seconds, Work
 
 @dataclass(frozen=True)
 class CompileReport(SavedReport):
-    """A program compiled for a TPU that need not be there.
+    """A report about a program compiled for a TPU that need not be present.
 
     Attributes:
         model: the model's class.
@@ -24,21 +24,21 @@ class CompileReport(SavedReport):
         rules: the name of the table of rules.
         memory: what one chip holds.
         seconds: how long it took to trace, lower and compile.
-        held: what `memory.temporaries` consists of when most is held, the largest first.
-        held_is_whole: `held` is instead the largest arrays that the program computes, on all chips
-            together: libtpu refused it and gave no list.
-        work: FLOPs, bytes and communication of a step; of one that was refused what its traced
-            program has.
-        estimate: a time for a step with its assumptions; None if it was refused.
+        held: arrays of `memory.temporaries` at the peak, the largest first.
+        held_is_whole: whether `held` is instead the largest arrays that the program computes, on
+            all chips together, because libtpu refused it without a list.
+        work: FLOPs, bytes and communication of a step; only the traced program's if libtpu refused
+            it.
+        estimate: estimated time of a step with its assumptions; None if it was refused.
         captured: constants of the host that the program holds, the largest first.
-        constant_budget: how many bytes of these are nothing to report.
-        optimizer: of a training step, in words.
-        equations: how many the traced program has.
-        refused: libtpu's words, if it refused it.
-        advice: what to try if it does not fit, the first first.
-        quick: whether the compiler was to spend less on making the program fast.
-        findings: what of the rules may not be meant, and other remarks.
-        versions: of the packages that decide.
+        constant_budget: most bytes of these that are not worth a finding.
+        optimizer: optimizer of a training step, in words.
+        equations: number of equations of the traced program.
+        refused: libtpu's message, if it refused the program.
+        advice: suggestions for a program that does not fit, the most effective first.
+        quick: whether the compiler was told to spend less on making the program fast.
+        findings: rules that look unintended, and other remarks.
+        versions: versions of the packages that the result depends on.
     """
 
     model: str
@@ -65,12 +65,12 @@ class CompileReport(SavedReport):
 
     @property
     def fits(self) -> bool:
-        """Whether a chip can hold it."""
+        """Return whether a chip can hold the program."""
         return self.memory.fits
 
     @property
     def num_chips(self) -> int:
-        """The size of the mesh."""
+        """Return the number of chips of the mesh."""
         count = 1
         for size in self.mesh.values():
             count *= size
@@ -78,20 +78,20 @@ class CompileReport(SavedReport):
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes of all constants of the host."""
+        """Return the bytes of all constants of the host."""
         return sum(one.bytes for one in self.captured)
 
     def to_json(self) -> str:
-        """The report as JSON, in bytes and seconds; `from_json` reads it."""
+        """Return the report as JSON, in bytes and seconds; `from_json` reads it."""
         derived = {"fits": self.fits, "peak": self.memory.peak}
         return json.dumps({**encoded(self), **derived}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "CompileReport":
-        """The report that `to_json` wrote.
+        """Read the report that `to_json` wrote.
 
         Raises:
-            UsageError: it is no such report.
+            UsageError: the text is no such report.
         """
         try:
             return decoded(cls, json.loads(text))
@@ -99,7 +99,7 @@ class CompileReport(SavedReport):
             raise UsageError(f"this is no compile report as JSON: {error}") from None
 
     def to_html(self) -> str:
-        """The report as a page that loads nothing."""
+        """Return the report as a self-contained page."""
         from tpuport.program.report_html import to_html
 
         return to_html(self)

@@ -17,12 +17,12 @@ from tpuport.program.report_text import (
 
 _NUM_ROWS = 16
 
-# Name and value of one row, what is told below it, and the amount that its bar shows.
+# Name and value of one row, the text below it, and the amount that its bar shows.
 _Row = tuple[str, str, str, float]
 
 
 def to_html(report: CompileReport) -> str:
-    """The report as a page to open from disk: its policy forbids it to load anything."""
+    """Render the report as a page to open from disk; its policy forbids it to load anything."""
     sections = [
         tag("section", tag("h2", title), body, id=name)
         for name, title, body in _sections(report)

@@ -18,7 +18,7 @@ _MAX_FINDINGS = 8
 
 
 def render(report: CompileReport) -> RenderableType:
-    """The report as a rich renderable: the verdict, then only the sections that apply."""
+    """Return the report as a rich renderable: the verdict, then only the sections that apply."""
     mark, color = ("✔", "green") if report.fits else ("✘", "red")
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Text(mark, style=f"bold {color}"), Text(headline(report), style="bold"))
@@ -31,26 +31,26 @@ def render(report: CompileReport) -> RenderableType:
 
 
 def headline(report: CompileReport) -> str:
-    """The verdict as one sentence: `LlamaForCausalLM, training step: fits v6e-8`."""
+    """Return the verdict as one sentence: `LlamaForCausalLM, training step: fits v6e-8`."""
     where = report.topology or plural(report.num_chips, "device")
     verb = "fits" if report.fits else "does not fit"
     return f"{visible(report.model)}, {report.what}: {verb} {where}"
 
 
 def explanation(report: CompileReport) -> str:
-    """How much of the memory it takes, or by how much it is too large."""
+    """Return how much of the memory the program takes, or by how much it is too large."""
     memory = report.memory
     there = fmt.size(memory.available)
     if memory.refused:
-        return f"libtpu refuses it: {fmt.size(memory.refused)} are needed a chip and {there} there"
+        return f"libtpu refuses it: {fmt.size(memory.refused)} a chip needed, {there} available"
     if not report.fits:
-        return f"{fmt.size(memory.peak)} are needed a chip and {there} are there"
+        return f"{fmt.size(memory.peak)} a chip needed, {there} available"
     share = memory.peak / max(1, memory.available)
-    return f"{fmt.size(memory.peak)} a chip at the peak, {share:.0%} of the {there} there"
+    return f"{fmt.size(memory.peak)} a chip at the peak, {share:.0%} of the {there} available"
 
 
 def setting(report: CompileReport) -> str:
-    """Chips, mesh, rules and versions."""
+    """Return chips, mesh, rules and versions in one line."""
     axes = " ".join(f"{name}={size}" for name, size in report.mesh.items() if size > 1)
     parts = [
         f"{report.num_chips} x {report.device}",
@@ -88,14 +88,14 @@ def _sections(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
 
 
 def held_title(report: CompileReport) -> str:
-    """What the list of arrays is about."""
+    """Return the title of the list of arrays."""
     if report.held_is_whole:
         return "Largest arrays that it computes, on all chips together"
     return "Temporaries when most is held, on one chip"
 
 
 def estimate_title(report: CompileReport) -> str:
-    """The time of a step with the share of the peak that it comes to."""
+    """Return the sentence with the estimated time of a step."""
     assert report.estimate is not None
     return f"A step would take about {fmt.seconds(report.estimate.seconds)}"
 
@@ -151,7 +151,7 @@ def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
 
 
 def flops_title(report: CompileReport) -> str:
-    """The FLOPs of the model, and how much of its products chips repeat."""
+    """Return the FLOPs of the model, and how much of its products chips repeat."""
     assert report.work is not None
     work = report.work
     title = f"FLOPs of a step: {fmt.tera(work.model_flops)} T in the model"

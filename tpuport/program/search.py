@@ -1,4 +1,4 @@
-"""Meshes, rules and ways of attention tried one after the other, those that fit ranked by time."""
+"""Search over meshes, rules and attention strategies; those that fit are ranked by time."""
 
 import contextlib
 import itertools
@@ -27,7 +27,7 @@ from tpuport.sharding.topology import find_topology
 from tpuport.sharding.tree import module_of
 
 WIDTH = 110
-# Each preset with the axes that it spreads over, in the order in which they are tried.
+# Each preset with the mesh axes that it shards over, in the order in which they are tried.
 _AXES: dict[str, tuple[str, ...]] = {
     "fsdp": ("fsdp",),
     "ddp": ("data",),
@@ -36,23 +36,22 @@ _AXES: dict[str, tuple[str, ...]] = {
     "tensor_parallel": ("data", "tensor"),
     "expert_parallel": ("fsdp", "expert"),
 }
-# Ways for a sequence that is spread to meet itself, besides the usual one.
+# Sequence-parallel strategies to try in addition to the default.
 _WAYS = ("heads", "ring")
-# Tiles of the attention kernel that are tried with the best mesh: queries, keys, keys a product.
+# Attention tiles to try with the best mesh: queries, keys, keys of one product.
 _BLOCKS = ((3072, 2048, 1024), (2048, 2048, 1024), (1024, 2048, 1024), (1024, 1024, 512))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One mesh with one table of rules.
+    """One mesh tried with one table of rules.
 
     Attributes:
         mesh: sizes by axis.
-        rules: the preset.
-        report: what came out; None if it failed, or has not been tried.
+        rules: name of the preset.
+        report: report of the compilation; None if it failed, or has not been tried.
         error: why it failed, in one line.
-        sequence: how a sequence that is spread meets itself (`tpuport.attention_options`), "" for
-            the usual way.
+        sequence: sequence-parallel strategy (`tpuport.attention_options`), "" for the default.
         blocks: tiles of the attention kernel, () for those of the table.
     """
 
@@ -65,7 +64,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """The estimate of a step; infinite without one."""
+        """Return the estimated time of a step; infinite without an estimate."""
         report = self.report
         if report is None or report.estimate is None:
             return float("inf")
@@ -73,19 +72,19 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """`fsdp_tensor_parallel on fsdp=4 tensor=2`."""
+        """Return the trial's name: `fsdp_tensor_parallel on fsdp=4 tensor=2`."""
         where = " ".join(f"{k}={v}" for k, v in self.mesh.items())
         return ", ".join(filter(None, (f"{self.rules} on {where}", self.attention)))
 
     @property
     def attention(self) -> str:
-        """What is chosen for attention: `by heads`, `blocks 2048 x 1024 x 512`; "" if nothing."""
+        """Return the options of attention: `by heads`, `blocks 2048 x 1024 x 512`; "" if none."""
         blocks = f"blocks {' x '.join(map(str, self.blocks))}" if self.blocks else ""
         return " ".join(filter(None, (self.sequence and f"by {self.sequence}", blocks)))
 
     @property
     def has_kernel(self) -> bool:
-        """Whether attention is a kernel's in it."""
+        """Return whether a kernel computes its attention."""
         work = self.report.work if self.report is not None else None
         return work is not None and any(
             kind in one.kernel for one in work.attention for kind in ("splash", "dense")
@@ -94,12 +93,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class SearchReport(SavedReport):
-    """What was tried.
+    """The results of a search.
 
     Attributes:
         topology: the slice.
-        trials: in the order in which they were tried.
-        left: how many the time did not allow for.
+        trials: trials in the order in which they ran.
+        left: number of trials that the time did not allow for.
     """
 
     topology: str
@@ -108,21 +107,21 @@ class SearchReport(SavedReport):
 
     @property
     def ranked(self) -> list[Trial]:
-        """Those that fit, the fastest by its estimate first."""
+        """Return the trials that fit, the fastest by its estimate first."""
         fitting = [t for t in self.trials if t.report is not None and t.report.fits]
         return sorted(fitting, key=lambda t: (t.seconds, t.report.memory.peak if t.report else 0))
 
     @property
     def best(self) -> Trial | None:
-        """The fastest of those that fit."""
+        """Return the fastest of the trials that fit, or None."""
         return next(iter(self.ranked), None)
 
     def to_json(self) -> str:
-        """The trials with their reports."""
+        """Return the trials with their reports, as JSON."""
         return json.dumps(encoded(self), indent=1)
 
     def to_html(self) -> str:
-        """The page of the best; where none fits, what was tried as text on a page."""
+        """Return the page of the best trial; if none fits, a page with the trials as text."""
         if self.best is None or self.best.report is None:
             return page(f"{self.topology}: nothing fits", tag("main", tag("pre", str(self))))
         return self.best.report.to_html()
@@ -157,23 +156,23 @@ def search(
     progress: Callable[[int, int, str], None] | None = None,
     **options: Any,
 ) -> SearchReport:
-    """Compile a model on meshes of a slice with preset rules, and rank what fits.
+    """Compile a model on meshes of a slice with preset rules, and rank the trials that fit.
 
-    Where attention is the TPU's kernel, a mesh that spreads the sequence is tried with each way for
-    it to meet itself, and the best with other tiles of the kernel; not within a block of
-    `tpuport.attention_options`, which has chosen.
+    If attention runs by a TPU kernel, a mesh that shards the sequence is tried with each
+    sequence-parallel strategy, and the best trial with other tiles of the kernel. Neither is done
+    within a block of `tpuport.attention_options`, where the user has chosen.
 
     Args:
-        ported: what `tpuport.convert` gave.
+        ported: the ported model.
         topology: the slice.
         inputs: as for `compile_for`.
-        seconds: no trial begins after so long.
-        presets: the axes of each preset to try; those that suit the model if left out.
-        progress: called before each trial with how many are done, how many there are, and its name.
+        seconds: time after which no trial begins.
+        presets: mesh axes of each preset to try; by default those that suit the model.
+        progress: called before each trial with the number done, the number of all, and its name.
         **options: further arguments of `compile_for`.
 
     Returns:
-        All trials. One that cannot be compiled is among them with its error.
+        All trials. One that cannot be compiled is among them, with its error.
     """
     chips = find_topology(topology).num_chips
     waiting = [Trial(mesh, rules) for rules, mesh in candidates(ported, chips, presets)]
@@ -194,14 +193,14 @@ def search(
 
 
 def _other_ways(trial: Trial) -> Iterator[Trial]:
-    """The same mesh where the sequence meets itself in other ways."""
+    """Yield the same mesh with the other sequence-parallel strategies."""
     if trial.has_kernel and trial.mesh.get("sequence", 1) > 1 and not trial.attention:
         for way in _WAYS:
             yield Trial(trial.mesh, trial.rules, sequence=way)
 
 
 def _other_blocks(best: Trial | None) -> Iterator[Trial]:
-    """The best with other tiles of its kernel."""
+    """Yield the best trial with other tiles of its kernel."""
     if best is not None and best.has_kernel:
         for blocks in _BLOCKS:
             yield replace(best, report=None, blocks=blocks)
@@ -210,12 +209,12 @@ def _other_blocks(best: Trial | None) -> Iterator[Trial]:
 def candidates(
     ported: PortedModel, chips: int, presets: Mapping[str, tuple[str, ...]] | None = None
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Presets with meshes to try, without those that come to the same.
+    """Yield presets with meshes to try, leaving out those with the same specs.
 
     Args:
-        ported: the model.
-        chips: how many there are.
-        presets: the axes of each preset; those that suit the model if left out.
+        ported: the ported model.
+        chips: number of chips.
+        presets: mesh axes of each preset; by default those that suit the model.
     """
     seen = set()
     has_experts = any(
@@ -234,7 +233,7 @@ def candidates(
 
 
 def factorisations(chips: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """Sizes by axis that multiply to a number of chips; each axis of several has 2 or more."""
+    """Yield sizes by axis that multiply to `chips`; each axis of several has 2 or more."""
     if len(axes) == 1:
         yield {axes[0]: chips}
         return

@@ -1,8 +1,8 @@
-"""Models that set something up in Python at their first call: a step of training begins after it.
+"""Training of models that set something up in Python at their first call.
 
-A step is one program, so Python state that a call leaves has no place in it. What is set up once,
-such as Hugging Face's hooks for hidden states, leaves the program as it is: then the model is taken
-as its first call leaves it.
+A step is one program, so Python state that a call changes has no place in it. State that is set up
+once, such as Hugging Face's hooks for hidden states, does not change the program of later calls.
+In that case the step is traced with the model as its first call leaves it.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ Result = TypeVar("Result")
 
 
 class Settled(Exception):
-    """The model has Python state now that its first call sets up; trace again."""
+    """Signal that the first call's Python state was applied to the model: trace again."""
 
 
 def settled(trace: Callable[[], Result]) -> Result:
-    """What a trace gives that may find out that the model is to be settled before it."""
+    """Run `trace`; if it finds that the first call sets up state, that is applied: run it again."""
     try:
         return trace()
     except Settled:
@@ -39,18 +39,20 @@ def settle(
     key: Any,
     values: list[Any],
 ) -> None:
-    """Take a model as its first call leaves it, if calls after that do the same and change nothing.
+    """Apply a first call's Python state, if a second call traces the same program.
+
+    The second call must change no Python state.
 
     Args:
-        ported: a copy of its module gets the state; the module that it has had stays as it is.
-        outcome: of a first call, which changed Python state.
-        request: the call, of a key and arguments.
+        ported: ported model; a copy of its module gets the state, the module itself is unchanged.
+        outcome: result of a first call, which changed Python state.
+        request: makes the call's request from a key and arguments.
         given: the state by name, or its shapes.
-        key: of random numbers, or its shape.
+        key: random key, or its shape.
         values: the arguments, or their shapes.
 
     Raises:
-        Settled: it is so; trace again.
+        Settled: the state was applied; trace again.
     """
     changes, program = outcome.python_changes, ported._program
     if changes is None or program.master is None:
@@ -63,7 +65,7 @@ def settle(
     held: list[Outcome] = []
 
     def once_more() -> Any:
-        # Of a function that it knows jax gives the program that it knows.
+        # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.
         def pure(given: dict[str, Any], key: Any, values: list[Any]) -> Any:
             held.append(traced(program, request(key, values), given))
             return held[-1].out_leaves, held[-1].state

@@ -1,4 +1,4 @@
-"""What is compiled: a call of a ported model or a step of its training, as a function of shapes."""
+"""Steps to compile: a call of a ported model or a step of its training, as a function of shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from tpuport.program.training import Batch, Training, gradients, known_values, t
 
 @dataclass
 class Step:
-    """A function with the shapes and places of its arguments, ready to be traced.
+    """A function with the shapes and shardings of its arguments, ready to be traced.
 
     Attributes:
-        function: of `arguments`, in order.
-        arguments: by name: "params", "buffers", "key", "inputs"; of training the rest of a
-            `TrainState` too.
-        donated: the numbers of those whose memory the results take over.
-        out_shardings: where the results go; None where the partitioner decides.
+        function: function of `arguments`, in order.
+        arguments: arguments by name: "params", "buffers", "key", "inputs"; for training the rest of
+            a `TrainState` too.
+        donated: indices of the donated arguments.
+        out_shardings: shardings of the results; None where the partitioner decides.
     """
 
     function: Callable[..., Any]
@@ -43,13 +43,13 @@ class Step:
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from `inputs`.
+    """Split `inputs` into positional and keyword arguments.
 
     Args:
         inputs: a tuple of positional arguments, a dict of keyword arguments, or a pair of both.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `inputs` is none of these.
     """
     match inputs:
         case (tuple(args), dict(kwargs)):
@@ -65,11 +65,11 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
-    """A call of a method, with what it leaves in buffers.
+    """Return the step that calls a method; its results include the changed buffers.
 
     Args:
-        ported: on a mesh, with shapes for weights.
-        method: which method.
+        ported: ported model on a mesh, with shapes for weights.
+        method: name of the method.
         inputs: see `as_call`.
     """
     hoisted = Hoisted()
@@ -84,11 +84,11 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
 
 
 def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> Step:
-    """A function of jax around a ported model, such as a loop over calls of `ported.apply`.
+    """Return the step of a jax function around a model, such as a loop over `ported.apply`.
 
     Args:
-        ported: on a mesh, with shapes for weights.
-        function: of the model, its `params`, its `buffers`, a key, and the inputs.
+        ported: ported model on a mesh, with shapes for weights.
+        function: function of the model, its `params`, its `buffers`, a key, and the inputs.
         inputs: see `as_call`.
     """
     taken, values = _placed(ported, inputs)
@@ -102,10 +102,10 @@ def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any
 
 
 def training_step(training: Training, inputs: Any) -> Step:
-    """A step of training in the memory of the old state; without an optimizer, gradients alone.
+    """Return a training step that donates the old state; without an optimizer, gradients alone.
 
     Args:
-        training: of a model on a mesh, with shapes for weights.
+        training: training of a model on a mesh, with shapes for weights.
         inputs: see `as_call`.
     """
     taken, values = _placed(training.ported, inputs)
@@ -114,7 +114,7 @@ def training_step(training: Training, inputs: Any) -> Step:
     state = _state_shapes(training)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
 
-    # The names of arguments are those of the report.
+    # The report shows arguments by these parameters' names.
     def train_step(
         params: Any,
         frozen: Any,
@@ -142,7 +142,7 @@ def training_step(training: Training, inputs: Any) -> Step:
 
 
 def _state_shapes(training: Training) -> TrainState:
-    """The shapes of a state with their places."""
+    """Return the shapes and shardings of a training state."""
     ported = training.ported
     placement = ported._program.placement
     whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
@@ -170,7 +170,7 @@ def _state_shapes(training: Training) -> TrainState:
 
 
 def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
-    """The arguments of a call taken apart, and their shapes with their places."""
+    """Flatten the arguments of a call; return them, and their shapes with shardings."""
     taken = ahead.take_apart(*as_call(inputs))
     shapes = [
         value if isinstance(value, jax.ShapeDtypeStruct) else shape_of(value)
@@ -182,7 +182,7 @@ def _placed(ported: PortedModel, inputs: Any) -> tuple[ahead.Shapes, list[Any]]:
 def _call(
     ported: PortedModel, method: str, inputs: Any, hoisted: Hoisted
 ) -> tuple[Callable[..., Any], list[Any], Any]:
-    """The pure function of a method, the places of its arguments, and the shape of its key."""
+    """Return the pure function of a method, its arguments' shapes, and the shape of its key."""
     taken, values = _placed(ported, inputs)
     placement = ported._program.placement
     known = known_values(taken.values, accumulate=1)
@@ -209,7 +209,7 @@ def _call(
 
 
 def _key(ported: PortedModel) -> jax.ShapeDtypeStruct:
-    """The shape of a key, whole on every chip."""
+    """Return the shape of a key, replicated over the mesh."""
     mesh = ported.mesh
     whole = NamedSharding(mesh, P()) if mesh is not None else None
     return jax.ShapeDtypeStruct((), unused_key().dtype, sharding=whole)

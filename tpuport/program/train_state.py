@@ -1,4 +1,4 @@
-"""All that a training run changes, as one pytree."""
+"""The state that a training run changes, as one pytree."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -10,17 +10,17 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What one step takes and the next one gets.
+    """The state that one step takes and returns for the next one.
 
     Attributes:
         params: trainable parameters by fqn (or by the names of stacks, see `stack_blocks`).
         frozen: parameters with `requires_grad=False`, which no optimizer sees.
         buffers: all other state of the module.
-        optimizer: the state of the optimizer.
+        optimizer: state of the optimizer.
         ema: averages of `params` in float32 or wider; empty without `ema_decay`.
-        step: (), int32, how many steps were begun, also those that were skipped.
-        skipped: (), int32, how many left everything as it was, for want of finite gradients.
-        key: (), the key that the random numbers of all steps come from.
+        step: (), int32, number of steps begun, skipped ones included.
+        skipped: (), int32, number of steps that changed nothing, for want of finite gradients.
+        key: (), random key that the numbers of all steps come from.
     """
 
     params: dict[str, jax.Array]
@@ -33,16 +33,18 @@ class TrainState:
     key: jax.Array
 
     def with_ema(self) -> Self:
-        """The same with the averages for parameters, in the dtypes of these: to evaluate with."""
+        """Return the state with its averages as parameters, in their dtypes, to evaluate."""
         averaged = {n: v.astype(self.params[n].dtype) for n, v in self.ema.items()}
         return replace(self, params={**self.params, **averaged})
 
     def with_weights_of(self, other: "TrainState") -> Self:
-        """The same optimizer, averages, step and key with the weights and buffers of another state.
+        """Return this state with the weights and buffers of another one.
 
-        For steps that take turns on one model, each with `trainable=` of its own: what one trains
-        is frozen in the other. Nothing is copied, so give the other state to no step until it has
-        the weights back.
+        The optimizer's state, averages, step and key stay this state's.
+
+        For steps that alternate on one model, each with `trainable=` of its own: parameters that
+        one step trains are frozen in the other. Nothing is copied, and a step donates its state. So
+        give the other state to no step until it has the weights back.
         """
         given = {**other.buffers, **other.frozen, **other.params}
         return replace(
@@ -54,7 +56,7 @@ class TrainState:
 
 
 def ema_of(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Where averages of parameters begin: at their values, in no less than float32."""
+    """Return the initial averages of parameters: their values, in float32 or wider."""
     return {
         name: jnp.array(value, jnp.promote_types(value.dtype, jnp.float32))
         for name, value in params.items()
@@ -64,7 +66,7 @@ def ema_of(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def ema_update(
     ema: dict[str, jax.Array], params: dict[str, jax.Array], decay: float
 ) -> dict[str, jax.Array]:
-    """`decay * ema + (1 - decay) * params`, as `torch.optim.swa_utils.get_ema_avg_fn` has it."""
+    """Return `decay * ema + (1 - decay) * params`, as `torch.optim.swa_utils.get_ema_avg_fn`."""
     return {
         name: value + (1 - decay) * (params[name].astype(value.dtype) - value)
         for name, value in ema.items()

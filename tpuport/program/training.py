@@ -1,4 +1,4 @@
-"""What one step of training does: loss, gradients, update, averages, as one pure function."""
+"""One step of training as a pure function: loss, gradients, update, averages."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,18 +25,19 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Training:
-    """A step of training, to be traced for whatever devices the model is on.
+    """A step of training, to be traced for any devices that the model is on.
 
     Attributes:
-        ported: the model.
-        method: that gives the loss, or an output with it.
-        optimizer: one of optax's, without clipping; None for gradients alone.
-        accumulate: parts that the batch is cut into.
-        clip_norm: the largest norm of all gradients together, or None.
-        ema_decay: at which averages of the parameters forget, or None for no averages.
-        skip_nonfinite: whether infinite or NaN gradients leave everything as it was.
-        loss: of the method's output (with arrays in it); None where it is the output, or in it.
-        optimizer_name: for reports.
+        ported: the ported model.
+        method: name of the method that returns the loss, or an output with it.
+        optimizer: an optax optimizer, without clipping; None for gradients alone.
+        accumulate: number of parts that the batch is split into.
+        clip_norm: largest norm of all gradients together, or None.
+        ema_decay: decay of the averages of the parameters, or None for no averages.
+        skip_nonfinite: whether a step with infinite or NaN gradients changes nothing.
+        loss: function from the method's output (with arrays in it) to the loss; None if the output
+            is the loss, or has it.
+        optimizer_name: name for reports.
         trained: names of the parameters that are trained, the others being frozen; None for all.
     """
 
@@ -52,11 +53,11 @@ class Training:
     trained: frozenset[str] | None = None
 
     def trained_names(self) -> frozenset[str]:
-        """The names of the parameters that are trained."""
+        """Return the names of the parameters that are trained."""
         return frozenset(self.ported.params) if self.trained is None else self.trained
 
     def split(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The model's trained parameters, what is frozen, and buffers."""
+        """Return the model's trained parameters, frozen parameters, and buffers."""
         chosen = self.trained_names()
         params = {name: v for name, v in self.ported.params.items() if name in chosen}
         rest = {name: v for name, v in self.ported.params.items() if name not in chosen}
@@ -64,8 +65,9 @@ class Training:
         return params, frozen, {n: v for n, v in self.ported.buffers.items() if n not in frozen}
 
     def key_of_step(self, state: TrainState) -> jax.Array:
-        """The key of a step's random numbers. Steps that take turns on one model draw numbers of
-        their own from one seed.
+        """Return the key of a step's random numbers.
+
+        Steps that alternate on one model draw numbers of their own from one seed.
         """
         key = state.key
         if self.trained_names() != frozenset(self.ported.params):
@@ -75,27 +77,27 @@ class Training:
 
 
 class Trains(Protocol):
-    """What `tpuport.compile_for` compiles as a step of training: a `tpuport.training.TrainStep`."""
+    """A training step that `tpuport.compile_for` compiles: a `tpuport.training.TrainStep`."""
 
     @property
     def training(self) -> Training:
-        """What a step does."""
+        """Return the definition of the step."""
         ...
 
 
 @dataclass
 class Batch:
-    """The arguments of one step, taken apart, and what tracing with them leaves.
+    """The flattened arguments of one step, and the records of tracing with them.
 
     Attributes:
-        values: an array, tracer or shape for each.
-        metas: its meta tensor.
-        spec: the structure of all.
-        paths: their names.
-        known: the values that are known while tracing, by index.
-        hoisted: takes the large constants of the host.
-        outcomes: of each time that the model was traced.
-        weighted: of each time that it was traced for parts, whether the loss gave their weight.
+        values: array, tracer or shape of each argument.
+        metas: meta tensor of each argument.
+        spec: tree structure of the arguments.
+        paths: names of the arguments.
+        known: concrete values that are known while tracing, by index.
+        hoisted: collects the large constants of the host.
+        outcomes: results of each trace of the model.
+        weighted: for each trace in parts, whether the loss returned their weight.
     """
 
     values: list[Any]
@@ -109,7 +111,7 @@ class Batch:
 
 
 def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
-    """The arguments, by index, whose values a program may know: of a batch that is cut none."""
+    """Return concrete arguments by index; if the batch is split, only those without dims."""
     return {
         index: value
         for index, value in enumerate(values)
@@ -118,12 +120,12 @@ def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
 
 
 def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """The state after a step, and what it reports: "loss", "grad_norm", "skipped" and more."""
+    """Return the state after a step, and its metrics: "loss", "grad_norm", "skipped" and more."""
     assert training.optimizer is not None
     loss, metrics, grads, buffers = gradients(training, state, batch)
     norm = optax.tree.norm(grads)
     if training.clip_norm is not None:
-        # As torch.nn.utils.clip_grad_norm_, which adds 1e-6.
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6 too.
         scale = jnp.minimum(1.0, training.clip_norm / (norm + 1e-6))
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     with jax.named_scope("optimizer"):
@@ -144,7 +146,7 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
 
 
 def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
-    """Loss, metrics, gradients and buffers of a batch, whole or part by part."""
+    """Return loss, metrics, gradients and buffers of a batch, computed at once or part by part."""
 
     def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
         return _measured(training, state.frozen, batch, params, buffers, key, values)
@@ -169,7 +171,7 @@ def _measured(
     key: Any,
     values: list[Any],
 ) -> Any:
-    """The loss of a batch or of a part of it; metrics and buffers beside it."""
+    """Return the loss of a batch or of a part of it, with metrics and buffers."""
     given = {**frozen, **buffers, **params}
     metas = batch.metas if training.accumulate == 1 else _metas_of_part(batch.metas, values)
 
@@ -200,7 +202,7 @@ def _measured(
 def _accumulated(
     count: int, differentiate: Any, state: TrainState, batch: Batch, key: jax.Array
 ) -> Any:
-    """`gradients` as the mean over parts of a batch, one after another."""
+    """Compute `gradients` as the mean over parts of a batch, one after another."""
     parts = in_parts(batch.values, batch.paths, count)
     cut = [i for i, value in enumerate(batch.values) if value.ndim]
 
@@ -214,8 +216,8 @@ def _accumulated(
             state.params, buffers, jax.random.fold_in(key, number), values
         )
         weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
-        # What is added up is in no less than float32: many small terms. A part that counts
-        # for nothing may have a mean over nothing, which is no number.
+        # Sums of many small terms are kept in float32 or wider. A part of weight 0 may have a
+        # mean over nothing, NaN, which must not enter the sum.
         total = jax.tree.map(
             lambda t, g: t + jnp.where(weight == 0, 0, weight * g.astype(t.dtype)),
             total,
@@ -241,7 +243,7 @@ def _accumulated(
 
 
 def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
-    """The metas of a batch's arguments for one part of it."""
+    """Return the metas of a batch's arguments for one part of it."""
     return [
         meta.new_empty(tuple(value.shape)) if value.ndim else meta
         for meta, value in zip(metas, values, strict=True)
@@ -251,10 +253,10 @@ def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
 def _changed_buffers(
     outcome: Outcome, buffers: Any, params: Any, frozen: Any
 ) -> dict[str, jax.Array]:
-    """The buffers that a call left changed.
+    """Return the buffers that a call changed.
 
     Raises:
-        UsageError: it changes what a step does not carry.
+        UsageError: the call changes state that a step does not carry.
     """
     changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
     new = [name for name in changed if name not in buffers]
@@ -266,7 +268,7 @@ def _changed_buffers(
         raise UsageError(
             f"the loss function changes {what}, which is "
             + (
-                "Python state of the module or state that is not there yet. What to do: call the"
+                "Python state of the module or state that does not exist yet. What to do: call the"
                 " ported model once before init() if it is set up lazily; register what changes"
                 " at each step as a buffer"
                 if new

@@ -1,4 +1,4 @@
-"""What a step does: FLOPs, bytes, collectives with their causes, and the time that this takes."""
+"""Work of a step: FLOPs, bytes, collectives with their causes, and the time that this takes."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ _NUM_ROWS = 100
 def read_work(
     ahead: Ahead, text: str, modules: Collection[str], placement: OnMesh, *, kernel_times: bool
 ) -> tuple[Work, Estimate | None]:
-    """Count what a compiled step does, and estimate its time.
+    """Count the work of a compiled step, and estimate its time.
 
     Args:
-        ahead: what was compiled.
-        text: of the compiled program.
+        ahead: the compiled program.
+        text: text of its HLO.
         modules: fqns of the user's modules.
         placement: the mesh and the rules, for the causes of collectives.
         kernel_times: whether to compile each Pallas kernel once more, for its schedule; without
@@ -55,7 +55,7 @@ def read_work(
 
 
 def read_traced(ahead: Ahead, modules: Collection[str]) -> Work:
-    """What is known of a step that was not compiled: what its traced program has in it."""
+    """Count the work of a step that was not compiled, from its traced program."""
     return _traced_work(count_jaxpr(ahead.jaxpr, modules=modules))
 
 
@@ -99,12 +99,12 @@ def _estimated(
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without what to do."""
+    """Return the first line of an error, without its "What to do"."""
     return str(error).splitlines()[0].partition(" What to do:")[0]
 
 
 def _kernel_seconds(jaxpr: Any, traced: JaxprCost, chip: str, num_chips: int) -> float:
-    """What the Pallas kernels of a step take on one chip, by their schedules."""
+    """Return the time of a step's Pallas kernels on one chip, by their schedules."""
     if not traced.kernels:
         return 0.0
     schedules = schedule_kernels(jaxpr, chip).values()
@@ -135,7 +135,7 @@ def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
         groups[key] = (count + kernel.times, total)
     smallest = _score_elements(traced)
     for score in traced.scores:
-        # Other arrays may end in the same two sizes, where a sequence is as long as a layer wide.
+        # Other arrays may end in the same two sizes: a sequence may be as long as a layer is wide.
         if score.dtype != "bool" and math.prod(score.shape) < smallest:
             continue
         shape = f"{score.dtype}{list(score.shape)}"
@@ -147,7 +147,7 @@ def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
 
 
 def _score_elements(traced: JaxprCost) -> int:
-    """Elements of the smallest product of queries and keys that has one of `traced.scores`."""
+    """Return the elements of the smallest product of queries and keys behind `traced.scores`."""
     ends = {score.shape[-2:] for score in traced.scores}
     found = [
         dot.batch * dot.rows * dot.columns
@@ -172,18 +172,18 @@ def _collectives(found: Iterable[Collective], placement: OnMesh) -> tuple[Moved,
 
 
 def cause_of(one: Collective, placement: OnMesh) -> str:
-    """The rule that a collective follows from, or "" if that is not clear.
+    """Return the rule that causes a collective, or "" if that is not clear.
 
-    A weight of its module that is spread over as many chips as take part in it; else the place of
-    the module's activations; else, in the backward pass, that the batch is spread.
+    It is the rule of a weight of its module that is sharded over as many chips as take part; else
+    that of the module's activations; else, in the backward pass, that of the sharded batch.
     """
-    # In a loop a module stands for those of all blocks.
+    # In a scan over blocks one module represents those of all blocks.
     module = generalised(one.module)
     rows = [
         row for row in placement.plan.rows if generalised(row.name.rpartition(".")[0]) == module
     ]
     for row in rows:
-        # A gathering that overlaps with a product goes round a ring, a neighbour at a time.
+        # libtpu turns an all-gather that overlaps with a product into permutes around a ring.
         ring = one.kind == "collective-permute"
         if row.axes and (ring or _num_chips(row, placement) == one.group_size):
             return f"{row.rule}: {shown(row.spec)}"
@@ -205,7 +205,7 @@ def _num_chips(row: Row, placement: OnMesh) -> int:
 
 
 def captured_constants(ahead: Ahead, modules: Collection[str]) -> tuple[Captured, ...]:
-    """The constants of the host that a traced program holds, the largest first."""
+    """Return the constants of the host that a traced program holds, the largest first."""
     users: dict[int, str] = {}
     for eqn in ahead.jaxpr.jaxpr.eqns:
         module = innermost(scope_names(eqn.source_info.name_stack), modules)

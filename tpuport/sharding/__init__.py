@@ -1,4 +1,4 @@
-"""Spreading a ported model over a mesh by a readable table of rules."""
+"""Sharding of a ported model over a mesh by a readable table of rules."""
 
 from tpuport.sharding.activations import Activations
 from tpuport.sharding.collectives import count_collectives

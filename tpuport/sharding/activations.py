@@ -1,4 +1,4 @@
-"""Places of activations: constraints on what enters and leaves modules, by their fqn."""
+"""Sharding constraints on the inputs and outputs of modules, by the module's fqn."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ _SIDES = ("output", "input")
 
 
 class Activations:
-    """Where activations lie, by the fqn of the module that they leave or enter.
+    """Specs of activations, by the fqn of the module that returns or receives them.
 
     Args:
         outputs: pattern of module fqns (as for parameters; `""` is the model itself) to spec. Every
@@ -22,8 +22,8 @@ class Activations:
         inputs: the same for the tensors that a module is called with.
 
     The first pattern that matches decides. An axis that does not divide its dim is left out. Dims
-    beyond the spec are whole, but after a last `P.UNCONSTRAINED` they are the partitioner's choice,
-    which a tensor of fewer dims may lack.
+    beyond the spec are unsharded. If the spec ends in `P.UNCONSTRAINED`, that entry and all dims
+    beyond it are left to the partitioner, and a tensor may lack its dim.
 
         Activations({"transformer_blocks.*": P("data", "sequence", None)})
     """
@@ -40,23 +40,23 @@ class Activations:
 
     @property
     def outputs(self) -> dict[str, P]:
-        """Specs of what modules return, by pattern."""
+        """Return the specs of module outputs, by pattern."""
         return self._tables["output"]
 
     @property
     def inputs(self) -> dict[str, P]:
-        """Specs of what modules are called with, by pattern."""
+        """Return the specs of module inputs, by pattern."""
         return self._tables["input"]
 
     def spec(self, module: str, side: str = "output") -> P | None:
-        """The spec for a module's outputs, or with `side="input"` its inputs; or None."""
+        """Return the spec of a module's outputs, or of its inputs with `side="input"`; or None."""
         for pattern, spec in self._tables[side].items():
             if patterns.matches(pattern, module):
                 return spec
         return None
 
     def full_spec(self, module: str, side: str, ndim: int) -> P | None:
-        """The spec for a tensor with so many dims; None if it has no place."""
+        """Return the spec for a tensor with `ndim` dims; None if it has none."""
         spec = self.spec(module, side)
         if spec is None:
             return None
@@ -65,7 +65,7 @@ class Activations:
         return spec if len(spec) <= ndim else None
 
     def is_quiet(self, module: str, side: str) -> bool:
-        """Whether a spec that does not fit is left out without a word (of a table for a family)."""
+        """Return whether a spec that does not fit is dropped without a warning."""
         found = next((p for p in self._tables[side] if patterns.matches(p, module)), None)
         return found in self._optional
 
@@ -80,12 +80,12 @@ class Activations:
         )
 
     def optional(self) -> "Activations":
-        """The same, with no pattern reported when no module matches it."""
+        """Return a copy that reports no pattern for matching no module."""
         names = frozenset([*self.outputs, *self.inputs])
         return Activations(self.outputs, inputs=self.inputs, _optional=names)
 
     def unmatched(self, modules: Any) -> list[str]:
-        """The patterns that match none of these module fqns."""
+        """Return the patterns that match none of these module fqns."""
         names = list(modules)
         return [
             pattern
@@ -96,7 +96,7 @@ class Activations:
         ]
 
     def lines(self) -> Iterator[str]:
-        """Each pattern as one line of text."""
+        """Yield each pattern as one line of text."""
         for side in _SIDES:
             for pattern, spec in self._tables[side].items():
                 yield f"{side} of {pattern or 'the model'}  {shown(spec)}"

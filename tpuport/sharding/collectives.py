@@ -1,4 +1,4 @@
-"""What a compiled program communicates, counted in its text."""
+"""Collectives of a compiled program, counted in its text."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 
 
 def collective_kind(opcode: str) -> str | None:
-    """The kind of collective that an HLO opcode is or starts.
+    """Return the kind of collective that an HLO opcode is or starts, or None.
 
     An asynchronous one is two instructions or more, of which the first counts.
     """
@@ -18,10 +18,10 @@ def collective_kind(opcode: str) -> str | None:
 
 
 def collective_id(one: Instruction) -> str:
-    """What names a collective among all of a program: most often its own name.
+    """Return an identifier of a collective within a program: most often its own name.
 
-    libtpu spreads one over the steps of several fusions, each with an instruction of its own of the
-    same channel and chain.
+    libtpu may split one collective over the steps of several fusions. Each step has an instruction
+    of its own, with the same channel and chain.
     """
     chain = re.search(r'\bchain_id="(\w+)"', one.attributes)
     channel = re.search(r"\bchannel_id=(\d+)", one.attributes)
@@ -29,14 +29,14 @@ def collective_id(one: Instruction) -> str:
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """How often each kind of collective stands in the text of a compiled program.
+    """Count how often each kind of collective occurs in the text of a compiled program.
 
     Args:
-        text: `compiled.as_text()`, HLO after the SPMD partitioner. The body of a loop stands there
-            once, however often it runs: `tpuport.program.cost.read_compiled` counts runs and bytes.
+        text: `compiled.as_text()`, HLO after the SPMD partitioner. The body of a loop occurs once,
+            however often it runs: `tpuport.program.cost.read_compiled` counts runs and bytes.
 
     Returns:
-        Only the kinds that are there.
+        The count of each kind that occurs.
     """
     found = {
         (collective_kind(one.opcode), collective_id(one))

@@ -1,4 +1,4 @@
-"""Tables that people already have, as `ShardingRules`: MaxText's, PyTorch's and transformers'."""
+"""Converters of existing tables to `ShardingRules`: MaxText's, PyTorch's and transformers'."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -20,11 +20,11 @@ _MAXTEXT_AXES = {
 
 _TENSOR = MeshAxis.TENSOR.value
 _GATHERED = "its output is gathered on every chip"
-_SPLIT_INPUT = "its input is whole on every chip and cut there"
+_SPLIT_INPUT = "its input is replicated, and each chip slices its part"
 _PACKED = "several projections in one: the cut is contiguous, so its output is exchanged"
 
-# Styles of transformers' `tp_plan`: (weight, bias, what it costs); a plan's own module names are
-# Linears of shape (out, in). Source: transformers 5.23, distributed/tensor_parallel.py.
+# Styles of transformers' `tp_plan`: (weight, bias, communication cost); the modules that a plan
+# names are Linears of shape (out, in). Source: transformers 5.23, distributed/tensor_parallel.py.
 _COLUMN = (P(_TENSOR, None), P(_TENSOR), "")
 _ROW = (P(None, _TENSOR), P(), "")
 _WHOLE = (P(), P(), "")
@@ -46,20 +46,20 @@ _HF_STYLES: dict[str, tuple[P, P, str]] = {
     "mla_kv_a_proj": _WHOLE,
     "local_params": _WHOLE,
 }
-# Styles of modules whose parameters have plan entries of their own, and of dispatch between them,
-# which the partitioner works out by itself.
+# Styles without rules here: modules whose parameters have plan entries of their own, and dispatch
+# between modules, which the partitioner derives.
 _HF_NO_PARAMETERS = {"moe_tp_experts", "moe_identity_expert", "local_params", "all_reduce"}
 _HF_EXPERTS = {"grouped_gemm", "ep_router", "ep_dispatch_experts", "gather"}
 
 
 def from_tp_plan(plan: Mapping[str, str], *, prefix: str = "") -> ShardingRules:
-    """Rules from a transformers `tp_plan`, such as `model._tp_plan` or a config's
-    `base_model_tp_plan`.
+    """Convert a transformers `tp_plan`, such as `model._tp_plan`, to rules.
 
     Args:
-        plan: module (or parameter) names with `*` for layer numbers, to a style.
-        prefix: what stands before the names in the model: `base_model_tp_plan` is about the base
-            model, so that of `LlamaForCausalLM` needs `prefix="model."`.
+        plan: module (or parameter) names with `*` for layer numbers, to a style; a config's
+            `base_model_tp_plan`, too.
+        prefix: prefix of the names in the model: `base_model_tp_plan` is about the base model, so
+            that of `LlamaForCausalLM` needs `prefix="model."`.
 
     Raises:
         UsageError: a style is unknown.
@@ -81,20 +81,20 @@ def from_tp_plan(plan: Mapping[str, str], *, prefix: str = "") -> ShardingRules:
 
 
 def from_parallelize_plan(plan: Mapping[str, Any], *, prefix: str = "") -> ShardingRules:
-    """Rules from a plan of `torch.distributed.tensor.parallel.parallelize_module`.
+    """Convert a plan of `torch.distributed.tensor.parallel.parallelize_module` to rules.
 
     Args:
         plan: module names (with `*`) to `ColwiseParallel()`, `RowwiseParallel()`,
             `SequenceParallel()`, `PrepareModuleInput(...)` or `PrepareModuleOutput(...)`, as
             objects of torch's classes or by the names of these.
-        prefix: what stands before the names in the model.
+        prefix: prefix of the names in the model.
 
     Returns:
         Rules along tensor; `SequenceParallel` and desired layouts of module inputs and outputs
-        become places of activations.
+        become specs of activations.
 
     Raises:
-        UsageError: a style is of another class.
+        UsageError: a style is of an unknown class.
     """
     rules: list[Rule] = []
     outputs: dict[str, P] = {}
@@ -133,14 +133,14 @@ def from_logical_axes(
     *,
     axes: Mapping[str, str | None] | None = None,
 ) -> ShardingRules:
-    """Rules from MaxText's (flax's) logical axes.
+    """Convert MaxText's (flax's) logical axes to rules.
 
     Args:
         params: patterns of torch names to the logical axis of each dim, in the order of the torch
             weight: a Linear's is (out, in), so MaxText's `("embed", "mlp")` is `("mlp", "embed")`.
         rules: `logical_axis_rules`: pairs of a logical axis and a mesh axis, several, or None. As
             in flax the first one whose mesh axes are all free in that parameter is taken.
-        axes: mesh axes of the rules by names of `MeshAxis`, besides MaxText's own; None drops one.
+        axes: further names of mesh axes to names of `MeshAxis`; None drops an axis.
 
     Raises:
         UsageError: a mesh axis is unknown, or a parameter names a logical axis without a rule.
@@ -161,7 +161,7 @@ def from_logical_axes(
 
 
 def _module_rules(pattern: str, style: tuple[P, P, str], reason: str) -> list[Rule]:
-    """Rules for a module's weight and bias, or for a parameter that is named itself."""
+    """Return the rules of a module's weight and bias, or of a parameter that is named itself."""
     weight, bias, cost = style
     made = [
         Rule(f"{pattern}.weight", weight, reason, optional=True, cost=cost),
@@ -169,7 +169,7 @@ def _module_rules(pattern: str, style: tuple[P, P, str], reason: str) -> list[Ru
     ]
     last = pattern.rpartition(".")[2]
     if last.startswith(("gate_up_proj", "down_proj", "up_proj", "w1", "w2", "w3")):
-        # In mixtures of experts this is a parameter (experts, out, in) itself.
+        # In mixtures of experts this name is itself a parameter (experts, out, in).
         made.append(Rule(pattern, P(None, *weight), reason, optional=True, cost=cost))
     elif last in ("weight", "bias"):
         made = [Rule(pattern, bias if last == "bias" else weight, reason, optional=True, cost=cost)]
@@ -177,7 +177,7 @@ def _module_rules(pattern: str, style: tuple[P, P, str], reason: str) -> list[Ru
 
 
 def _layout(table: dict[str, P], pattern: str, layouts: Any, *, sequence: bool = False) -> None:
-    """A DTensor layout of activations as a spec, where it says more than a Linear's own does."""
+    """Add a DTensor layout of activations as a spec, if it differs from a Linear's default."""
     layout = layouts[0] if isinstance(layouts, tuple | list) and layouts else layouts
     dim = getattr(layout, "dim", 1 if sequence else None)
     if dim == 1:

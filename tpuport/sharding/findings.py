@@ -1,4 +1,4 @@
-"""What is worth knowing of a table of rules before a TPU is rented, each said by name."""
+"""Checks of a table of rules, to run before a TPU is rented; each finding is a sentence."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,13 @@ from tpuport.sharding.tree import Leaf
 if TYPE_CHECKING:
     from tpuport.sharding.rules import Rule, ShardingRules
 
-# From this size on a parameter that no rule spreads is reported.
+# A parameter of at least this size is reported if no rule shards it.
 LARGE_BYTES = 2**20
 _SPREADING = (MeshAxis.FSDP, MeshAxis.TENSOR, MeshAxis.EXPERT)
 
 
 class Kind(enum.StrEnum):
-    """What a finding is about."""
+    """Kinds of findings."""
 
     UNMATCHED = "matches nothing"
     SHADOWED = "shadowed"
@@ -31,12 +31,12 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to report.
+    """One finding to report.
 
     Attributes:
-        kind: what it is about.
+        kind: kind of the finding.
         name: the rule's pattern or the parameter's fqn.
-        message: the whole sentence.
+        message: complete sentence to show.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class Finding:
 
 
 def find(rules: "ShardingRules", leaves: Mapping[str, Leaf], mesh: Any) -> list[Finding]:
-    """All that there is to report of rules for these parameters on a mesh (or its sizes)."""
+    """Return all findings about rules for these parameters on a mesh (or its sizes)."""
     sizes = sizes_of(mesh)
     taken = {name: rules.rule_for(name) for name in leaves}
     found = [*_idle(rules, leaves, taken), *_costly(rules, taken, sizes)]
@@ -60,7 +60,7 @@ def find(rules: "ShardingRules", leaves: Mapping[str, Leaf], mesh: Any) -> list[
             count = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             message = (
                 f"dim {dim} of {name} has size {leaf.shape[dim]}, which {count} does not divide"
-                f" (rule {rule}): it stays whole along {' and '.join(axes)}"
+                f" (rule {rule}): it stays unsharded along {' and '.join(axes)}"
             )
             found.append(Finding(Kind.UNEVEN, name, message))
         found += _large(name, leaf, rule, num_shards(kept, sizes), sizes)
@@ -92,7 +92,7 @@ def _idle(
 def _costly(
     rules: "ShardingRules", taken: Mapping[str, "Rule | None"], sizes: dict[str, int]
 ) -> list[Finding]:
-    """Rules whose author knows that they cost communication, where the mesh has their axes."""
+    """Report rules known to cost communication, if the mesh has their axes."""
     used = {id(rule) for rule in taken.values()}
     return [
         Finding(Kind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
@@ -104,24 +104,24 @@ def _costly(
 def _large(
     name: str, leaf: Leaf, rule: "Rule | None", shards: int, sizes: dict[str, int]
 ) -> list[Finding]:
-    """A parameter that stays whole on every chip though no rule says so."""
+    """Report a large parameter that is replicated though no rule says so."""
     meant = rule is not None and not any(rule.spec)
     spread = any(axis_size(axis, sizes) > 1 for axis in _SPREADING)
     if meant or shards > 1 or not spread or leaf.num_bytes < LARGE_BYTES:
         return []
     why = "no rule matches it" if rule is None else f"its rule is {rule}"
     message = (
-        f"{name} ({leaf.dtype}{list(leaf.shape)}, {leaf.num_bytes / 2**20:.1f} MiB) is whole on"
-        f" every chip: {why}"
+        f"{name} ({leaf.dtype}{list(leaf.shape)}, {leaf.num_bytes / 2**20:.1f} MiB) is replicated"
+        f" on every chip: {why}"
     )
     return [Finding(Kind.REPLICATED, name, message)]
 
 
 def refuse(found: Sequence[Finding], name: str) -> None:
-    """Raise what was found, if anything was.
+    """Raise an error with all findings, if there are any.
 
     Raises:
-        UsageError: naming every finding.
+        UsageError: there are findings; the message lists them all.
     """
     if found:
         lines = "\n".join(f"  {finding}" for finding in found)

@@ -1,4 +1,4 @@
-"""Specs as values: reading them, writing them, and making them fit a shape on a mesh."""
+"""Conversion, printing and fitting of PartitionSpecs."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from tpuport.sharding.mesh import MeshAxis, sizes_of
 
 
 def as_spec(spec: Any, where: str) -> P:
-    """A PartitionSpec of strings; None is P() and an axis name is P(name).
+    """Return a PartitionSpec of strings; None becomes P() and an axis name P(name).
 
     Raises:
-        UsageError: it is no spec, or names an axis twice.
+        UsageError: `spec` is no spec, or names an axis twice.
     """
     if spec is None:
         return P()
@@ -39,27 +39,27 @@ def as_spec(spec: Any, where: str) -> P:
 
 
 def axes_of(part: Any) -> tuple[Any, ...]:
-    """The axes of one dim of a spec."""
+    """Return the mesh axes of one dim of a spec."""
     if part is None or part is P.UNCONSTRAINED:
         return ()
     return tuple(part) if isinstance(part, tuple | list) else (part,)
 
 
 def shown(spec: P) -> str:
-    """A spec as it is written: `P('fsdp', None)`."""
+    """Return a spec as it is written in code: `P('fsdp', None)`."""
     parts = ("UNCONSTRAINED" if part is P.UNCONSTRAINED else repr(part) for part in spec)
     return f"P({', '.join(parts)})"
 
 
 def fitted(spec: P, shape: Sequence[int], mesh: Any) -> tuple[P, list[tuple[int, tuple[str, ...]]]]:
-    """A spec without the axes that do not divide their dim, and what was left out.
+    """Drop the axes of a spec that do not divide their dim; return both.
 
-    An axis of `MeshAxis` that the mesh lacks counts as one of size 1. Axes are taken off a dim from
-    the last, so that as much of it is spread as can be.
+    An axis of `MeshAxis` that the mesh lacks counts as one of size 1. The axes of a dim are dropped
+    from the last, until the others divide it.
 
     Args:
-        spec: at most as long as the shape.
-        shape: of the array.
+        spec: spec, at most as long as the shape.
+        shape: shape of the array.
         mesh: a mesh or its sizes.
 
     Returns:
@@ -86,10 +86,10 @@ def fitted(spec: P, shape: Sequence[int], mesh: Any) -> tuple[P, list[tuple[int,
 
 
 def axis_size(name: str, sizes: dict[str, int]) -> int:
-    """The size of an axis.
+    """Return the size of a mesh axis.
 
     Raises:
-        UsageError: it is neither one of the mesh nor of `MeshAxis`.
+        UsageError: the axis is neither in the mesh nor in `MeshAxis`.
     """
     if name in sizes:
         return sizes[name]
@@ -99,5 +99,5 @@ def axis_size(name: str, sizes: dict[str, int]) -> int:
 
 
 def num_shards(spec: P, sizes: dict[str, int]) -> int:
-    """Into how many different pieces a spec cuts an array."""
+    """Return the number of different shards into which a spec splits an array."""
     return math.prod(axis_size(name, sizes) for part in spec for name in axes_of(part))

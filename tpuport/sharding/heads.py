@@ -1,4 +1,4 @@
-"""How many attention heads the output of a projection holds."""
+"""The number of attention heads in the output of a projection."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def heads_of(module: torch.nn.Module, name: str, outs: int) -> int | None:
-    """The number of heads in the output of an attention module's projection.
+    """Return the number of heads in the output of an attention module's projection.
 
     Args:
-        module: the attention module, which knows the width or the number of its heads.
-        name: the projection, to tell keys and values from queries.
-        outs: its output's width.
+        module: attention module, whose attributes name the width or the number of its heads.
+        name: name of the projection, to tell keys and values from queries.
+        outs: width of the projection's output.
 
     Returns:
-        None if the module says neither.
+        The number of heads; None if the module names neither.
     """
     width = _first(module, _WIDTHS)
     if width and outs % width == 0:

@@ -1,6 +1,6 @@
 """The text of a compiled program (HLO), as computations and their instructions.
 
-Grammar: xla/hlo/parser of openxla.org/xla. Only what costs depend on is read.
+Grammar: xla/hlo/parser of openxla.org/xla. Only parts that the cost depends on are read.
 """
 
 import math
@@ -25,11 +25,11 @@ class Array:
     """An array's dtype, shape and layout.
 
     Args:
-        dtype: as HLO writes it: `bf16`.
-        dims: its shape.
-        order: its dims from the minor one to the major one; empty if the text has none.
-        tile: the sizes of a tile, which the minor dims are padded to; empty without tiles.
-        space: its memory: 0 is HBM, or main memory on a CPU; 1 is a TPU's on-chip memory.
+        dtype: dtype as HLO writes it: `bf16`.
+        dims: shape.
+        order: dims from the minor one to the major one; empty if the text has none.
+        tile: sizes of a tile, which the minor dims are padded to; empty without tiles.
+        space: memory space: 0 is HBM, or main memory on a CPU; 1 is a TPU's on-chip memory.
     """
 
     dtype: str
@@ -40,20 +40,20 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Return the bytes of its elements."""
         return -(-self.size * bits(self.dtype) // 8)
 
     @property
     def padded_bytes(self) -> int:
-        """With what its tiles add."""
+        """Return the bytes with the padding of its tiles."""
         order = self.order or tuple(reversed(range(len(self.dims))))
         sizes = [self.dims[dim] for dim in order]
-        # An array with fewer dims than its tile has others of size 1.
+        # An array with fewer dims than its tile is tiled as if it had more dims of size 1.
         sizes += [1] * (len(self.tile) - len(sizes))
         for place, tile in enumerate(reversed(self.tile)):
             sizes[place] = -(-sizes[place] // tile) * tile
@@ -61,7 +61,7 @@ class Array:
 
 
 def bits(dtype: str) -> int:
-    """Bits of one element of an HLO dtype."""
+    """Return the bits of one element of an HLO dtype."""
     if dtype in _BITS:
         return _BITS[dtype]
     number = re.match(r"[a-z]+(\d+)", dtype)
@@ -69,7 +69,7 @@ def bits(dtype: str) -> int:
 
 
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape as HLO writes it; a tuple has several."""
+    """Parse the arrays of a shape as HLO writes it; a tuple has several."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(shape):
         order, _, rest = layout.partition(":")
@@ -100,20 +100,20 @@ class Instruction:
 
     @cached_property
     def operands(self) -> list[str]:
-        """Names of the instructions that it reads."""
+        """Return the names of the instructions that it reads."""
         return _NAME.findall(self.arguments)
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """Its result; a tuple has several."""
+        """Return the arrays of its result; a tuple has several."""
         return arrays(self.shape)
 
     @property
     def results(self) -> list[Array]:
-        """The arrays that it makes.
+        """Return the arrays that it makes.
 
-        The start of an asynchronous one has (operands, results, ...); a copy's result comes first,
-        and an all-reduce has only results.
+        The start of an asynchronous operation has (operands, results, ...); a copy's result comes
+        first, and an all-reduce has only results.
         """
         found = self.arrays
         if self.opcode == "copy-start":
@@ -125,12 +125,12 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The operation of the jaxpr that it was made for, with the names around it."""
+        """Return the jaxpr operation that it was made for, with the names around it."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
     def called(self, attribute: str) -> list[str]:
-        """Names of the computations in an attribute such as `body=%b` or `calls={%a, %b}`."""
+        """Return the computations in an attribute such as `body=%b` or `calls={%a, %b}`."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-~$]+)", self.attributes)
         return _NAME.findall(found[1]) if found else []
 
@@ -144,25 +144,25 @@ class Computation:
 
     @property
     def root(self) -> Instruction | None:
-        """What it returns."""
+        """Return the instruction whose result the computation returns."""
         return next((i for i in self.instructions.values() if i.is_root), None)
 
 
 @dataclass
 class Program:
-    """All computations by name, and the one that is run."""
+    """All computations by name, and the entry computation."""
 
     computations: dict[str, Computation]
     entry: Computation
 
     def instructions(self) -> Iterator[Instruction]:
-        """Every instruction of every computation."""
+        """Yield every instruction of every computation."""
         for computation in self.computations.values():
             yield from computation.instructions.values()
 
 
 def read_program(text: str) -> Program:
-    """Read `compiled.as_text()`. Text without a computation is a program that does nothing."""
+    """Parse `compiled.as_text()`; text without a computation is a program that does nothing."""
     computations: dict[str, Computation] = {}
     entry = current = Computation("")
     for line in text.splitlines():
@@ -189,7 +189,7 @@ def _instruction(line: str, left: re.Match[str]) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """One after the parenthesis that closes the one at `start`."""
+    """Return the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for at in range(start, len(line)):
         if line[at] == "(":

@@ -1,4 +1,4 @@
-"""Meshes by axis name, over the devices at hand, virtual CPU devices or a TPU described by name."""
+"""Meshes by axis name, over available devices, virtual CPU devices or a TPU described by name."""
 
 import enum
 import math
@@ -15,7 +15,7 @@ from tpuport.sharding import topology
 
 
 class MeshAxis(enum.StrEnum):
-    """The axes of a mesh, by what is spread along them."""
+    """The axes of a mesh, named by what is sharded along them."""
 
     DATA = "data"
     FSDP = "fsdp"
@@ -24,7 +24,7 @@ class MeshAxis(enum.StrEnum):
     TENSOR = "tensor"
 
 
-# What others call these axes.
+# Names of these axes in other libraries.
 _OTHER_NAMES = {
     "dp": MeshAxis.DATA, "batch": MeshAxis.DATA, "replica": MeshAxis.DATA,
     "dp_shard": MeshAxis.FSDP, "zero": MeshAxis.FSDP,
@@ -40,17 +40,17 @@ def make_mesh(
     *,
     dcn: Mapping[str, int] | None = None,
 ) -> Mesh:
-    """A mesh with axes of these sizes.
+    """Return a mesh with axes of these sizes.
 
     Args:
-        axes: Size of each axis within a slice, outermost first; one may be -1, for what is left.
-            Axes of `MeshAxis` that are left out have size 1, so that every table of rules fits.
+        axes: Size of each axis within a slice, outermost first; one may be -1, for all remaining
+            devices. Axes of `MeshAxis` that are left out have size 1, so that any table fits.
         devices: None for `jax.devices()`; "cpu" for the CPU's (as many as
             `--xla_force_host_platform_device_count` in XLA_FLAGS makes); the name of a TPU such as
-            "v6e-8", described by libtpu without one at hand; or devices.
+            "v6e-8", which libtpu describes without having one; or devices.
         dcn: Size of each axis across slices, which the data centre's network joins: an axis has
-            `axes[name] * dcn[name]` devices in all. Of devices that are not TPUs, the first
-            n-th is taken for the first of n slices.
+            `axes[name] * dcn[name]` devices in all. Devices that are not TPUs are split into equal
+            slices in their order.
 
     Raises:
         UsageError: an axis is unknown, or the sizes are not those of the devices.
@@ -76,7 +76,7 @@ def make_mesh(
 
 
 def sizes_of(mesh: Mesh | Mapping[str, int]) -> dict[str, int]:
-    """The size of each axis of a mesh, by name."""
+    """Return the size of each axis of a mesh, by name."""
     shape = mesh.shape if isinstance(mesh, Mesh) else mesh
     return {str(name): int(size) for name, size in shape.items()}
 
@@ -99,7 +99,7 @@ def _sizes(given: Mapping[str, int], argument: str) -> dict[str, int]:
 
 
 def _resolved(sizes: dict[str, int], num_devices: int, num_slices: int) -> dict[str, int]:
-    """The sizes with -1 replaced."""
+    """Return the sizes with -1 replaced."""
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise UsageError(f"only one axis can be -1 (what is left), got {' and '.join(free)}")
@@ -132,7 +132,7 @@ def _devices(devices: str | Sequence[Any] | None, num_slices: int) -> list[Any]:
 
 
 def _arranged(inner: list[int], outer: list[int], devices: list[Any], num_slices: int) -> Any:
-    """The devices in the shape of the mesh, neighbours in it close to each other in the slice."""
+    """Arrange the devices in the mesh's shape, so that neighbours in it are close in the slice."""
     if num_slices == 1:
         return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
     if getattr(devices[0], "slice_index", None) is not None and devices[0].platform == "tpu":

@@ -1,4 +1,4 @@
-"""Putting a ported model on a mesh."""
+"""Placement of a ported model on a mesh."""
 
 import math
 import re
@@ -28,7 +28,7 @@ _PARTS = re.compile(r"[.\[\]'\"]+")
 
 
 class ShardingWarning(UserWarning):
-    """Something of the rules may not be meant; the numbers are right in any case."""
+    """The sharding rules look unintended. Results are still correct."""
 
 
 def shard(
@@ -39,23 +39,23 @@ def shard(
     inputs: Any = None,
     strict: bool = False,
 ) -> ShardingPlan:
-    """Spread a ported model over a mesh; calls of it run there from then on, with equal results.
+    """Shard a ported model over a mesh. Later calls run there, with equal results.
 
     Args:
-        ported: what `tpuport.convert` gave; its `params` and `buffers` are put on the mesh. A model
-            converted on the meta device gets its shapes with shardings instead.
+        ported: ported model; its `params` and `buffers` are put on the mesh. A model converted on
+            the meta device gets shapes with shardings instead.
         mesh: a mesh, or sizes for `tpuport.sharding.make_mesh`.
-        rules: `ShardingRules`, anything that they are made of, or the name of a preset.
+        rules: `ShardingRules`, anything that they are made from, or the name of a preset.
         inputs: specs of a call's arguments by pattern of their name (a positional one's name is its
             number), or one spec for all, instead of the rules'. Axes that do not divide a dim, and
             dims that an argument lacks, are left out.
-        strict: raise what may not be meant instead of warning of it.
+        strict: raise findings of the plan instead of warning about them.
 
     Returns:
-        What was decided, to print or to open as a page; also `ported.sharding`.
+        The plan, to print or to open as a page; also `ported.sharding`.
 
     Raises:
-        UsageError: strict, and something is not clean; or the devices are only described.
+        UsageError: `strict` is set and the plan has findings; or the devices are only described.
     """
     if not isinstance(ported, PortedModel):
         raise UsageError(
@@ -83,7 +83,7 @@ def shard(
 
 
 def as_rules(rules: Any, model: Any, mesh: Mesh | Mapping[str, int]) -> ShardingRules:
-    """A table from its name, from what it is made of, or as it is."""
+    """Return a table, given itself, by a preset's name, or by what it is made from."""
     if isinstance(rules, ShardingRules):
         return rules
     return preset(rules, model, mesh) if isinstance(rules, str) else ShardingRules(rules)
@@ -114,7 +114,7 @@ def _placed(value: Any, sharding: NamedSharding) -> Any:
 
 
 class OnMesh:
-    """Where the state, arguments and activations of one ported model go.
+    """The shardings of one ported model's state, arguments and activations on a mesh.
 
     A `tpuport.model.placing.Placement`.
     """
@@ -134,16 +134,16 @@ class OnMesh:
 
     @property
     def constrains(self) -> bool:
-        """Whether any activation has a place."""
+        """Return whether any activation has a sharding constraint."""
         return bool(self.rules.activations)
 
     @property
     def platform(self) -> str:
-        """What its devices are."""
+        """Return the platform of its devices."""
         return self.mesh.devices.flat[0].platform
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
-        """The arguments of a call put on the mesh; what is there already stays."""
+        """Put the arguments of a call on the mesh; those already on it keep their sharding."""
         return [self._argument(*pair) for pair in zip(values, paths, strict=True)]
 
     def _argument(self, value: Any, path: str) -> Any:
@@ -155,26 +155,26 @@ class OnMesh:
         return _placed(value, NamedSharding(self.mesh, self.input_spec(path, value.shape)))
 
     def input_spec(self, path: str, shape: tuple[int, ...]) -> P:
-        """The spec of an argument, fitted to its shape."""
+        """Return the spec of an argument, fitted to its shape."""
         name = argument_name(path)
         rule = next((rule for rule in self.rules.inputs if rule.matches(name)), None)
         return P() if rule is None else fitted(rule.spec[: len(shape)], shape, self._sizes)[0]
 
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Large constants of a program, whole on every chip: moved once, not at each call."""
+        """Replicate a program's large constants over the mesh: they move once, not at each call."""
         if is_described(self.mesh.devices.flat[0]):
             return values
         return [jax.device_put(value, self._whole) for value in values]
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The state that a program leaves, where the state before it was: a step compiles once."""
+        """Constrain a program's new state to the shardings of the old one, to compile only once."""
         return {
             name: jax.lax.with_sharding_constraint(value, self._sharding(name))
             for name, value in values.items()
         }
 
     def _sharding(self, name: str) -> NamedSharding:
-        """That of a parameter or buffer; a stack of several is not cut along its first dim."""
+        """Return the sharding of a parameter or buffer; the first dim of a stack is unsharded."""
         members = at_rest.members_of(name)
         if not members:
             return self.shardings.get(name, self._whole)
@@ -182,11 +182,11 @@ class OnMesh:
         return NamedSharding(self.mesh, P(None, *spec))
 
     def spec(self, module: str, side: str, ndim: int) -> P | None:
-        """Which place the rules name for a module's input or output."""
+        """Return the spec that the rules name for a module's input or output."""
         return self.rules.activations.full_spec(module, side, ndim)
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """A module's input or output with its place as a constraint."""
+        """Return a module's input or output with its sharding constraint."""
         spec = self.spec(module, side, value.ndim)
         if spec is None:
             return value
@@ -198,15 +198,15 @@ class OnMesh:
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, kept))
 
     def _is_long(self, length: int, axes: tuple[str, ...]) -> bool:
-        """Whether a dim that axes do not divide are tokens for each chip."""
+        """Return whether a dim that the axes do not divide holds tokens, enough for each chip."""
         return axes == (SEQUENCE,) and length >= self._sizes[SEQUENCE]
 
     def _unevenly(self, spec: P, value: jax.Array) -> jax.Array:
-        """Tokens spread although chips do not divide them.
+        """Shard tokens over chips that do not divide them.
 
-        jax refuses such a place; XLA has it: rows of padding that are cut off again say where the
-        rest lies, and the partitioner neither computes nor sends them. Left whole, all chips would
-        do the work of one (480p of HunyuanVideo: four times the products).
+        jax refuses such a sharding, but XLA has it. So the tokens are padded, constrained and
+        sliced again, and the partitioner neither computes nor sends the padding. Unsharded, every
+        chip would do all of the work (480p of HunyuanVideo: four times the products).
         """
         shape = list(value.shape)
         for dim, part in enumerate(spec):
@@ -228,18 +228,18 @@ class OnMesh:
         warnings.warn(
             f"dim {dim} of the {side} of {module or 'the model'} has size {shape[dim]}, which"
             f" {' x '.join(f'{a}={self._sizes[a]}' for a in axes)} does not divide"
-            f" ({shown(spec)}): it stays whole along {' and '.join(axes)}",
+            f" ({shown(spec)}): it stays unsharded along {' and '.join(axes)}",
             ShardingWarning,
             stacklevel=2,
         )
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> NamedSharding:
-        """The sharding of one parameter or buffer, for loading it straight to its chips."""
+        """Return the sharding of one parameter or buffer, to load it straight to its chips."""
         del struct
         return self.shardings.get(name, self._whole)
 
 
 def argument_name(path: str) -> str:
-    """An argument's path as a dotted name: `[1]['mask'][0]` of (args, kwargs) is `mask.0`."""
+    """Return an argument's dotted name: path `[1]['mask'][0]` of (args, kwargs) is `mask.0`."""
     parts = [part for part in _PARTS.split(path) if part]
     return ".".join(parts[1:])

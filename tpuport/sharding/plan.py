@@ -1,4 +1,4 @@
-"""A plan: what a table of rules does with a model on a mesh, as text, JSON and a page."""
+"""The sharding plan of a model on a mesh by a table of rules, as text, JSON and a page."""
 
 import json
 from collections.abc import Mapping
@@ -29,10 +29,10 @@ class Row:
         dtype: its dtype.
         spec: its spec, fitted to shape and mesh.
         num_bytes: its size.
-        bytes_a_chip: what one chip holds of it.
+        bytes_a_chip: bytes of it that one chip holds.
         category: linear, embedding, convolution, norm, experts, buffer, other.
-        rule: the pattern that decided, or None.
-        reason: why, as the rule says.
+        rule: pattern of the rule that decided, or None.
+        reason: reason that the rule gives.
     """
 
     name: str
@@ -47,22 +47,22 @@ class Row:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it is spread along."""
+        """Return the mesh axes that it is sharded over."""
         return tuple(dict.fromkeys(str(name) for part in self.spec for name in axes_of(part)))
 
 
 @dataclass(frozen=True)
 class ShardingPlan(SavedReport):
-    """What rules do with a model on a mesh.
+    """The specs that rules give a model on a mesh, with findings about them.
 
     Attributes:
         model: the model's class.
         rules: the table's name.
         mesh: size of each axis.
-        device: what the mesh is made of, such as "TPU v6 lite"; empty for sizes alone.
-        rows: one for each parameter and buffer.
-        activations: the places of activations, a line each.
-        findings: what may not be meant.
+        device: kind of the mesh's devices, such as "TPU v6 lite"; empty for sizes alone.
+        rows: one row for each parameter and buffer.
+        activations: specs of activations, a line each.
+        findings: rules that look unintended.
     """
 
     model: str
@@ -75,7 +75,7 @@ class ShardingPlan(SavedReport):
 
     @classmethod
     def of(cls, rules: "ShardingRules", model: Any, mesh: Any) -> "ShardingPlan":
-        """The plan of a table for a module, a ported model or a mapping of shapes.
+        """Plan a table for a module, a ported model or a mapping of shapes.
 
         Args:
             rules: the table.
@@ -114,16 +114,16 @@ class ShardingPlan(SavedReport):
 
     @property
     def num_bytes(self) -> int:
-        """Size of all parameters and buffers."""
+        """Return the size of all parameters and buffers."""
         return sum(row.num_bytes for row in self.rows)
 
     @property
     def bytes_a_chip(self) -> int:
-        """What one chip holds of them."""
+        """Return the bytes of parameters and buffers that one chip holds."""
         return sum(row.bytes_a_chip for row in self.rows)
 
     def by_category(self) -> dict[str, tuple[int, int]]:
-        """Bytes in all and bytes a chip of each category, the largest first."""
+        """Return total bytes and bytes a chip of each category, the largest first."""
         totals: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             whole, chip = totals.get(row.category, (0, 0))
@@ -131,15 +131,15 @@ class ShardingPlan(SavedReport):
         return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
     def check(self) -> None:
-        """Raise what was found.
+        """Raise an error with all findings, if there are any.
 
         Raises:
-            UsageError: naming every finding.
+            UsageError: there are findings; the message lists them all.
         """
         findings.refuse(self.findings, self.rules)
 
     def to_json(self) -> str:
-        """The plan as JSON: specs as lists with an axis, a list of axes or null for each dim."""
+        """Return the plan as JSON: for each dim of a spec an axis, a list of axes or null."""
         rows = []
         for row in self.rows:
             spec = [list(part) if isinstance(part, tuple) else part for part in row.spec]
@@ -167,7 +167,7 @@ class ShardingPlan(SavedReport):
         )
 
     def to_html(self) -> str:
-        """The plan as a page that loads nothing: bytes a chip, and the module tree by spec."""
+        """Return the plan as a self-contained page: bytes a chip, and the module tree by spec."""
         from tpuport.sharding.plan_html import to_html
 
         return to_html(self)
@@ -184,7 +184,7 @@ class ShardingPlan(SavedReport):
 
 
 def spec_text(row: Row) -> str:
-    """A row's spec as it is written, "whole" for one that is on every chip."""
+    """Return a row's spec as text, "whole" if it is replicated."""
     return shown(row.spec) if any(row.spec) else "whole"
 
 
@@ -196,7 +196,7 @@ def _activation_findings(rules: "ShardingRules", model: Any) -> list[findings.Fi
         findings.Finding(
             findings.Kind.UNMATCHED,
             pattern,
-            f"the place of activations {pattern!r} matches no module",
+            f"the pattern of activations {pattern!r} matches no module",
         )
         for pattern in rules.activations.unmatched(names)
     ]
@@ -214,7 +214,7 @@ def _device(mesh: Any) -> str:
 
 
 def _categories(model: Any) -> dict[str, str]:
-    """What kind of layer each parameter belongs to, by fqn."""
+    """Return the kind of layer that each parameter belongs to, by fqn."""
     if isinstance(model, Mapping):
         return {}
     found: dict[str, str] = {}

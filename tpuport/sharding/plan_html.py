@@ -15,20 +15,20 @@ from tpuport.sharding.plan_text import headline, mesh_text
 _MAX_DEPTH = 7
 _OPEN_DEPTH = 2
 
-# Classes of colour, with what they stand for.
+# CSS classes of colour, with their legends.
 _LOOKS = {
     "fsdp": "along fsdp",
     "tensor": "along tensor",
     "both": "along fsdp and tensor",
     "expert": "along expert",
     "elsewhere": "along other axes",
-    "whole": "whole on every chip",
+    "whole": "replicated on every chip",
 }
 
 
 @dataclass
 class _Node:
-    """A part of the module tree; blocks that differ in their number only are one node."""
+    """A part of the module tree; blocks that differ only in their number are one node."""
 
     name: str
     children: "dict[str, _Node]" = field(default_factory=dict)
@@ -41,12 +41,12 @@ class _Node:
 
 
 def to_html(plan: ShardingPlan) -> str:
-    """The plan as a page to open from disk: its policy forbids it to load anything."""
+    """Render the plan as a page to open from disk; its policy forbids it to load anything."""
     parts = [
         ("chip", "Bytes a chip", _categories(plan)),
         ("tree", "Module tree, coloured by spec", _tree(plan)),
-        ("activations", "Places of activations", _list(plan.activations)),
-        ("findings", "What may not be meant", _list(map(str, plan.findings))),
+        ("activations", "Specs of activations", _list(plan.activations)),
+        ("findings", "Findings", _list(map(str, plan.findings))),
     ]
     sections = [
         tag("section", tag("h2", title), body, id=name) for name, title, body in parts if body
@@ -76,7 +76,7 @@ def _look(row: Row) -> str:
 
 
 def _amounts(rows: Sequence[Row]) -> list[tuple[str, float]]:
-    """Bytes a chip by class of colour."""
+    """Return the bytes a chip by class of colour."""
     totals = dict.fromkeys(_LOOKS, 0.0)
     for row in rows:
         totals[_look(row)] += row.bytes_a_chip
@@ -84,7 +84,7 @@ def _amounts(rows: Sequence[Row]) -> list[tuple[str, float]]:
 
 
 def _picture(rows: Sequence[Row], largest: int) -> Markup:
-    """A bar as long as the rows' bytes a chip beside the largest, cut by spec."""
+    """Draw a bar of the rows' bytes a chip, relative to the largest, split by spec."""
     amounts = _amounts(rows)
     if not amounts or not largest:
         return tag("span", class_="picture")

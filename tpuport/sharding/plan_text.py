@@ -20,7 +20,7 @@ _MAX_FINDINGS = 20
 
 
 def render(plan: ShardingPlan) -> RenderableType:
-    """The plan as a rich renderable: totals, categories, a row for each group of names."""
+    """Return the plan as a rich renderable: totals, categories, a row for each group of names."""
     blocks: list[RenderableType] = [
         Text(headline(plan), style="bold"),
         Text(f"{mesh_text(plan)}; rules {plan.rules or 'of your own'}"),
@@ -42,13 +42,13 @@ def render(plan: ShardingPlan) -> RenderableType:
 
 
 def headline(plan: ShardingPlan) -> str:
-    """`LlamaForCausalLM: 14.9 GiB, 1.9 GiB a chip`."""
+    """Return a title such as `LlamaForCausalLM: 14.9 GiB, 1.9 GiB a chip`."""
     whole, chip = fmt.size(plan.num_bytes), fmt.size(plan.bytes_a_chip)
     return f"{visible(plan.model)}: {whole}, {chip} a chip"
 
 
 def mesh_text(plan: ShardingPlan) -> str:
-    """`mesh fsdp=4 tensor=2 (8 x TPU v6 lite)`: axes of size 1 are left out."""
+    """Return text such as `mesh fsdp=4 tensor=2 (8 x TPU v6 lite)`, without axes of size 1."""
     axes = " ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1)
     chips = 1
     for size in plan.mesh.values():
@@ -58,7 +58,7 @@ def mesh_text(plan: ShardingPlan) -> str:
 
 
 def groups(rows: "Sequence[Row]") -> "dict[tuple[str, str], list[Row]]":
-    """Rows that differ in numbers within their names only, and have one spec."""
+    """Group rows with the same spec whose names differ only in numbers."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((generalised(row.name), spec_text(row)), []).append(row)

@@ -1,8 +1,8 @@
-"""Tables made for a module by reading its structure, by the name of the strategy.
+"""Tables of rules made for a module from its structure, by the name of the strategy.
 
-Each function takes a module (or a ported model) and a mesh (or its sizes), and gives a table that
-can be printed, edited, and put after rules of one's own. A table holds what was decided, not how:
-it fits this module on this mesh.
+Each function takes a module (or a ported model) and a mesh (or its sizes), and returns a table that
+can be printed, edited, and put after your own rules. A table holds decisions for this module on
+this mesh.
 """
 
 import math
@@ -22,9 +22,9 @@ from tpuport.sharding.roles import Role, Use, blocks_of, uses_of
 from tpuport.sharding.rules import Rule, ShardingRules
 from tpuport.sharding.tree import Leaf, module_of, shapes_of
 
-# The axes that the examples of a batch are spread along.
+# The mesh axes that a batch is sharded over.
 BATCH = (str(MeshAxis.DATA), str(MeshAxis.FSDP))
-# Parameters with fewer elements stay whole: gathering them would cost more than they take.
+# Parameters with fewer elements are replicated: gathering them would cost more than it saves.
 MIN_SIZE = 2**14
 
 Sizes = Mesh | Mapping[str, int]
@@ -32,13 +32,13 @@ _Choice = tuple[P, str, str]
 
 
 def replicated(model: Any, mesh: Sizes) -> ShardingRules:
-    """Everything whole on every chip, also the inputs."""
+    """Replicate everything on every chip, also the inputs."""
     del model, mesh
     return ShardingRules([Rule("**", P(), "replicated")], name="replicated")
 
 
 def ddp(model: Any, mesh: Sizes) -> ShardingRules:
-    """Parameters whole on every chip, the batch spread along data and fsdp."""
+    """Replicate parameters, and shard the batch over data and fsdp."""
     del mesh
     rules = [Rule("**", P(), "replicated")]
     return ShardingRules(
@@ -47,13 +47,12 @@ def ddp(model: Any, mesh: Sizes) -> ShardingRules:
 
 
 def fsdp(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
-    """Each parameter spread along fsdp by its largest dim that divides, the batch along data and
-    fsdp.
+    """Shard each parameter's largest dim that divides over fsdp, the batch over data and fsdp.
 
     Args:
         model: a module or a ported model.
         mesh: a mesh or its sizes.
-        min_size: a parameter with fewer elements, of one dim or more, stays whole.
+        min_size: a parameter with fewer elements is replicated.
     """
     sizes = sizes_of(mesh)
 
@@ -65,11 +64,11 @@ def fsdp(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
 
 
 def tensor_parallel(model: Any, mesh: Sizes) -> ShardingRules:
-    """Pairs of layers cut by column and row along tensor, one all-reduce a pair, as in Megatron-LM.
+    """Shard pairs of layers by column and row over tensor, with one all-reduce a pair.
 
-    Which layer is which is read from names and shapes (`tpuport.sharding.roles`). Attention
-    projections are cut by whole heads; keys and values with fewer heads than chips stay whole.
-    Layers that belong to no pair stay whole.
+    That is Megatron-LM's scheme. The role of each layer is read from names and shapes
+    (`tpuport.sharding.roles`). Attention projections are split between heads, never within one;
+    projections whose heads the chips do not divide are replicated. So are layers outside any pair.
     """
     sizes, uses = sizes_of(mesh), uses_of(module_of(model))
 
@@ -80,7 +79,7 @@ def tensor_parallel(model: Any, mesh: Sizes) -> ShardingRules:
 
 
 def fsdp_tensor_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
-    """`tensor_parallel`, and what that leaves of each parameter spread along fsdp."""
+    """Shard as `tensor_parallel` does, and a remaining dim of each parameter over fsdp."""
     sizes, uses = sizes_of(mesh), uses_of(module_of(model))
 
     def choose(name: str, leaf: Leaf) -> _Choice:
@@ -88,7 +87,7 @@ def fsdp_tensor_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -
         spec, reason, cost = _tensor_spec(use, leaf, sizes)
         both = (MeshAxis.TENSOR.value, MeshAxis.FSDP.value)
         if use is not None and use.role is Role.VOCABULARY and any(spec[:1]):
-            # Cut along both of its dims, the rows that are looked up would be exchanged.
+            # With both of its dims sharded, the rows that are looked up would be exchanged.
             num = math.prod(sizes.get(axis, 1) for axis in both)
             return (P(both, None) if leaf.shape[0] % num == 0 else spec), reason, cost
         spec, more = _with_fsdp(spec, leaf, sizes, min_size)
@@ -98,17 +97,17 @@ def fsdp_tensor_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -
 
 
 def sequence_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
-    """`fsdp`, with the tokens between repeated blocks (dim 1) spread along sequence."""
+    """Shard as `fsdp` does, and the tokens between repeated blocks (dim 1) over sequence."""
     made = fsdp(model, mesh, min_size=min_size).with_activations(sequence_activations(model))
     made.name = "sequence_parallel"
     return made
 
 
 def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> ShardingRules:
-    """The experts of a mixture spread along expert, everything else as in `fsdp`.
+    """Shard the experts of a mixture over expert, and everything else as in `fsdp`.
 
-    Experts in one parameter (experts, in, out) are spread whole by whole. Those of a list are
-    parameters of their own, so each is cut along expert and gathered where it is used.
+    Experts in one parameter (experts, in, out) are distributed, each complete on one chip. Experts
+    of a list are parameters of their own, so each is split over expert and gathered for its use.
     """
     sizes, uses = sizes_of(mesh), uses_of(module_of(model))
     num = sizes.get(MeshAxis.EXPERT, 1)
@@ -128,10 +127,12 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
 
 
 def sequence_activations(model: Any) -> Activations:
-    """Tokens (dim 1) spread along sequence where they leave each repeated block, and where they
-    enter its last projections: attention that exchanged tokens for heads gives tokens back there.
+    """Shard tokens (dim 1) over sequence where they leave each repeated block.
 
-    Blocks with convolutions in them work on images, whose dim 1 is no sequence: they have none.
+    They are sharded too where they enter its last projections: attention that exchanged tokens for
+    heads gives tokens back there.
+
+    Blocks with convolutions work on images, whose dim 1 is no sequence: they get no spec.
     """
     module = module_of(model)
     spec = P(BATCH, MeshAxis.SEQUENCE.value, None)
@@ -153,7 +154,7 @@ def sequence_activations(model: Any) -> Activations:
 
 
 def _first(module: torch.nn.Module, block: str) -> Iterator[torch.nn.Module]:
-    """The modules in the first of the blocks of a pattern."""
+    """Return the modules in the first block that matches a pattern."""
     return next(m for name, m in module.named_modules() if matches(block, name)).modules()
 
 
@@ -169,10 +170,10 @@ PRESETS: dict[str, Callable[..., ShardingRules]] = {
 
 
 def preset(name: str, model: Any, mesh: Sizes, **options: Any) -> ShardingRules:
-    """The table of a strategy by its name.
+    """Return the table of a strategy by its name.
 
     Raises:
-        UsageError: there is no such preset.
+        UsageError: the preset is unknown.
     """
     if name not in PRESETS:
         raise UsageError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}")
@@ -182,7 +183,8 @@ def preset(name: str, model: Any, mesh: Sizes, **options: Any) -> ShardingRules:
 def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> ShardingRules:
     choices = {path: choose(path, leaf) for path, leaf in shapes_of(model).items()}
     for path, _ in module_of(model).named_buffers():
-        # Tables of positions and the like: computed with whole, and without optimizer state.
+        # Buffers such as position tables are used unsharded and have no optimizer state, so fsdp
+        # would save little and cost a gather.
         if path in choices and MeshAxis.FSDP in str(choices[path][0]):
             choices[path] = (P(), "buffer", "")
     rules = _tabled(choices)
@@ -191,10 +193,11 @@ def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> Sh
 
 
 def _batch_activations(model: Any) -> Activations:
-    """The batch stays spread after each layer, so that weights are gathered, not activations.
+    """Keep the batch sharded after each layer, so that weights are gathered, not activations.
 
-    What a block or a modulation gives is whole along all else: the one is where a tensor-parallel
-    pair ends, the other is cut into parts that would not be those of the chips.
+    Outputs of blocks and modulations are unsharded along all other dims: a block's because a
+    tensor-parallel pair ends there, a modulation's because the model splits it into parts that
+    would not match the chips' shards.
     """
     module = module_of(model)
     table = dict.fromkeys(blocks_of(module), P(BATCH))
@@ -210,9 +213,9 @@ def _batch_activations(model: Any) -> Activations:
 
 
 def _tabled(choices: Mapping[str, _Choice]) -> list[Rule]:
-    """A rule for each group of parameters that differ in numbers only, if one fits them all.
+    """Return a rule for each group of parameters that differ only in numbers, if one fits all.
 
-    Parameters that stay whole without a reason get no rule: they are reported if they are large.
+    Parameters that are replicated without a reason get no rule, so that large ones are reported.
     """
     groups: dict[str, list[str]] = {}
     for name in choices:
@@ -232,7 +235,7 @@ def _ruled(choice: _Choice) -> tuple[P, str, bool, str]:
 
 
 def _tensor_spec(use: Use | None, leaf: Leaf, sizes: Mapping[str, int]) -> _Choice:
-    """Where a parameter is cut along tensor, why, and what it costs."""
+    """Return a parameter's spec over tensor, the reason, and the communication that it costs."""
     num = sizes.get(MeshAxis.TENSOR, 1)
     dim = None if use is None else _tensor_dim(use, leaf)
     if use is None or num == 1:
@@ -250,7 +253,7 @@ def _tensor_spec(use: Use | None, leaf: Leaf, sizes: Mapping[str, int]) -> _Choi
 
 
 def _tensor_dim(use: Use, leaf: Leaf) -> int | None:
-    """The dim of a parameter that is cut along tensor, if any."""
+    """Return the dim of a parameter that is sharded over tensor, if any."""
     if use.role in (Role.COLUMN, Role.FUSED, Role.MODULATION, Role.VOCABULARY, Role.EXPERTS):
         return use.out_dim if len(leaf.shape) > 1 else 0
     if use.role is Role.ROW and len(leaf.shape) > 1:
@@ -259,12 +262,12 @@ def _tensor_dim(use: Use, leaf: Leaf) -> int | None:
 
 
 def _with_fsdp(spec: P, leaf: Leaf, sizes: Mapping[str, int], min_size: int) -> tuple[P, str]:
-    """A spec with fsdp added where the parameter is large enough and a dim divides."""
+    """Add fsdp to a spec, if the parameter is large enough and a dim divides."""
     return _along(MeshAxis.FSDP, spec, leaf, sizes.get(MeshAxis.FSDP, 1), min_size)
 
 
 def _along(axis: MeshAxis, spec: P, leaf: Leaf, num: int, min_size: int) -> tuple[P, str]:
-    """A spec with the largest dim that is free and divides put along an axis, and why."""
+    """Add an axis to a spec at the largest free dim that it divides; return the spec and why."""
     if num == 1:
         return spec, ""
     size = leaf.num_bytes // max(leaf.itemsize, 1)
@@ -280,7 +283,7 @@ def _along(axis: MeshAxis, spec: P, leaf: Leaf, num: int, min_size: int) -> tupl
 
 
 def _cut(spec: P, dim: int, axis: MeshAxis, rank: int) -> P:
-    """A spec with one more dim along an axis."""
+    """Return a spec with one more dim sharded over an axis."""
     parts = [*spec, *[None] * (rank - len(spec))]
     parts[dim] = axis.value
     return P(*parts)

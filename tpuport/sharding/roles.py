@@ -1,7 +1,7 @@
-"""What each parameter of a module is for, read from names, shapes and the order of layers.
+"""The role of each parameter of a module, read from names, shapes and the order of layers.
 
-A tensor-parallel pair is a layer whose output is cut (column) and the next one, whose input is cut
-the same way (row): one all-reduce after the second is all that they cost. Source: Shoeybi et al.,
+A tensor-parallel pair is a layer whose output is sharded (column) and the next one, whose input is
+sharded alike (row): one all-reduce after the second is all that they cost. Source: Shoeybi et al.,
 Megatron-LM, arXiv:1909.08053, section 3. A wrong guess costs communication, never correctness.
 """
 
@@ -26,22 +26,22 @@ _MODULATION = re.compile(
 _HEADS = re.compile(r"(^|\.)(lm_head|output_projection|embed_out)$")
 _EXPERTS = re.compile(r"(^|\.)(experts?|\w+_experts)(\.|$)")
 
-# A module with more layers than this is a network, not a unit of a few that belong together.
+# A module with more layers than this is a network, not a unit of a few related layers.
 _UNIT = 24
 _FUSED_COST = (
-    "a fused projection is split after it is computed, where the cut lies elsewhere: its output is"
-    " exchanged between chips"
+    "a fused projection is split after it is computed, at other places than its shards: its output"
+    " is exchanged between chips"
 )
 _BESIDE_COST = (
-    "it takes two outputs side by side, which are cut apart from each other: its input is exchanged"
-    " between chips"
+    "it takes two concatenated outputs, each sharded by itself: its input is exchanged between"
+    " chips"
 )
-# Tables of fewer rows are positions or kinds of token, not a vocabulary.
+# Embeddings with fewer rows are positions or kinds of token, not a vocabulary.
 _VOCABULARY = 1024
 
 
 class Role(enum.StrEnum):
-    """What a parameter is for."""
+    """Roles of parameters."""
 
     COLUMN = "column"
     FUSED = "fused column"
@@ -55,10 +55,10 @@ class Role(enum.StrEnum):
 
 @dataclass(eq=False)
 class Layer:
-    """A Linear or convolution: its name, sizes, and where these are in its weight.
+    """A Linear or convolution: its name, its sizes, and which dims of its weight they are.
 
-    `out_dim` and `in_dim` are dims of the weight, `heads` the number of attention heads in its
-    output where it is known.
+    `out_dim` and `in_dim` are dims of the weight. `heads` is the number of attention heads in its
+    output, if it is known.
     """
 
     fqn: str
@@ -77,10 +77,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Use:
-    """What one parameter is for, in words too.
+    """The role of one parameter, with a reason in words.
 
-    `out_dim` and `in_dim` are dims of a weight; `one_expert` says that it belongs to one expert of
-    a list; `cost` is what cutting it along tensor costs beside the pair's all-reduce.
+    `out_dim` and `in_dim` are dims of a weight. `one_expert` says that it belongs to one expert of
+    a list. `cost` describes the communication of sharding it over tensor, in addition to the pair's
+    all-reduce.
     """
 
     role: Role
@@ -93,7 +94,7 @@ class Use:
 
 
 def uses_of(module: torch.nn.Module) -> dict[str, Use]:
-    """What each parameter of a module is for, by fqn; of tied ones the first name counts."""
+    """Return the use of each parameter of a module, by fqn; of tied ones the first name counts."""
     layers: dict[str, Layer] = {}
     _visit(module, "", module, layers, set())
     for layer in layers.values():
@@ -110,8 +111,9 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
 
 
 def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> dict[str, Use]:
-    """The norms of a module that work on the channels of a column, each by itself or all of them:
-    they are cut as it is.
+    """Return the uses of norms over the channels of a column: they are sharded as the column is.
+
+    A norm may work on each channel by itself or on all of them.
     """
     found: dict[str, Use] = {}
     columns: list[Layer] = []
@@ -137,7 +139,7 @@ def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> di
 
 
 def blocks_of(module: torch.nn.Module) -> list[str]:
-    """Patterns of the repeated blocks of a module: children of a list that are of one class."""
+    """Return patterns of a module's repeated blocks: children of a list, all of one class."""
     found: list[str] = []
     for fqn, child in module.named_modules():
         if any(fqn == seen or fqn.startswith(f"{seen}.") for seen in found):
@@ -152,7 +154,7 @@ def blocks_of(module: torch.nn.Module) -> list[str]:
 
 
 def _is_deep(module: torch.nn.Module) -> bool:
-    """Whether a module is a block: it holds layers, and is none itself."""
+    """Return whether a module can be a block: it has child modules, and parameters."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
@@ -163,7 +165,7 @@ def _visit(
     layers: dict[str, Layer],
     seen: set[int],
 ) -> list[Layer]:
-    """The layers of a module in the order of their registration, paired where they are a unit."""
+    """Return the layers of a module in the order of registration, and pair those of a unit."""
     if id(module) in seen:
         return []
     seen.add(id(module))
@@ -183,12 +185,12 @@ def _visit(
 
 
 def _layer(fqn: str, module: torch.nn.Module) -> Layer | None:
-    """A module as a layer, if it is one that multiplies channels."""
+    """Return a module as a layer, if it multiplies channels, else None."""
     any_module: Any = module
     if isinstance(module, torch.nn.Linear):
         return Layer(fqn, module, "linear", module.in_features, module.out_features, 0, 1)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        # transformers.pytorch_utils.Conv1D: a Linear with its weight the other way round.
+        # transformers.pytorch_utils.Conv1D: a Linear with a transposed weight.
         return Layer(fqn, module, "linear", any_module.nx, any_module.nf, 1, 0)
     if isinstance(module, torch.nn.modules.conv._ConvNd) and module.groups == 1:
         dims = (1, 0) if module.transposed else (0, 1)
@@ -198,7 +200,7 @@ def _layer(fqn: str, module: torch.nn.Module) -> Layer | None:
 
 
 def _name(layer: Layer, parent: torch.nn.Module) -> None:
-    """The role that a Linear's own name gives it."""
+    """Set the role that a Linear's own name implies."""
     if layer.kind != "linear":
         return
     parts = [part for part in layer.fqn.split(".") if not part.isdecimal()]
@@ -215,13 +217,13 @@ def _name(layer: Layer, parent: torch.nn.Module) -> None:
 def _pair(inside: list[Layer]) -> None:
     """Find a column and row layers among those of a unit, by their shapes.
 
-    A layer is the row of those before it that it takes the output of, unless another pair is
-    between them.
+    A layer is the row of the earlier layers whose output it takes, unless another pair is between
+    them.
     """
     free = sum(layer.role is Role.OTHER for layer in inside)
     start = 0
     if any(layer.kind == "convolution" and layer.closed for layer in inside):
-        return  # what is left connects units
+        return  # the remaining layers connect units
     for index, layer in enumerate(inside):
         if layer.role is Role.ROW:
             start = index + 1
@@ -234,7 +236,7 @@ def _pair(inside: list[Layer]) -> None:
 
 
 def _pair_side_by_side(inside: list[Layer]) -> None:
-    """Find a row that takes two columns' outputs side by side: attention beside an MLP."""
+    """Find a row that takes two columns' outputs concatenated: attention parallel to an MLP."""
     open_ones = [s for s in inside if s.role in (Role.OTHER, Role.COLUMN) and not s.closed]
     for row in [layer for layer in open_ones if layer.role is Role.OTHER]:
         same = [s for s in open_ones if s is not row and s.ins == row.outs]
@@ -248,24 +250,24 @@ def _pair_side_by_side(inside: list[Layer]) -> None:
 
 
 def _sources(before: list[Layer], layer: Layer, free: int) -> list[Layer]:
-    """The layers whose outputs a layer takes."""
+    """Return the layers whose outputs a layer takes."""
     before = [s for s in before if s.role in (Role.OTHER, Role.COLUMN, Role.FUSED) and not s.closed]
     if layer.kind == "convolution":
         last = before[-1:]
         return [s for s in last if s.outs == layer.ins and not _is_patch(s)]
     fits = [s for s in before if layer.ins in _widths(s)]
-    # A way back to where they came from, or nothing else that they could belong to.
+    # Their input's width is this layer's output width again, or no other layer could take them.
     return [s for s in fits if s.ins == layer.outs or (free == 2 and len(before) == 1)]
 
 
 def _widths(source: Layer) -> tuple[int, ...]:
-    """The widths that a layer's output can have after it is split into equal parts."""
+    """Return the widths that a layer's output can have after it is split into equal parts."""
     parts = (1, 2, 3) if source.role in (Role.OTHER, Role.FUSED) else (1,)
     return tuple(source.outs // n for n in parts if source.outs % n == 0)
 
 
 def _is_patch(layer: Layer) -> bool:
-    """Whether a convolution cuts an image into patches."""
+    """Return whether a convolution splits an image into patches."""
     module: Any = layer.module
     return module.kernel_size == module.stride and max(module.stride) > 1
 
@@ -284,7 +286,7 @@ def _close(sources: list[Layer], row: Layer) -> None:
 
 
 def _left_over(layer: Layer) -> None:
-    """The role of a layer that belongs to no pair."""
+    """Set the role of a layer that belongs to no pair."""
     if layer.kind == "linear" and _HEADS.search(layer.fqn):
         layer.role, layer.reason = Role.VOCABULARY, "output over the vocabulary"
     elif (

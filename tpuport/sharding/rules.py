@@ -1,4 +1,4 @@
-"""Rules: an ordered, readable table of which dim of which parameter lies along which axis."""
+"""Sharding rules: an ordered, readable table from parameter names to PartitionSpecs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ class Rule:
     Attributes:
         pattern: see `tpuport.model.patterns.compiled`: `*` within a part, `**` for any parts,
             or `re:` and a regular expression.
-        spec: an axis name, a tuple of names or None for each dim; dims left out are whole.
-        reason: why, for whoever reads the table.
-        optional: not reported when nothing matches (a bias that not every model has).
-        cost: what the choice costs in communication, where that is known to be avoidable.
+        spec: an axis name, a tuple of names or None for each dim; dims left out are unsharded.
+        reason: reason for the rule, shown in the table.
+        optional: whether not to report it when nothing matches (a bias that some models lack).
+        cost: communication that the choice costs, if it is known to be avoidable.
     """
 
     pattern: str
@@ -46,14 +46,14 @@ class Rule:
         object.__setattr__(self, "spec", as_spec(self.spec, self.pattern))
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is about a name."""
+        """Return whether the rule applies to a name."""
         return patterns.matches(self.pattern, name)
 
     def __str__(self) -> str:
         return f"{self.pattern}: {shown(self.spec)}"
 
 
-# What a table can be made of.
+# Types that a table can be made from.
 Table = "ShardingRules | Mapping[str | re.Pattern[str], Any] | Iterable[Rule | tuple[Any, Any]]"
 
 
@@ -63,12 +63,12 @@ class ShardingRules:
     Args:
         rules: `Rule`s, `(pattern, spec)` pairs, or a mapping of patterns to specs. A pattern is a
             string or a compiled regular expression.
-        name: what the table is called in plans and messages.
+        name: name of the table in plans and messages.
         inputs: specs of a call's arguments by pattern of their path (`**` for all), likewise; dims
-            that an argument lacks are left out. Without any, arguments are whole on each chip.
-        activations: places of activations, or a mapping of module patterns to specs.
+            that an argument lacks are left out. Without any, arguments are replicated.
+        activations: specs of activations, or a mapping of module patterns to specs.
 
-    `a + b` asks `a` first; `rules.override({...})` puts a few rules before the others.
+    `a + b` tries `a` first; `rules.override({...})` puts a few rules before the others.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class ShardingRules:
         )
 
     def override(self, rules: Any) -> "ShardingRules":
-        """The table with these rules before the others.
+        """Return the table with these rules before the others.
 
-        A rule whose pattern is among them is replaced, so that it is not reported as shadowed.
+        An old rule with the same pattern is dropped, so that it is not reported as shadowed.
         """
         first = ShardingRules(rules)
         patterns_ = {rule.pattern for rule in first.rules}
@@ -109,7 +109,7 @@ class ShardingRules:
         return made
 
     def with_activations(self, activations: Activations | Mapping[str, Any]) -> "ShardingRules":
-        """The table with places of activations before those that it has."""
+        """Return the table with these specs of activations before its own."""
         if not isinstance(activations, Activations):
             activations = Activations(activations)
         return ShardingRules(
@@ -120,7 +120,7 @@ class ShardingRules:
         )
 
     def optional(self) -> "ShardingRules":
-        """The table with no rule reported when it matches nothing: for a whole family of models."""
+        """Return a table without reports of rules that match nothing, for a family of models."""
         return ShardingRules(
             [replace(rule, optional=True) for rule in self.rules],
             name=self.name,
@@ -129,11 +129,11 @@ class ShardingRules:
         )
 
     def rule_for(self, name: str) -> Rule | None:
-        """The first rule that matches a name."""
+        """Return the first rule that matches a name, or None."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
     def spec(self, name: str, shape: tuple[int, ...], mesh: Any = None) -> P:
-        """The spec of one parameter; with a mesh, without the axes that do not divide their dim.
+        """Return a parameter's spec; with a mesh, without axes that do not divide their dim.
 
         Raises:
             UsageError: the rule has more dims than the parameter.
@@ -149,7 +149,7 @@ class ShardingRules:
         return rule.spec if mesh is None else fitted(rule.spec, shape, mesh)[0]
 
     def specs(self, params: Any, mesh: Any = None) -> dict[str, P]:
-        """The spec of every parameter and buffer by fqn.
+        """Return the spec of every parameter and buffer by fqn.
 
         Args:
             params: a module, a ported model, or a mapping of fqns to anything with a shape.
@@ -163,47 +163,48 @@ class ShardingRules:
     def shardings(
         self, params: Any, mesh: Mesh, *, strict: bool = False
     ) -> dict[str, NamedSharding]:
-        """The sharding of every parameter and buffer by fqn; any spec that does not fit the mesh is
-        made to.
+        """Return the sharding of every parameter and buffer by fqn, fitted to the mesh.
 
         Args:
             params: as for `specs`.
             mesh: the mesh.
-            strict: raise what `findings` reports.
+            strict: raise an error with what `findings` returns.
 
         Raises:
-            UsageError: strict, and something is to be reported.
+            UsageError: `strict` is set and there are findings.
         """
         if strict:
             self.check(params, mesh)
         return {n: NamedSharding(mesh, spec) for n, spec in self.specs(params, mesh).items()}
 
     def findings(self, params: Any, mesh: Any) -> list[findings.Finding]:
-        """What may not be meant: rules without effect, dims that do not divide, and the rest of
+        """Return rules that look unintended.
+
+        They have no effect, do not divide a dim, or are of another kind of
         `tpuport.sharding.findings`.
         """
         return findings.find(self, shapes_of(params), mesh)
 
     def check(self, params: Any, mesh: Any) -> None:
-        """Raise what `findings` reports.
+        """Raise an error with what `findings` returns, if that is anything.
 
         Raises:
-            UsageError: with everything that was found.
+            UsageError: there are findings; the message lists them all.
         """
         findings.refuse(self.findings(params, mesh), self.name)
 
     def for_state(self, state: Any, params: Any, mesh: Mesh | None = None) -> Any:
-        """Specs (with a mesh: shardings) for an optimizer's state, each leaf as its parameter.
+        """Return specs (with a mesh: shardings) for an optimizer's state, like its parameters'.
 
         Args:
-            state: any pytree of optax's, of arrays or `jax.ShapeDtypeStruct`
+            state: any optimizer state of optax, with arrays or `jax.ShapeDtypeStruct` as leaves
                 (`jax.eval_shape(optimizer.init, params)`).
             params: as for `specs`; nested dicts in the state are followed by their dotted path.
             mesh: the mesh.
 
         Returns:
             The same pytree. A leaf that has no parameter's path and shape (a count, a factored
-            moment) is whole on every chip.
+            moment) is replicated.
         """
         leaves = shapes_of(params)
 
@@ -215,7 +216,7 @@ class ShardingRules:
         return jax.tree_util.tree_map_with_path(one, state)
 
     def plan(self, model: Any, mesh: Any) -> "ShardingPlan":
-        """What the rules do with a model on a mesh, to print, save or open as a page."""
+        """Return the plan of a model on a mesh, to print, save or open as a page."""
         from tpuport.sharding.plan import ShardingPlan
 
         return ShardingPlan.of(self, model, mesh)
@@ -271,8 +272,9 @@ def _as_rules(rules: Any) -> tuple[Rule, ...]:
 
 
 def _parameter_at(path: tuple[Any, ...], leaf: Any, leaves: Mapping[str, Any]) -> str | None:
-    """The parameter that a leaf of an optimizer's state belongs to: the longest end of its path
-    that is one's name, with the same shape.
+    """Return the parameter that a leaf of an optimizer's state belongs to.
+
+    It is the longest end of the leaf's path that is a parameter's name, with the same shape.
     """
     parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
     for start in range(len(parts)):

@@ -1,8 +1,8 @@
 """Ready tables for families of models, with fsdp and tensor together.
 
-On a mesh where one of the two has size 1 the other is what remains. Each works at any depth below
-a wrapper (`**`), and rules that one member of a family has no use for are not reported. A Linear's
-weight is (out, in): a column is cut along its out dim, a row along its in dim.
+On a mesh where one of the two axes has size 1, only the other has an effect. Each table works at
+any depth below a wrapper (`**`). Rules that one member of a family has no use for are not reported.
+A Linear's weight is (out, in): a column is sharded along its out dim, a row along its in dim.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -23,7 +23,7 @@ def _table(
     more: dict[str, P] | None = None,
     blocks: tuple[str, ...] = (),
 ) -> ShardingRules:
-    """A table from patterns of modules: columns, rows, and Linears that are only stored spread."""
+    """Build a table from patterns: column and row modules, and Linears only stored sharded."""
     rules = dict(more or {})
     for pattern in columns:
         rules |= {f"{pattern}.weight": _COLUMN, f"{pattern}.bias": _BIAS}
@@ -47,7 +47,7 @@ _DECODER_COLUMNS = (
 _DECODER_ROWS = ("**.layers.*.self_attn.o_proj", "**.layers.*.mlp.down_proj")
 _DECODER_MORE = {"**.embed_tokens.weight": _COLUMN, "**.lm_head.weight": _COLUMN}
 
-# transformers' Llama, and what shares its names: Mistral, Qwen 3.
+# transformers' Llama, and models that share its names: Mistral, Qwen 3.
 LLAMA = _table(
     "llama",
     columns=_DECODER_COLUMNS,
@@ -143,7 +143,7 @@ WAN = _table(
     blocks=("blocks.*",),
 )  # fmt: skip
 # Flux.1, diffusers' FluxTransformer2DModel. The single blocks' proj_out takes attention and MLP
-# side by side, so its input is exchanged; its weight is stored spread.
+# concatenated, so its input is exchanged; its weight is stored sharded.
 FLUX = _table(
     "flux",
     columns=(

@@ -38,8 +38,8 @@ TOPOLOGIES: dict[str, str] = {
 _ALIASES = {"v5litepod": "v5e", "v6litepod": "v6e", "trillium": "v6e"}
 _SHAPES = {"v5e": 2, "v5p": 3, "v6e": 2}
 
-# libtpu reads these when it is loaded: ask no metadata server, let two processes load it, and do
-# not wonder aloud which chip this machine has (any does: topologies are named in each call).
+# libtpu reads these when it is loaded: ask no metadata server, let two processes load it, and log
+# nothing about this machine's chip (any name does: each call names its topology).
 _QUIET = {
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -59,10 +59,10 @@ class Topology:
 
 
 def find_topology(name: str) -> Topology:
-    """The slice of a name: `v6e-8`, `v5p-16`, `v5litepod-4`, or libtpu's own, such as `v6e:2x4`.
+    """Look up a slice: `v6e-8`, `v5p-16`, `v5litepod-4`, or libtpu's own name like `v6e:2x4`.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: the slice is unknown.
     """
     family, dash, rest = name.strip().lower().partition("-")
     known = f"{_ALIASES.get(family, family)}{dash}{rest}"
@@ -81,14 +81,14 @@ def find_topology(name: str) -> Topology:
 
 
 def describe(name: str, num_slices: int = 1) -> list[Any]:
-    """The chips of a slice that is not there, to lower and compile for.
+    """Return the chips of a slice that need not be present, to lower and compile for.
 
     Args:
-        name: as for `find_topology`.
-        num_slices: how many such slices, joined by the data centre's network.
+        name: name of the slice, as for `find_topology`.
+        num_slices: number of such slices, joined by the data centre's network.
 
     Raises:
-        UsageError: there is no such topology.
+        UsageError: the topology is unknown.
         MissingExtraError: libtpu is not installed.
     """
     topology = find_topology(name)
@@ -96,7 +96,7 @@ def describe(name: str, num_slices: int = 1) -> list[Any]:
         raise MissingExtraError(f"the topology {name!r}", "libtpu", "tpu")
     options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     if topology.num_chips == 1:
-        # Otherwise libtpu thinks of hosts of four chips.
+        # libtpu's default is hosts of four chips.
         options["chips_per_host_bounds"] = [1, 1, 1]
     with _quiet_libtpu():
         try:
@@ -110,13 +110,13 @@ def describe(name: str, num_slices: int = 1) -> list[Any]:
 
 
 def is_described(device: Any) -> bool:
-    """Whether a device can only be compiled for: it is part of a described topology."""
+    """Return whether a device belongs to a described topology: it can only be compiled for."""
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 @contextlib.contextmanager
 def _quiet_libtpu() -> Iterator[None]:
-    """The environment that libtpu needs while it is loaded on a machine without a TPU."""
+    """Set the environment that libtpu needs while it is loaded on a machine without a TPU."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if "tpu" in str(platforms or "").split(","):
         yield

@@ -1,4 +1,4 @@
-"""The parameters and buffers of anything that has some, by fqn."""
+"""Parameters and buffers of a module, a ported model or a mapping, by fqn."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """Its size on one device that holds all of it."""
+        """Return its unsharded size."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
 
 
 def shapes_of(target: Any) -> dict[str, Leaf]:
-    """Shape and size of each parameter and buffer of a module, a ported model or a mapping.
+    """Return each parameter's and buffer's shape and size, of a module, ported model or mapping.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `target` is none of these.
     """
     return {name: _leaf(value, name) for name, value in values_of(target).items()}
 
 
 def values_of(target: Any) -> dict[str, Any]:
-    """The parameters and buffers themselves."""
+    """Return the parameters and buffers themselves, by fqn."""
     if isinstance(target, PortedState):
         return target.by_fqn()
     if isinstance(target, torch.nn.Module):
@@ -49,10 +49,10 @@ def values_of(target: Any) -> dict[str, Any]:
 
 
 def module_of(target: Any) -> torch.nn.Module:
-    """The module behind a module or a ported model.
+    """Return the module behind a module or a ported model.
 
     Raises:
-        UsageError: there is none.
+        UsageError: `target` is neither.
     """
     if isinstance(target, PortedState):
         return target.module

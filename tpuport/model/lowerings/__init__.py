@@ -1,10 +1,10 @@
-"""Op lowerings: one file a family, each function registered by decorator.
+"""Op lowerings: one file a family, each function registered by a decorator.
 
 The folder is walked at first use.
 
-`lowering` registers a function on jax arrays (torch dtypes and Python scalars come as they are; a
-random op gets a `key`). Its result is held to the shape and dtype that torch gives. `special`
-registers a function on tensors, for ops that write state.
+`lowering` registers a function on jax arrays (torch dtypes and Python scalars are passed unchanged;
+a random op gets a `key`). Its result is converted to the shape and dtype that torch gives.
+`special` registers a function on tensors, for ops that write state.
 """
 
 from tpuport.model.lowerings._registry import LOWERINGS as LOWERINGS

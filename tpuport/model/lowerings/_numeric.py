@@ -1,4 +1,4 @@
-"""What several families of lowerings share.
+"""Helpers that several families of lowerings share.
 
 Accumulation dtypes, dims, and values with a gradient of their own.
 """
@@ -14,9 +14,10 @@ Number = bool | int | float | complex
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """`x` in the dtype torch computes in.
+    """Return `x` in the dtype that torch computes in.
 
-    Bfloat16 and float16 in float32, integers and bools too.
+    Bfloat16 and float16 become float32, and so do integers and bools.
+
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.astype(jnp.float32)
@@ -24,17 +25,17 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def is_low(x: Any) -> bool:
-    """Whether `x` is an array of a float dtype below 32 bits."""
+    """Return whether `x` is an array of a float dtype below 32 bits."""
     if not isinstance(x, jax.Array):
         return False
     return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
 
 
 def broadcast_wide(x: Any, shape: tuple[int, ...]) -> Any:
-    """A bfloat16 or float16 operand that is smaller than the result, broadcast by way of float32.
+    """Broadcast a bfloat16 or float16 operand that is smaller than the result, through float32.
 
-    Its value is the same; its gradient, a sum over what it was broadcast to, is accumulated in
-    float32 as torch does. jax would accumulate it in bfloat16, which stops growing at 256 ones.
+    The value is the same. The gradient, a sum over the broadcast dims, is accumulated in float32 as
+    in torch. jax would accumulate it in bfloat16, where a sum of ones stops growing at 256.
     """
     if not is_low(x) or not x.ndim or x.size == math.prod(shape):
         return x
@@ -42,19 +43,19 @@ def broadcast_wide(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array or Python number is real floating."""
+    """Return whether an array or Python number is real floating."""
     return isinstance(x, float) if isinstance(x, Number) else jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_complex(x: Any) -> bool:
-    """Whether an array or Python number is complex."""
+    """Return whether an array or Python number is complex."""
     if isinstance(x, Number):
         return isinstance(x, complex)
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
 
 def axes_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims of a reduction as torch takes them: None and an empty list mean all of them.
+    """Return the dims of a reduction as torch reads them: None and an empty list mean all.
 
     A tensor without dims takes dim 0 and -1, and has nothing to reduce.
     """
@@ -65,9 +66,10 @@ def axes_of(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 
 def at_least_1d(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function written for arrays with dims take one without.
+    """Extend a function for arrays with dims to arrays without.
 
-    Every result loses the dim again.
+    Such an array gets a dim, which every result loses again.
+
     """
 
     def wrapped(x: jax.Array, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +82,7 @@ def at_least_1d(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @jax.custom_jvp
 def value_and_gradient(value: jax.Array, source: jax.Array) -> jax.Array:
-    """`value`, with the gradient of `source` (an array of the same shape and dtype)."""
+    """Return `value`, with the gradient of `source` (an array of the same shape and dtype)."""
     del source
     return value
 
@@ -91,7 +93,7 @@ def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def absolute(x: jax.Array) -> jax.Array:
-    """|x|, with torch's gradient: 0 at 0 (where jax has 1) and for nan."""
+    """Return |x| with torch's gradient: 0 for nan, and 0 at 0, where jax has 1."""
     if jnp.iscomplexobj(x):
         nonzero = x != 0
         return jnp.where(nonzero, jnp.abs(jnp.where(nonzero, x, 1)), 0)
@@ -102,14 +104,14 @@ def absolute(x: jax.Array) -> jax.Array:
 
 
 def lowest(dtype: Any) -> Any:
-    """The smallest value of a dtype: -inf, False, or the least integer."""
+    """Return the smallest value of a dtype: -inf, False, or the least integer."""
     if dtype == jnp.bool_:
         return False
     return -math.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
-    """The largest value of a dtype: inf, True, or the greatest integer."""
+    """Return the largest value of a dtype: inf, True, or the greatest integer."""
     if dtype == jnp.bool_:
         return True
     return math.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max

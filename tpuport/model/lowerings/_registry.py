@@ -16,14 +16,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Lowering:
     """A registered lowering.
 
-    `reason` says what torchax does instead, for the report and for upstream.
+    `reason` describes torchax's own result, for the report and for upstream.
     """
 
     function: Callable[..., Any]
     reason: str
 
 
-# What a lowering says that gives what torchax, or torch's decomposition, gives too.
+# The reason of a lowering with the same result as torchax's, or as torch's decomposition.
 SAME = "as torchax, or torch's decomposition, computes it; one op stays one op"
 
 LOWERINGS: dict[Any, Lowering] = {}
@@ -31,9 +31,7 @@ SPECIALS: dict[Any, Callable[..., Any]] = {}
 
 
 def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F], _F]:
-    """Register a function on jax arrays as the lowering of ATen overloads (or packets: all their
-    overloads).
-    """
+    """Register a function on jax arrays as the lowering of ATen overloads, or of whole packets."""
 
     def register(function: _F) -> _F:
         for op in ops:
@@ -44,7 +42,7 @@ def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F
 
 
 def special(*ops: Any) -> Callable[[_F], _F]:
-    """Register a function on tensors that runs instead of the whole dispatch of these overloads."""
+    """Register a function on tensors that replaces the complete dispatch of these overloads."""
 
     def register(function: _F) -> _F:
         for op in ops:
@@ -63,7 +61,7 @@ def load() -> None:
 
 
 def find(func: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """The special and the lowering of an overload: ours, else torchax's, else None."""
+    """Return the special and the lowering of an overload: ours, else torchax's, else None."""
     load()
     ours = LOWERINGS.get(func) or LOWERINGS.get(func.overloadpacket)
     if ours is not None:

@@ -22,24 +22,23 @@ def attention(
     dropout_key: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """softmax(q k^T * scale + mask) v over the last two dims.
+    """Compute softmax(q k^T * scale + mask) v over the last two dims.
 
     Args:
         query: [..., heads, L, E].
         key: [..., kv_heads, S, E].
         value: [..., kv_heads, S, Ev].
         mask: broadcastable to [..., heads, L, S]; bool (True attends) or added to the scores.
-        is_causal: row i attends to columns 0..i.
-        scale: default 1/sqrt(E).
+        is_causal: whether row i attends to columns 0..i only.
+        scale: factor of the scores; None for 1/sqrt(E).
         enable_gqa: repeat key and value heads to match the query's.
         dropout: probability of dropping an attention weight.
         dropout_key: needed if `dropout` > 0.
         softcap: scores s become softcap * tanh(s / softcap), before the mask; None for s itself.
 
     Returns:
-        [..., heads, L, Ev] in the query's dtype. A row that attends to nothing gives zeros, as
-        torch does (its `_safe_softmax`); the plain softmax of such a row, which torchax computes,
-        is NaN.
+        [..., heads, L, Ev] in the query's dtype. A row that attends to nothing gives zeros, as in
+        torch (its `_safe_softmax`). torchax computes the plain softmax of such a row, which is NaN.
     """
     dtype = query.dtype
     if enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -76,7 +75,7 @@ def _dropped(weights: jax.Array, dropout: float, key: jax.Array | None) -> jax.A
 
 
 def masked_softmax(scores: jax.Array) -> jax.Array:
-    """Softmax whose rows of -inf are zeros.
+    """Compute a softmax in which rows of -inf become zeros.
 
     NaN scores stay NaN, gradients of masked rows are zero.
     """

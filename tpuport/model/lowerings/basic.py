@@ -1,6 +1,6 @@
 """Creation, copies and casts.
 
-The ops whose torchax form is missing, or keeps a dtype or a value that torch does not.
+Ops that torchax lacks, or for which its dtype or value differs from torch's.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.bool_:
         return x != 0
     if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
-        # torch goes through a 32-bit integer and wraps around; XLA would stop at the limits.
+        # torch goes through a 32-bit integer and wraps around; XLA would saturate.
         x = x.astype(jnp.int32)
     return x.astype(dtype)
 
@@ -141,7 +141,7 @@ def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
 
 @special(aten._local_scalar_dense.default)
 def scalar_of(x: torch.Tensor) -> Any:
-    """A Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
+    """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
     kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
         kind = complex
@@ -150,7 +150,7 @@ def scalar_of(x: torch.Tensor) -> Any:
 
 @special(aten.equal.default)
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """`torch.equal`: False for other shapes, else a branch on the values."""
+    """Compute `torch.equal`: False for different shapes, else a branch on the values."""
     if a.shape != b.shape:
         return False
     return decide(jnp.all(value_of(a) == value_of(b)))
@@ -164,7 +164,7 @@ def allclose(
     atol: float = 1e-8,
     equal_nan: bool = False,
 ) -> bool:
-    """`torch.allclose`: a branch on the values."""
+    """Compute `torch.allclose` as a branch on the values."""
     return decide(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
 
 

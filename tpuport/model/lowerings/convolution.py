@@ -27,11 +27,11 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> jax.Array:
-    """Cross-correlate `x` [N, Cin, ...] with `weight` [Cout, Cin / groups, ...] ([Cin, Cout /
-    groups, ...] if transposed).
+    """Cross-correlate `x` [N, Cin, ...] with `weight` [Cout, Cin / groups, ...].
 
-    With `transposed` this is the gradient of a convolution with respect to its input: the input is
-    spread by the stride and correlated with the flipped kernel.
+    With `transposed` the weight is [Cin, Cout / groups, ...], and this is the gradient of a
+    convolution with respect to its input: the input is dilated by the stride and correlated with
+    the flipped kernel.
     """
     rank = weight.ndim - 2
     stride, padding, dilation, output_padding = (
@@ -67,7 +67,7 @@ def _convolution(
 
 
 def _transposed_weight(weight: jax.Array, groups: int) -> jax.Array:
-    """[Cin, Cout / groups, ...] to a plain convolution's [Cout, Cin / groups, ...], flipped."""
+    """Turn [Cin, Cout / groups, ...] into a flipped [Cout, Cin / groups, ...] of a convolution."""
     inputs, outputs, *kernel = weight.shape
     split = weight.reshape(groups, inputs // groups, outputs, *kernel)
     swapped = jnp.swapaxes(split, 1, 2).reshape(groups * outputs, inputs // groups, *kernel)

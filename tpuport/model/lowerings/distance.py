@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
-    """p-norms of a - b over the last dim; the gradient between equal rows is zero."""
+    """Return p-norms of a - b over the last dim; the gradient between equal rows is zero."""
     return vector_norm(a - b, p, (-1,))
 
 
@@ -25,7 +25,7 @@ def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
 def _cdist(
     a: jax.Array, b: jax.Array, p: float = 2.0, compute_mode: int | None = None
 ) -> jax.Array:
-    """Distances [..., P, R] of rows of `a` [..., P, M] to rows of `b` [..., R, M]."""
+    """Return distances [..., P, R] of rows of `a` [..., P, M] to rows of `b` [..., R, M]."""
     if a.shape[-1] == 0:
         lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         return jnp.zeros((*lead, a.shape[-2], b.shape[-2]), a.dtype)
@@ -36,9 +36,9 @@ def _cdist(
 
 @lowering(aten._euclidean_dist.default, reason=SAME)
 def _euclidean(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Distances by a product of matrices, as torch does for many rows.
+    """Compute distances by a matrix product, as torch does for many rows.
 
-    Large, and zero only up to rounding.
+    The distance between equal rows is zero only up to rounding.
     """
     squares = jnp.sum(a * a, -1)[..., :, None] + jnp.sum(b * b, -1)[..., None, :]
     square = squares - 2 * jnp.matmul(a, jnp.swapaxes(b, -1, -2))
@@ -48,7 +48,7 @@ def _euclidean(a: jax.Array, b: jax.Array) -> jax.Array:
 
 @lowering(aten._pdist_forward.default, reason="as cdist")
 def _pdist(x: jax.Array, p: float = 2.0) -> jax.Array:
-    """Distances of all pairs of rows of `x` [n, m] in order."""
+    """Return distances of all pairs of rows of `x` [n, m] in order."""
     first, second = np.triu_indices(x.shape[0], 1)
     if not len(first) or x.shape[1] == 0:
         return jnp.zeros(math.comb(x.shape[0], 2), x.dtype)

@@ -30,7 +30,10 @@ _ROUNDS = "torchax rounds to bfloat16 after each step; torch computes in float32
 
 
 def _with_numbers(op: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
-    """In bfloat16 jax would round a Python number before the operation."""
+    """Widen low-precision operands that meet a Python float.
+
+    jax would round the number to bfloat16 before the operation.
+    """
 
     @functools.wraps(op)
     def run(x: Any, y: Any) -> jax.Array:
@@ -86,7 +89,7 @@ def _promoted(x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
     reason="torchax divides integers in float32, wrong above 2**24, and rounds numbers to bfloat16",
 )
 def _div(x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
-    """x / y; with a rounding mode integers are divided as integers."""
+    """Return x / y; with a rounding mode integers are divided as integers."""
     if rounding_mode is None:
         return _with_numbers(jnp.true_divide)(x, y)
     if rounding_mode == "floor":
@@ -100,9 +103,9 @@ def _div(x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
     aten.floor_divide.default, aten.floor_divide.Scalar, reason="torchax gives nan for x // 0.0"
 )
 def _floor_divide(x: Any, y: Any) -> jax.Array:
-    """Division rounded down, without gradient.
+    """Divide and round down, without gradient.
 
-    Of floats by zero the plain quotient (inf or nan), as torch gives.
+    Floats divided by zero give the plain quotient (inf or nan), as in torch.
     """
     a, b = lax.stop_gradient(_promoted(x, y))
     if not is_float(a):
@@ -128,7 +131,7 @@ def _fmod(x: Any, y: Any) -> jax.Array:
     reason=_ROUNDS,
 )
 def _remainder(x: Any, y: Any) -> jax.Array:
-    """Remainder of the sign of `y`; unlike in a product, torch rounds a number to bfloat16."""
+    """Return the remainder with the sign of `y`; torch too rounds a Python number to bfloat16."""
     x, y = _promoted(x, y)
     if is_low(x):
         x, y = wide(x), wide(y)
@@ -145,8 +148,9 @@ def _remainder(x: Any, y: Any) -> jax.Array:
     reason="torchax raises integers in float32, wrong above 2**24",
 )
 def _pow(x: Any, y: Any) -> jax.Array:
-    """x ** y; integers wrap around, and a negative integer power of an integer is 0 unless the base
-    is 1 or -1.
+    """Return x ** y; integers wrap around.
+
+    A negative integer power of an integer is 0 unless the base is 1 or -1.
     """
     integers = not any(is_float(v) or is_complex(v) for v in (x, y))
     if integers:
@@ -203,7 +207,7 @@ def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
 def _limited(
     x: jax.Array, limit: Any, within: Callable[..., jax.Array], beyond: Callable[..., jax.Array]
 ) -> jax.Array:
-    """`x` where it is within a limit, else the limit; a nan of either has no gradient."""
+    """Return `x` where it is within a limit, else the limit; a nan of either has no gradient."""
     bound = jnp.asarray(limit, x.dtype)
     kept = within(x, bound)
     outside = lax.stop_gradient(beyond(x, bound))
@@ -276,7 +280,7 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = wide(x)
     if eps is not None:
         x = _clamp(x, eps, 1.0 - eps)
-    # Of the quotient the gradient at 1 would be nan; torch's is infinite.
+    # The quotient's gradient at 1 would be nan; torch's is infinite.
     return value_and_gradient(jnp.log(x / (1.0 - x)), jnp.log(x) - jnp.log1p(-x))
 
 

@@ -1,4 +1,4 @@
-"""QR, eigenvalue and singular value decompositions, and what torch builds on them."""
+"""QR, eigenvalue and singular value decompositions, and torch's functions that build on them."""
 
 import functools
 from typing import Any
@@ -39,7 +39,7 @@ def _qr(x: jax.Array, mode: str = "reduced") -> tuple[jax.Array, jax.Array]:
     reason="torchax fails on empty matrices; jax has no gradient of it",
 )
 def _householder_product(x: jax.Array, tau: jax.Array) -> jax.Array:
-    """The first columns of the product of the reflections I - tau v v^H."""
+    """Return the first columns of the product of the reflections I - tau v v^H."""
     if not x.size:
         return x
     value = lax.linalg.householder_product(lax.stop_gradient(x), lax.stop_gradient(tau))
@@ -47,7 +47,7 @@ def _householder_product(x: jax.Array, tau: jax.Array) -> jax.Array:
 
 
 def _reflected(x: jax.Array, tau: jax.Array) -> jax.Array:
-    """The same, one reflection after another: jax can differentiate this form."""
+    """Compute the Householder product one reflection after another, which jax can differentiate."""
     rows, columns = x.shape[-2:]
     eye = jnp.eye(rows, columns, dtype=x.dtype)
     vectors = jnp.tril(x, -1) + eye
@@ -65,7 +65,7 @@ def _reflected(x: jax.Array, tau: jax.Array) -> jax.Array:
 def _ormqr(
     x: jax.Array, tau: jax.Array, other: jax.Array, left: bool = True, transpose: bool = False
 ) -> jax.Array:
-    """Q other, Q^H other, other Q or other Q^H for the full square Q that `x` and `tau` hold."""
+    """Return Q other, Q^H other, other Q or other Q^H for the full square Q in `x` and `tau`."""
     size = other.shape[-2] if left else other.shape[-1]
     if not other.size:
         return other
@@ -83,7 +83,7 @@ def _eigh(x: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Ar
     lower = UPLO.upper() == "L"
     triangle = jnp.tril(x) if lower else jnp.triu(x)
     strict = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
-    # The gradient is that of a symmetric input, as torch has it.
+    # The gradient is that of a symmetric input, as in torch.
     whole = value_and_gradient(triangle + _adjoint(strict), (x + _adjoint(x)) / 2)
     values, vectors = jnp.linalg.eigh(whole, symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros(0, x.dtype)
@@ -97,9 +97,10 @@ def _eig_of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @_eig_of.defjvp
 def _eig_jvp(primals: Any, tangents: Any) -> Any:
-    """jax has none for the vectors, whose length and phase are a choice.
+    """Differentiate eigenvalues and eigenvectors.
 
-    torch's choice is unit length, fixed phase.
+    jax has no gradient of the vectors, whose length and phase are a choice. torch's choice is unit
+    length and a fixed phase.
     """
     values, vectors = _eig_of(primals[0])
     moved = jnp.linalg.solve(vectors, tangents[0].astype(vectors.dtype) @ vectors)
@@ -163,9 +164,9 @@ def _pseudo_inverse(x: jax.Array, tolerances: tuple[Any, Any], hermitian: bool) 
 
 @_pseudo_inverse.defjvp
 def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
-    """Golub and Pereyra's formula.
+    """Differentiate by Golub and Pereyra's formula.
 
-    Unlike the gradient of the decomposition it is finite for singular matrices.
+    It is finite for singular matrices, unlike the gradient of the decomposition.
     """
     x, tolerances = primals
     moved = tangents[0]
@@ -193,7 +194,7 @@ def _as_value(x: Any) -> Any:
 def _pinv(
     x: torch.Tensor, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
 ) -> torch.Tensor:
-    """Pseudo-inverse: singular values of at most max(atol, rtol * largest) count as zero."""
+    """Compute the pseudo-inverse; singular values up to max(atol, rtol * largest) count as zero."""
     value = value_of(x)
     if not value.size:
         made = jnp.zeros((*value.shape[:-2], value.shape[-1], value.shape[-2]), value.dtype)
@@ -209,9 +210,9 @@ def _pinv(
 def _lstsq(
     a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The solution of least norm.
+    """Return the least-squares solution of least norm.
 
-    Residuals and rank as torch's CPU drivers give them (`gelsy` is the default).
+    Residuals, rank and singular values are those of torch's CPU drivers (by default `gelsy`).
     """
     x, right = value_of(a), value_of(b)
     rows, columns = x.shape[-2:]

@@ -1,4 +1,4 @@
-"""Fourier transforms: the three that ATen's whole fft family comes down to."""
+"""Fourier transforms: the three that all of ATen's fft family reduces to."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def _complex_to_complex(
 def _real_to_complex(
     x: jax.Array, dim: Sequence[int], normalization: int, onesided: bool
 ) -> jax.Array:
-    """The last of `dim` is transformed first; with `onesided` only its first half is kept."""
+    """Transform the last of `dim` first; with `onesided` keep only its first half."""
     *others, last = dim
     half = jnp.fft.rfft(x, axis=last, norm=_FORWARD[normalization])
     if not onesided:

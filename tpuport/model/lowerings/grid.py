@@ -1,4 +1,4 @@
-"""Sampling images at places given by a grid (`grid_sample`) in 2 and 3 dims."""
+"""Sampling of images at places given by a grid (`grid_sample`) in 2 and 3 dims."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 def _grid_sampler(
     image: jax.Array, grid: jax.Array, interpolation: int, padding: int, align_corners: bool
 ) -> jax.Array:
-    """`image` [N, C, (D,) H, W] at `grid` [N, ..., 2 or 3] of (x, y(, z)) in [-1, 1].
+    """Sample `image` [N, C, (D,) H, W] at `grid` [N, ..., 2 or 3] of (x, y(, z)) in [-1, 1].
 
     Returns:
         [N, C, ...]; outside the image zeros, the border or the mirrored image, by `padding` (0, 1,
@@ -59,13 +59,13 @@ def _padded(x: jax.Array, size: int, padding: int, align_corners: bool) -> jax.A
         low, high = (0, 2 * (size - 1)) if align_corners else (-1, 2 * size - 1)
         x = _reflected(x, low, high)
     if padding != _ZEROS:
-        # torch clamps with zero gradient outside, and at a bound too.
+        # torch's clamp has zero gradient outside and at a bound.
         x = jnp.where(x > 0, jnp.where(x < size - 1, x, float(size - 1)), 0.0)
     return x
 
 
 def _reflected(x: jax.Array, twice_low: int, twice_high: int) -> jax.Array:
-    """Mirror at low and high (given doubled, to stay whole) until inside."""
+    """Mirror at low and high (given doubled, so that they are integers) until inside."""
     if twice_low == twice_high:
         return jnp.zeros_like(x)
     low, span = twice_low / 2, (twice_high - twice_low) / 2
@@ -76,7 +76,7 @@ def _reflected(x: jax.Array, twice_low: int, twice_high: int) -> jax.Array:
 
 
 def _read(image: jax.Array, at: Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
-    """[N, C, ...] at whole (x, y(, z)) places, zero outside."""
+    """Return [N, C, ...] read at integer (x, y(, z)) places, zero outside."""
     inside = jnp.ones(at[0].shape, bool)
     flat = jnp.zeros(at[0].shape, jnp.int32)
     for place, size in reversed(list(zip(at, sizes, strict=True))):
@@ -112,7 +112,7 @@ def _bicubic(
 
 
 def _cubic(x: jax.Array) -> jax.Array:
-    """Keys' kernel with a = -0.75, as torch has it."""
+    """Evaluate Keys' kernel with a = -0.75, torch's choice."""
     a = -0.75
     x = jnp.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1

@@ -1,6 +1,6 @@
 """Grouped matrix products.
 
-Each row block of a mixture-of-experts layer by its own expert's weights.
+Each block of rows of a mixture-of-experts layer is multiplied by its own expert's weights.
 """
 
 import jax
@@ -15,8 +15,8 @@ from tpuport.model.values import grad_frozen, value_of, wrap_as
 aten = torch.ops.aten
 
 
-# torch's own meta function allows bfloat16 only, though its CPU kernel computes every dtype: so
-# this op brings its own.
+# torch's meta function allows bfloat16 only, though its CPU kernel computes every dtype. So this op
+# builds its own meta tensor.
 @special(aten._grouped_mm.default)
 def grouped_mm(
     x: torch.Tensor,
@@ -25,7 +25,7 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of row groups.
+    """Multiply groups of rows by the matrix of their group.
 
     Args:
         x: [S, K] with rows sorted by group, or [G, M, K].
@@ -38,7 +38,7 @@ def grouped_mm(
         [S, N] or [G, M, N]; rows past the last group are zeros (torch leaves them undefined).
 
     Raises:
-        PortError: other ranks.
+        PortError: the operands have other ranks.
     """
     if x.dim() == 3 and weight.dim() == 3:
         result = jnp.matmul(value_of(x), value_of(weight))

@@ -1,4 +1,4 @@
-"""Reading and writing by integer indices: embedding, take, put, index_add and their relatives."""
+"""Reads and writes by integer indices: embedding, take, put, index_add and their relatives."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    """Rows of `weight` [n, d] at `index` [...]; the row `padding_idx` gets no gradient."""
+    """Read rows of `weight` [n, d] at `index` [...]; the row `padding_idx` gets no gradient."""
     rows = jnp.take(weight, index, axis=0, mode="clip")
     if scale_grad_by_freq:
         uses = jnp.zeros(weight.shape[0], rows.dtype).at[index].add(1)[index][..., None]
@@ -148,10 +148,10 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sum (0), mean (1) or maximum (2) of the rows of `weight` [n, d] in each bag of `indices` [m].
+    """Reduce each bag of rows of `weight` [n, d] by sum (0), mean (1) or maximum (2).
 
-    Bag b holds `indices[offsets[b] : offsets[b + 1]]`; entries equal to `padding_idx` count for
-    nothing. An empty bag gives zeros.
+    Bag b holds the rows `indices[offsets[b] : offsets[b + 1]]` of `indices` [m]; entries equal to
+    `padding_idx` are ignored. An empty bag gives zeros.
 
     Returns:
         The bags [b, d], and the bag of each index, the size of each bag and the indices of the
@@ -173,7 +173,7 @@ def _embedding_bag(
         if mode == 1:
             out = out / jnp.maximum(size, 1)[:, None].astype(out.dtype)
         chosen = jnp.zeros(0, jnp.int32)
-    # With include_last_offset torch leaves a place more for the sizes than there are bags.
+    # With include_last_offset torch's sizes have one entry more than there are bags.
     return out, bag, jnp.pad(size, (0, offsets.shape[0] - bags)), chosen
 
 

@@ -1,4 +1,4 @@
-"""Resizing images, one dim after another.
+"""Resizing of images, one dim after another.
 
 Each output is a weighted sum of a few inputs at places known while tracing.
 
@@ -24,14 +24,14 @@ _GATHERS = "decomposed into a gather for each corner of a cell"
 
 @dataclass(frozen=True)
 class _Taps:
-    """For each output along a dim the inputs it reads [out, k] and their weights [out, k]."""
+    """The inputs [out, k] that each output along a dim reads, and their weights [out, k]."""
 
     index: np.ndarray
     weight: np.ndarray
 
 
 def _ratio(size: int, out: int, align_corners: bool, scale: float | None) -> np.float32:
-    """Input steps an output step, in float32 as ATen computes it."""
+    """Return the input steps of an output step, in float32 as ATen computes it."""
     if align_corners:
         return np.float32((size - 1) / (out - 1)) if out > 1 else np.float32(0)
     if scale is not None and scale > 0:
@@ -40,7 +40,7 @@ def _ratio(size: int, out: int, align_corners: bool, scale: float | None) -> np.
 
 
 def _source(size: int, out: int, align_corners: bool, scale: float | None) -> np.ndarray:
-    """Where each output lies between the inputs (may be negative near the edge)."""
+    """Return each output's place between the inputs (may be negative near the edge)."""
     ratio = _ratio(size, out, align_corners, scale)
     steps = np.arange(out, dtype=np.float32)
     return ratio * steps if align_corners else ratio * (steps + np.float32(0.5)) - np.float32(0.5)
@@ -55,7 +55,7 @@ def _linear_taps(size: int, out: int, align_corners: bool, scale: float | None) 
 
 
 def _cubic(x: np.ndarray, a: float) -> np.ndarray:
-    """Keys' cubic kernel."""
+    """Evaluate Keys' cubic kernel."""
     x = np.abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = (((x - 5) * x + 8) * x - 4) * a
@@ -72,9 +72,9 @@ def _cubic_taps(size: int, out: int, align_corners: bool, scale: float | None) -
 
 
 def _filter_taps(kernel: Callable[[np.ndarray], np.ndarray], width: int) -> Callable[..., _Taps]:
-    """Antialiased resizing.
+    """Make the taps of antialiased resizing by a kernel of `width` inputs.
 
-    When shrinking, the kernel of `width` inputs is stretched over all inputs of an output.
+    When shrinking, the kernel is stretched over all inputs of an output.
     """
 
     def taps(size: int, out: int, align_corners: bool, scale: float | None) -> _Taps:
@@ -103,7 +103,7 @@ _cubic_filter = _filter_taps(lambda x: _cubic(x, -0.5), 4)
 
 
 def _resized(x: jax.Array, axis: int, taps: _Taps) -> jax.Array:
-    """Weighted sums along one dim, in float32."""
+    """Compute weighted sums along one dim, in the dtype of `x`."""
     count = taps.index.shape[1]
     column = (slice(None),) + (None,) * (x.ndim - axis - 1)
     total = None
@@ -117,7 +117,7 @@ def _resized(x: jax.Array, axis: int, taps: _Taps) -> jax.Array:
 
 
 def _resized_bytes(x: jax.Array, axis: int, taps: _Taps) -> jax.Array:
-    """uint8: ATen rounds after each dim, with weights of 16 bits."""
+    """Resize uint8 as ATen does: it rounds after each dim, with weights of 16 bits."""
     largest = float(taps.weight.max())
     precision = next((p for p in range(22) if int(0.5 + largest * (1 << (p + 1))) >= 1 << 15), 22)
     weight = np.trunc(taps.weight * (1 << precision) + np.where(taps.weight < 0, -0.5, 0.5)).astype(
@@ -138,9 +138,7 @@ def _resize(
     scales: Sequence[float | None],
     taps: Callable[..., _Taps],
 ) -> jax.Array:
-    """Resize the last dims of [N, C, ...] to `size`, the last one first, as ATen's separable
-    kernels do.
-    """
+    """Resize the last dims of [N, C, ...] to `size`, last dim first, as ATen does."""
     rank = len(size)
     is_bytes = x.dtype == jnp.uint8
     y = x if is_bytes else wide(x)
@@ -210,9 +208,9 @@ def _nearest(
 
 
 def _taken(x: jax.Array, axis: int, index: np.ndarray) -> jax.Array:
-    """x at `index` along a dim.
+    """Take `x` at `index` along a dim.
 
-    Whole-number enlargement is a broadcast, whole-number shrinking a strided slice.
+    Enlargement by an integer is a broadcast, anything else a gather.
     """
     size, out = x.shape[axis], len(index)
     if out % size == 0 and np.array_equal(index, np.arange(out) // (out // size)):

@@ -19,12 +19,12 @@ def _adjoint(x: jax.Array) -> jax.Array:
 
 
 def _no_error(x: jax.Array) -> jax.Array:
-    """The status that LAPACK returns for each matrix: 0, success."""
+    """Return the status of LAPACK for each matrix: 0, success."""
     return jnp.zeros(x.shape[:-2], jnp.int32)
 
 
 def _matched(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both with the same leading dims."""
+    """Broadcast both to the same leading dims."""
     lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, lead + a.shape[-2:]), jnp.broadcast_to(b, lead + b.shape[-2:])
 
@@ -33,9 +33,9 @@ def _matched(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _blend(x: jax.Array, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
-    """beta * x + alpha * product; with beta 0 even nan in `x` is ignored.
+    """Return beta * x + alpha * product; with beta 0 even nan in `x` is ignored.
 
-    Integers take whole factors only.
+    For integer dtypes the factors are truncated to integers.
     """
     if not jnp.issubdtype(dtype, jnp.inexact):
         alpha, beta = (int(v) if isinstance(v, float) else v for v in (alpha, beta))
@@ -86,7 +86,7 @@ def _addr(x: jax.Array, a: jax.Array, b: jax.Array, *, beta: Any = 1, alpha: Any
 
 
 def wide_outer(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Outer product of vectors, low precision in float32."""
+    """Return the outer product of vectors, low precision in float32."""
     a, b = (wide(v) if is_low(v) else v for v in (a, b))
     return a[:, None] * b
 
@@ -105,7 +105,7 @@ def _vdot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _cholesky_of(x: jax.Array, upper: bool) -> jax.Array:
-    """The factor from one triangle only, as LAPACK reads it.
+    """Factor one triangle only, as LAPACK reads it.
 
     The gradient is that of a symmetric input.
     """
@@ -206,7 +206,7 @@ _TRACED_SIZES = "torchax slices with traced sizes, which fails under jit"
 
 
 def _lu(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Packed factors, pivots counted from 1 as LAPACK does, and the permutation."""
+    """Return packed factors, pivots counted from 1 as in LAPACK, and the permutation."""
     if not x.size:
         rows = min(x.shape[-2:])
         pivots = jnp.zeros((*x.shape[:-2], rows), jnp.int32)
@@ -216,7 +216,7 @@ def _lu(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _without_pivots(x: jax.Array) -> jax.Array:
-    """Packed LU factors by plain elimination, row by row."""
+    """Compute packed LU factors by plain elimination, row by row."""
     rows = jnp.arange(x.shape[-2])
     columns = jnp.arange(x.shape[-1])
 
@@ -253,12 +253,12 @@ def _triangles(factors: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _permutation_matrix(order: jax.Array, dtype: Any) -> jax.Array:
-    """P with P[order[i], i] = 1, so that P @ (L @ U) has its rows back in place."""
+    """Return P with P[order[i], i] = 1, so that P @ (L @ U) has its rows back in place."""
     return (jnp.arange(order.shape[-1])[:, None] == order[..., None, :]).astype(dtype)
 
 
 def _order_of(pivots: jax.Array, rows: int) -> jax.Array:
-    """The permutation that a sequence of row swaps (from 1) makes."""
+    """Return the permutation that a sequence of row swaps (counted from 1) makes."""
     order = jnp.broadcast_to(jnp.arange(rows), (*pivots.shape[:-1], rows))
     for k in range(pivots.shape[-1]):
         other = pivots[..., k : k + 1] - 1
@@ -318,7 +318,7 @@ def _lu_solve(
 def _solve(
     a: jax.Array, b: jax.Array, *, left: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """x with a x = b (x a = b if not `left`); `b` may be a batch of vectors."""
+    """Solve a x = b for x (x a = b if not `left`); `b` may be a batch of vectors."""
     is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
     rows = b[..., None] if is_vector else b
     factors, pivots, _ = _lu(a)

@@ -28,9 +28,9 @@ _MEAN, _SUM = 1, 2
 def _nll_loss(
     logs: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """-logs at the target class of `logs` [N, C, ...] (or [C]).
+    """Return -logs at the target class of `logs` [N, C, ...] (or [C]).
 
-    Classes equal to `ignore_index` count for nothing.
+    Targets equal to `ignore_index` are ignored.
 
     Returns:
         The loss by `reduction` (0 none, 1 mean over the weights, 2 sum), and the total of the
@@ -62,7 +62,7 @@ def _ctc_loss_of_tensors(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths as tensors: torch's own shape rule would read them."""
+    """Compute the CTC loss with lengths as tensors, which torch's own shape rule would read."""
     tensors = (logs, targets, input_lengths, target_lengths)
     logs_value, *others = (value_of(t) for t in tensors)
     results = _ctc_loss(logs_value, others[0], others[1], others[2], blank, zero_infinity)
@@ -83,16 +83,17 @@ def _ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Negative log probability of each target under all its alignments (Graves et al. 2006, the
-    forward recursion).
+    """Return the negative log probability of each target under all its alignments.
+
+    This is the forward recursion of Graves et al. 2006.
 
     Args:
         logs: [T, N, C] log probabilities.
-        targets: [N, S], or all targets one after another.
-        input_lengths: [N] steps that count.
-        target_lengths: [N] classes that count.
-        blank: the class that stands between labels.
-        zero_infinity: an impossible target has an infinite loss, but no gradient.
+        targets: [N, S], or all targets concatenated.
+        input_lengths: [N] number of valid steps.
+        target_lengths: [N] number of valid labels.
+        blank: class of the gap between labels.
+        zero_infinity: whether an impossible target, whose loss is infinite, has no gradient.
 
     Returns:
         [N] losses, and the forward variables [N, T, 2 S + 1], which only torch's own backward
@@ -123,11 +124,11 @@ def _ctc_loss(
     # A target of no labels has the single place 0.
     loss = -_log_sum(*jnp.moveaxis(ends, 1, 0))
     loss = jnp.where(input_lengths == 0, jnp.where(target_lengths == 0, 0.0, jnp.inf), loss)
-    # torch's gradient presumes that a log_softmax came before: so it contains exp(logs).
+    # torch's gradient assumes that `logs` come from log_softmax, so it contains exp(logs).
     counted = (jnp.arange(steps)[:, None] < input_lengths)[..., None]
     loss = value_and_gradient(loss, loss + jnp.sum(jnp.where(counted, jnp.exp(logs), 0), (0, 2)))
     if zero_infinity:
-        # The caller replaces the loss.
+        # The caller replaces the infinite loss; only the gradient is changed here.
         loss = value_and_gradient(loss, jnp.where(jnp.isinf(loss), 0.0, loss))
     alphas = jnp.moveaxis(jnp.concatenate([start[None], later]), 0, 1)
     return loss, lax.stop_gradient(alphas)
@@ -136,7 +137,10 @@ def _ctc_loss(
 def _forward_variables(
     start: jax.Array, emitted: jax.Array, skips: jax.Array, input_lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The last forward variable, and all after the first, from log probabilities [T, N, places]."""
+    """Return the last forward variable, and all after the first, from log probabilities.
+
+    `emitted` is [T, N, places].
+    """
 
     def step(alpha: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         emission, time = now
@@ -150,7 +154,7 @@ def _forward_variables(
 
 
 def _padded(targets: jax.Array, lengths: jax.Array, longest: int, batch: int) -> jax.Array:
-    """Targets as rows [N, longest], of which the entries past the length are never read."""
+    """Return targets as rows [N, longest], whose entries past the length are never read."""
     if targets.ndim == 2:
         return targets[:, :longest]
     starts = jnp.cumsum(lengths) - lengths
@@ -160,7 +164,7 @@ def _padded(targets: jax.Array, lengths: jax.Array, longest: int, batch: int) ->
 
 
 def _log_sum(*terms: jax.Array) -> jax.Array:
-    """log of the sum of exponentials, with zero gradient where every term is -inf."""
+    """Return the log of the sum of exponentials, with zero gradient where every term is -inf."""
     stacked = jnp.stack(terms)
     possible = jnp.max(stacked, 0) > -jnp.inf
     safe = jnp.where(possible, stacked, 0.0)

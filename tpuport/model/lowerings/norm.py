@@ -26,7 +26,7 @@ def native_batch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalise [B, C, ...] over all dims but 1.
 
-    In training also move the running statistics (unbiased variance).
+    In training also update the running statistics (with the unbiased variance).
     """
     value = value_of(x)
     axes = tuple(d for d in range(value.ndim) if d != 1)
@@ -81,7 +81,7 @@ def batch_norm_no_stats(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Batch norm over the batch's own statistics (instance norm)."""
+    """Normalise by the batch's own statistics (instance norm)."""
     return native_batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 

@@ -1,4 +1,4 @@
-"""Padding with what is in the image itself: its edges, or what is mirrored there."""
+"""Padding by values of the image itself: its edges, or its mirror image."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ import torch
 from tpuport.model.lowerings import lowering
 
 aten = torch.ops.aten
-# A gather of a whole activation, once for each dim, is slow on TPU.
+# Gathering all of an activation, once for each dim, is slow on TPU.
 _REASON = "torch's decomposition indexes with numbers, a gather for each dim"
 
 
@@ -19,7 +19,7 @@ _REASON = "torch's decomposition indexes with numbers, a gather for each dim"
     reason=_REASON,
 )
 def replication_pad(x: jax.Array, padding: Sequence[int]) -> jax.Array:
-    """x with its first and last elements repeated; `padding` is of the last dims, last first."""
+    """Repeat the first and last elements of x; `padding` is of the last dims, last first."""
     return _padded(x, padding, "edge")
 
 
@@ -29,7 +29,7 @@ def replication_pad(x: jax.Array, padding: Sequence[int]) -> jax.Array:
     reason=_REASON,
 )
 def reflection_pad(x: jax.Array, padding: Sequence[int]) -> jax.Array:
-    """x mirrored at its first and last elements; `padding` is of the last dims, last first."""
+    """Mirror x at its first and last elements; `padding` is of the last dims, last first."""
     return _padded(x, padding, "reflect")
 
 
@@ -37,5 +37,5 @@ def _padded(x: jax.Array, padding: Sequence[int], mode: str) -> jax.Array:
     pairs = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
     pairs = [(0, 0)] * (x.ndim - len(pairs)) + pairs
     whole = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in pairs], mode=mode)
-    # A negative number crops; what is mirrored on the other side is of the image before that.
+    # A negative number crops, after the other side was mirrored from the uncropped image.
     return whole[tuple(slice(max(-low, 0), min(high, 0) or None) for low, high in pairs)]

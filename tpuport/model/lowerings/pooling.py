@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def _spread(value: Any, count: int) -> tuple[int, ...]:
-    """A size, stride or padding given as one number or as one a dim."""
+    """Expand a size, stride or padding given as one number or as one a dim."""
     values = [value] if isinstance(value, int) else list(value)
     return tuple(values * count if len(values) == 1 else values)
 
@@ -28,7 +28,7 @@ def _spread(value: Any, count: int) -> tuple[int, ...]:
 def _output_size(
     size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool
 ) -> int:
-    """Windows along a dim.
+    """Return the number of windows along a dim.
 
     With ceil_mode a last window that starts inside the input or its left padding counts.
     """
@@ -40,9 +40,9 @@ def _output_size(
 
 
 class _Windows:
-    """Where the windows of a pooling lie.
+    """The positions of the windows of a pooling.
 
-    `padding` is (low, high) for each dim, as much as the last window needs.
+    `padding` is (low, high) for each dim, where high is as much as the last window needs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class _Windows:
         )
 
     def reduce(self, x: jax.Array, init: Any, operation: Any) -> jax.Array:
-        """lax.reduce_window over the last `rank` dims.
+        """Apply lax.reduce_window over the last `rank` dims.
 
         jax knows its gradient only if `init` is a numpy value.
         """
@@ -103,9 +103,9 @@ def _max_pool_with_indices(
     dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Maxima of windows and their flat positions in the input's spatial dims.
+    """Return the maxima of windows and their flat positions in the input's spatial dims.
 
-    The first maximum, or the last nan.
+    The position is that of the first maximum, or of the last nan.
     """
     windows = _Windows(x, kernel_size, stride, padding, dilation, ceil_mode)
     index = _first_maximum(lax.stop_gradient(x), windows)
@@ -122,7 +122,7 @@ def _max_pool_with_indices(
 
 
 def _first_maximum(x: jax.Array, windows: _Windows) -> jax.Array:
-    """Flat spatial position of each window's maximum: a reduction over (value, position)."""
+    """Return the flat spatial position of each window's maximum, by reducing (value, position)."""
     lead = x.ndim - windows.rank
     where = jnp.arange(math.prod(windows.sizes), dtype=jnp.int32).reshape(windows.sizes)
     where = jnp.broadcast_to(where, x.shape)
@@ -186,7 +186,7 @@ def _max_unpool(
     flat, where = x.reshape(math.prod(lead), -1), indices.reshape(math.prod(lead), -1)
     place = jnp.zeros((flat.shape[0], math.prod(output_size)), x.dtype)
     place = place.at[jnp.arange(flat.shape[0])[:, None], where]
-    # Of inputs for the same place one wins, but torch gives the gradient to all of them.
+    # One of several inputs for the same place wins, but torch gives all of them the gradient.
     out = value_and_gradient(place.set(lax.stop_gradient(flat)), place.add(flat))
     return out.reshape(*lead, *output_size)
 
@@ -224,7 +224,7 @@ def _avg_pool(
 
 
 def _window_sizes(windows: _Windows, count_include_pad: bool) -> np.ndarray:
-    """How many places of each window count: inside the padded input, or inside the input."""
+    """Count the places of each window that are inside the padded input, or inside the input."""
     sizes = np.ones((1,) * windows.rank, np.int64)
     for dim in range(windows.rank):
         pad = windows.low[dim]
@@ -252,9 +252,7 @@ def _adaptive_edges(size: int, out: int) -> tuple[np.ndarray, np.ndarray]:
     ),
 )
 def _adaptive_avg_pool(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
-    """Averages of windows [i * n // o, ceil((i + 1) * n / o)) along each of the last dims, one dim
-    after another.
-    """
+    """Average windows [i * n // o, ceil((i + 1) * n / o)) along the last dims, one by one."""
     y = wide(x)
     rank = len(output_size)
     for offset, out in enumerate(output_size):
@@ -292,8 +290,9 @@ def _adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Ar
 
 
 def _window_maxima(x: jax.Array, windows: list[tuple[Any, Any]]) -> tuple[jax.Array, jax.Array]:
-    """First maxima of windows given by (starts, lengths) along each of the last dims, and their
-    flat positions.
+    """Return the first maxima of windows and their flat positions.
+
+    The windows are given by (starts, lengths) along each of the last dims.
 
     `starts` is [out], or [N, C, out] where windows differ by channel (then all lengths are equal).
     """
@@ -324,7 +323,7 @@ def _window_maxima(x: jax.Array, windows: list[tuple[Any, Any]]) -> tuple[jax.Ar
     values, position = values.reshape(*lead, *outs, place), position.reshape(*lead, *outs, place)
     best = jnp.argmax(values, -1, keepdims=True)
     if is_float(values):
-        # Of several nan torch takes the last, argmax the first.
+        # torch picks the last of several nan, argmax the first.
         nans = jnp.isnan(values)
         last = place - 1 - jnp.argmax(nans[..., ::-1], -1, keepdims=True)
         best = jnp.where(jnp.any(nans, -1, keepdims=True), last, best)
@@ -336,7 +335,7 @@ def _window_maxima(x: jax.Array, windows: list[tuple[Any, Any]]) -> tuple[jax.Ar
 def _fractional_max_pool(
     x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], samples: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Windows of one size at random starts, which `samples` [N, C, dims] in [0, 1) decide."""
+    """Take maxima of equal windows, whose starts `samples` [N, C, dims] in [0, 1) decide."""
     rank = len(output_size)
     batched = x.reshape((1,) * (rank + 2 - x.ndim) + x.shape)
     windows = []

@@ -1,6 +1,6 @@
-"""Random ops, each from a key of the program's stream.
+"""Random ops, each drawing by a key of the program's stream.
 
-torchax's draw from a global that jit freezes.
+torchax's own draw from a global key, which jit freezes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def _dtype(dtype: torch.dtype | None) -> jnp.dtype:
 
 
 def _compute(dtype: jnp.dtype) -> jnp.dtype:
-    """Low-precision draws are made in float32 and rounded, as torch does."""
+    """Return the dtype to draw in: float32 for low precision, rounded afterwards as in torch."""
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
@@ -35,7 +35,7 @@ def rand(size, names=None, *, dtype=None, key, **unused) -> jax.Array:
 
 
 def uniform_draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Numbers in [0, 1) of a floating dtype."""
+    """Draw numbers in [0, 1) of a floating dtype."""
     return jax.random.uniform(key, shape, _compute(dtype)).astype(dtype)
 
 
@@ -45,7 +45,7 @@ def randn(size, names=None, *, dtype=None, key, **unused) -> jax.Array:
 
 
 def normal_draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Standard normal numbers, real or complex (variance 1 over both parts)."""
+    """Draw standard normal numbers, real or complex (variance 1 over both parts)."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.random.normal(key, shape, dtype)
     return jax.random.normal(key, shape, _compute(dtype)).astype(dtype)
@@ -227,7 +227,7 @@ def rrelu_with_noise(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Slopes below zero: drawn in training, their mean otherwise; `noise` receives them."""
+    """Apply slopes below zero: drawn in training, their mean otherwise; `noise` receives them."""
     value = value_of(x)
     slope = jnp.asarray((lower + upper) / 2, value.dtype)
     if training:
@@ -241,6 +241,6 @@ def rrelu_with_noise(
 
 @special(aten.rrelu_with_noise_.default)
 def rrelu_with_noise_(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`rrelu_with_noise` in place."""
+    """Apply `rrelu_with_noise` in place."""
     result = rrelu_with_noise(x, *args, **kwargs)
     return write(x, value_of(result), frozen=grad_frozen([x]))

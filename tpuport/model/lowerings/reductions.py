@@ -1,6 +1,6 @@
 """Reductions.
 
-Accumulated in float32 or in the dtype asked for, with torch's gradients at ties and at zero.
+They accumulate in float32 or in the requested dtype, with torch's gradients at ties and at zero.
 """
 
 import math
@@ -29,9 +29,9 @@ def _held(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
 
 
 def _summed(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
-    """`x` as a sum or product takes it.
+    """Convert `x` to the dtype that a sum or product accumulates in.
 
-    In the dtype asked for, low precision widened, integers as int64.
+    Low precision of the requested dtype is widened, and integers become int64 (int32 without x64).
     """
     x = _held(x, dtype)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -89,9 +89,9 @@ def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
 def _variance(
     x: jax.Array, dim: Any, correction: Any, keepdim: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Variance and mean.
+    """Return variance and mean.
 
-    With no degree of freedom left the division by zero gives nan or inf, as torch gives.
+    Without a degree of freedom the division by zero gives nan or inf, as in torch.
     """
     x = wide(x)
     axes = axes_of(dim, x.ndim)
@@ -113,7 +113,7 @@ def _var(
 
 
 def _zero_safe_sqrt(x: jax.Array) -> jax.Array:
-    """sqrt whose gradient at zero is zero, torch's choice for norms and standard deviations."""
+    """Return the square root with zero gradient at zero, as torch has for norms and deviations."""
     positive = x != 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), jnp.zeros_like(x))
 
@@ -168,7 +168,7 @@ def vector_norm(
         return _zero_safe_sqrt(jnp.sum(square, axes, keepdims=keepdim))
     size = absolute(x)
     if math.isinf(ord):
-        # The maximum of nothing is the norm of nothing, 0; its minimum is an error in torch.
+        # The maximum norm of no elements is 0 in torch; their minimum norm is an error.
         empty: dict[str, Any] = {"initial": 0.0} if ord > 0 else {}
         return (jnp.max if ord > 0 else jnp.min)(size, axes, keepdims=keepdim, **empty)
     if ord == 0:
@@ -231,7 +231,7 @@ def _aminmax(
 
 
 def _running(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Array]:
-    """Running extreme and the index of its latest occurrence; a nan stays."""
+    """Return the running extreme and the index of its latest occurrence; a nan stays."""
     if not x.size:
         return x, jnp.zeros(x.shape, jnp.int32)
     dim %= x.ndim
@@ -266,7 +266,7 @@ def _cummin(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     aten.histc.default, reason="torchax takes the range of the data only if both bounds are 0"
 )
 def _histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
-    """Counts of `x` in equal bins over [min, max]; min == max means the range of the data."""
+    """Count `x` in equal bins over [min, max]; min == max means the range of the data."""
     x = wide(x).reshape(-1)
     if not x.size:
         return jnp.zeros(bins, x.dtype)

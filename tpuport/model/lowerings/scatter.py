@@ -1,5 +1,6 @@
-"""Scatters along a dim and their reductions, with torch's gradients (shared among equal extremes,
-exact at zeros).
+"""Scatters along a dim and their reductions, with torch's gradients.
+
+They are shared among equal extremes, and exact at zeros.
 """
 
 from typing import Any
@@ -17,9 +18,9 @@ _ONE_FORM = "torchax ignores reduce= or include_self=, or starts integers from i
 
 
 def _grid(index: jax.Array, dim: int) -> tuple[jax.Array, ...]:
-    """The coordinates that `index` [i, j, ...] addresses.
+    """Return the coordinates that `index` [i, j, ...] addresses.
 
-    Its values along `dim`, its own position elsewhere.
+    They are its values along `dim`, and its own positions along the other dims.
     """
     where = [
         jnp.arange(n).reshape((1,) * d + (n,) + (1,) * (index.ndim - d - 1))
@@ -30,9 +31,9 @@ def _grid(index: jax.Array, dim: int) -> tuple[jax.Array, ...]:
 
 
 def _part(src: Any, index: jax.Array, dtype: Any) -> jax.Array:
-    """The part of `src` that is scattered.
+    """Return the part of `src` that is scattered.
 
-    Its leading block of the shape of `index`, or a number.
+    That is its leading block of the shape of `index`; a number is broadcast to that shape.
     """
     if not isinstance(src, jax.Array) or not src.ndim:
         return jnp.broadcast_to(cast(jnp.asarray(src), dtype), index.shape)
@@ -101,9 +102,7 @@ def _index_reduce(
     *,
     include_self: bool = True,
 ) -> jax.Array:
-    """As scatter_reduce, with whole slices of `source` along `dim` reduced into slice `index[i]` of
-    `x`.
-    """
+    """Reduce slices of `source` along `dim` into slices `index` of `x`, as scatter_reduce does."""
     shape = x.shape
     x, index, source = (
         x.reshape(shape or (1,)),
@@ -124,7 +123,7 @@ def _start(reduce: str, dtype: Any) -> Any:
 def _combine(
     x: jax.Array, where: Any, src: jax.Array, reduce: str, include_self: bool
 ) -> jax.Array:
-    """`x` with `src` reduced into `x[where]`; places without a source keep their value."""
+    """Return `x` with `src` reduced into `x[where]`; places without a source keep their value."""
     is_bool = x.dtype == jnp.bool_
     if is_bool:
         x, src = x.astype(jnp.int32), src.astype(jnp.int32)
@@ -172,7 +171,7 @@ def _product(x: jax.Array, where: Any, src: jax.Array) -> jax.Array:
 
 
 def _float_product(x: jax.Array, src: jax.Array, where: Any) -> jax.Array:
-    """Products into places; jax has no gradient of it for repeated places, so it is written out."""
+    """Multiply into places; jax has no gradient of it for repeated places, so it is written out."""
     fixed_x, fixed = jax.lax.stop_gradient(x), jax.lax.stop_gradient(src)
     value = fixed_x.at[where].multiply(fixed)
     others = jnp.where(fixed_x == 0, 1, fixed_x).at[where].multiply(fixed) / jnp.where(

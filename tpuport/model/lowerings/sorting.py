@@ -1,6 +1,6 @@
 """Sorting and searching.
 
-Stable as torch's CPU sort is, nan greatest, gradients to the element that was picked.
+Sorts are stable as torch's on CPU, nan is greatest, and the picked element gets the gradient.
 """
 
 import functools
@@ -18,7 +18,10 @@ aten = torch.ops.aten
 
 
 def _order(x: jax.Array, dim: int, descending: bool) -> jax.Array:
-    """Indices that sort `x` along a dim; equal elements keep their order, nan is greatest."""
+    """Return indices that sort `x` along a dim; equal elements keep their order, nan comes last.
+
+    A descending sort has nan first.
+    """
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int8)
     if not descending:
@@ -81,7 +84,7 @@ def _kthvalue(
 
 @at_least_1d
 def _picked(x: jax.Array, dim: int, keepdim: bool, rank: Any) -> tuple[jax.Array, jax.Array]:
-    """The element of a rank along a dim, with its index.
+    """Return the element of a rank along a dim, with its index.
 
     `rank(sorted)` is a number or an array of [..., 1, ...].
     """
@@ -95,7 +98,7 @@ def _picked(x: jax.Array, dim: int, keepdim: bool, rank: Any) -> tuple[jax.Array
 
 
 def _middle(values: jax.Array, *, dim: int, skip_nan: bool) -> jax.Array:
-    """Rank of the lower median; any nan is the median unless nans are skipped."""
+    """Return the rank of the lower median; any nan is the median unless nans are skipped."""
     count = values.shape[dim]
     if not is_float(values):
         return jnp.asarray((count - 1) // 2)
@@ -120,7 +123,7 @@ _SHARED = "torchax gives the whole gradient to one element, torch shares it amon
 
 
 def _median_of_all(x: jax.Array, skip_nan: bool) -> jax.Array:
-    """The gradient goes to all elements equal to the median, in equal parts."""
+    """Return the median, whose gradient is shared equally by all elements equal to it."""
     flat = x.reshape(-1)
     middle = functools.partial(_middle, dim=0, skip_nan=skip_nan)
     value = _picked(flat, 0, False, middle)[0]
@@ -146,7 +149,7 @@ def _nanmedian(x: jax.Array) -> jax.Array:
     reason="torchax gives the first index of the most frequent value, torch the last",
 )
 def _mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The most frequent value, the smallest of equally frequent ones, and its last index."""
+    """Return the most frequent value, the smallest if several are, and its last index."""
     return _most_frequent(x, dim, keepdim)
 
 
@@ -183,9 +186,7 @@ def _searchsorted(
     side: str | None = None,
     sorter: jax.Array | None = None,
 ) -> jax.Array:
-    """Insertion points of `values` [..., m] into sorted rows `sequence` [..., n] (or one row for
-    all).
-    """
+    """Return insertion points of `values` [..., m] into sorted rows `sequence` [..., n] or [n]."""
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     values = jnp.asarray(values)

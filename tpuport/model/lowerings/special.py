@@ -15,7 +15,7 @@ from tpuport.model.lowerings import lowering
 from tpuport.model.lowerings._numeric import wide
 
 aten = torch.ops.aten
-# Terms summed one by one, at most, before XLA's Hurwitz zeta, which is wrong below zero.
+# Most terms that are summed one by one before XLA's Hurwitz zeta, which is wrong below zero.
 _TERMS = 1000
 
 
@@ -24,7 +24,7 @@ _TERMS = 1000
     reason="torchax refuses bool and bfloat16, and loses all digits below -8",
 )
 def _polygamma(n: int, x: jax.Array) -> jax.Array:
-    """The n-th derivative of digamma."""
+    """Return the n-th derivative of digamma."""
     if n == 0:
         return _digamma_of(wide(x))
     return _polygamma_of(n, wide(x))
@@ -56,7 +56,7 @@ def _polygamma_jvp(n: int, primals: Any, tangents: Any) -> Any:
 
 
 def _trigamma(x: jax.Array) -> jax.Array:
-    """Reflection below one half, then the asymptotic series, as torch has it."""
+    """Compute trigamma by reflection below one half, then the asymptotic series, as torch does."""
     reflected = x < 0.5
     y = jnp.where(reflected, 1 - x, x)
     total = jnp.zeros_like(x)
@@ -104,7 +104,7 @@ def _ndtri(x: jax.Array) -> jax.Array:
 
 @_ndtri.defjvp
 def _ndtri_jvp(primals: Any, tangents: Any) -> Any:
-    """Infinite at 0 and 1, as torch's; jax's is zero there."""
+    """Differentiate `ndtri`; infinite at 0 and 1 as in torch, where jax has zero."""
     value = _ndtri(primals[0])
     return value, tangents[0] * math.sqrt(2 * math.pi) * jnp.exp(0.5 * value * value)
 

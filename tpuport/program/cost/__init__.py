@@ -1,4 +1,4 @@
-"""What a program costs, read from its jaxpr, its compiled text and its kernels' schedules.
+"""The cost of a program, read from its jaxpr, its compiled text and its kernels' schedules.
 
 Pure functions: nothing here runs a program, and nothing needs a TPU.
 """

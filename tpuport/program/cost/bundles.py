@@ -2,8 +2,8 @@
 
 A bundle is what a TensorCore starts in one cycle. The text has one entry a bundle, `0x1f LB: > {}`,
 in which a jump is `sbr.rel (%p) target = $region52`, and a region's first bundle says `Start region
-52`, or `Start/End empty region 52` where it is only a place to jump to. A jump forward skips what
-stands between; a jump backward makes a loop.
+52`, or `Start/End empty region 52` where it is only a place to jump to. A jump forward skips the
+bundles between; a jump backward makes a loop.
 """
 
 import re
@@ -22,12 +22,12 @@ _DELAY_SLOTS = 4
 
 
 class ScheduleFormatError(TpuportError):
-    """The text that libtpu wrote is not of the form that is known."""
+    """The text that libtpu wrote has an unknown form."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bundles that belong together: a loop's body, or what one jump skips.
+    """Bundles that belong together: a loop's body, or those that one jump skips.
 
     Args:
         start: first bundle.
@@ -48,11 +48,11 @@ class Span:
 
     @property
     def own(self) -> int:
-        """Its bundles without those of inner spans."""
+        """Return the number of its bundles, without those of inner spans."""
         return len(self) - sum(len(span) for span in self.inner)
 
     def walk(self) -> Iterator["Span"]:
-        """Itself and everything within it."""
+        """Yield this span and all spans within it, outermost first."""
         yield self
         for span in self.inner:
             yield from span.walk()
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The schedule of one kernel: everything as one span, and the grid that it says it has."""
+    """The schedule of one kernel: all bundles as one span, and the grid that the text names."""
 
     whole: Span
     grid: tuple[int, ...]
@@ -70,7 +70,7 @@ def read_bundles(text: str) -> Bundles:
     """Read a file `*-final_bundles.txt` of libtpu's dump (known: 0.0.42 to 0.0.52).
 
     Raises:
-        ScheduleFormatError: it is of another form.
+        ScheduleFormatError: the text has an unknown form.
     """
     entries = list(_BUNDLE.finditer(text))
     if not entries:
@@ -104,7 +104,7 @@ def _spans(
 ) -> list[Span]:
     found = []
     for at, label in jumps:
-        # Behind the last bundle no region starts: a core that has nothing to do jumps there.
+        # No region starts behind the last bundle; a core without work jumps there.
         target = labels.get(label, num)
         after = min(at + 1 + _DELAY_SLOTS, num)
         if target <= at:
@@ -113,7 +113,7 @@ def _spans(
         start = next((body for body in bodies if at < body <= after), after)
         if start < target:
             found.append(Span(start, target, 0, False))
-    # The outer one first.
+    # Outer spans come before the spans within them, as `_nest` needs.
     return sorted(set(found), key=lambda span: (span.start, -span.stop, not span.is_loop))
 
 

@@ -3,7 +3,7 @@
 Sources: peaks, memory and MXU sizes from `jax._src.pallas.mosaic.tpu_info` of jax 0.10.2 (values of
 the whole chip) and cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "System architecture". ICI: "How to
 Scale Your Model" (jax-ml.github.io/scaling-book/tpus), table "TPU networking", one direction of one
-link. FLOP a cycle: what libtpu schedules for large products comes to (524,288 a bundle on v6e; see
+link. FLOP a cycle: measured in libtpu's schedules of large products (524,288 a bundle on v6e; see
 `schedule`), for v4 and v5 also 2 * 4 units * 128 * 128. The clock follows from that and the peak.
 """
 
@@ -20,16 +20,16 @@ class Chip:
     """One chip of a TPU.
 
     Args:
-        name: as in the names of slices.
-        device_kind: as `jax.Device.device_kind` says.
-        bf16_flops: peak a second with bf16 operands.
-        int8_ops: peak a second with int8 operands; 0 where there is no faster way than bf16.
-        hbm_bytes: of memory.
-        hbm_bandwidth: bytes a second.
-        ici_link_bandwidth: bytes a second, of one link in one direction.
+        name: short name, as in the names of slices.
+        device_kind: name of the device in `jax.Device.device_kind`.
+        bf16_flops: peak FLOP a second with bf16 operands.
+        int8_ops: peak operations a second with int8 operands; 0 if they are no faster than bf16.
+        hbm_bytes: size of the HBM.
+        hbm_bandwidth: bytes a second from and to HBM.
+        ici_link_bandwidth: bytes a second of one link in one direction.
         ici_dims: dims of the mesh or torus of chips.
-        cores: TensorCores, which together are one device.
-        flops_per_cycle: what the matrix units of one core do in a cycle with bf16 operands.
+        cores: number of TensorCores, which together are one device.
+        flops_per_cycle: FLOP that the matrix units of one core do in a cycle with bf16 operands.
         mxu_width: rows and columns of a matrix unit.
         vmem_bytes: on-chip memory of a core.
     """
@@ -49,11 +49,11 @@ class Chip:
 
     @property
     def clock_hz(self) -> float:
-        """Cycles a second."""
+        """Return the cycles a second."""
         return self.bf16_flops / (self.cores * self.flops_per_cycle)
 
     def peak(self, lhs_dtype: str, rhs_dtype: str) -> float:
-        """FLOP a second of products of these dtypes.
+        """Return the peak FLOP a second of products with these dtypes.
 
         The MXU multiplies bf16. By default XLA rounds fp32 operands to it, so they run at its
         speed; with precision "highest" a product is six of bf16 and takes six times as long.
@@ -64,7 +64,7 @@ class Chip:
         return self.bf16_flops
 
     def fill(self, contraction: int, columns: int) -> float:
-        """The share of the peak that a product can reach, from 0 to 1.
+        """Return the share of the peak that a product can reach, from 0 to 1.
 
         Weights are held in the MXU, `mxu_width` of both dims at a time: a contraction or an output
         of 128 fills half of a unit 256 wide, and one of 300 fills 300 of 512. Of the two dims of
@@ -73,14 +73,15 @@ class Chip:
         return _share(contraction, self.mxu_width) * _share(columns, self.mxu_width)
 
     def attention_fill(self, head_dim: int, value_dim: int | None = None) -> float:
-        """The share of the peak that attention can reach: half of its work is q.k, half p.v.
+        """Return the share of the peak that splash attention can reach.
 
-        Of splash, which holds values in the MXU. A kernel that holds the weights themselves, as
-        `tpuport.attention.dense` does, fills it in p.v whatever the size of values.
+        Half of its work is q.k, half p.v. Splash holds values in the MXU. A kernel that holds the
+        weights themselves, as `tpuport.attention.dense` does, fills it in p.v whatever the size of
+        values.
 
         Args:
-            head_dim: the contraction of q.k.
-            value_dim: the columns of p.v, `head_dim` unless told.
+            head_dim: size of the contraction of q.k.
+            value_dim: columns of p.v; None for `head_dim`.
         """
         value_dim = head_dim if value_dim is None else value_dim
         time = head_dim / self.fill(head_dim, self.mxu_width)
@@ -132,10 +133,10 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(name: str) -> Chip:
-    """The chip of a name: `v6e`, a slice (`v6e-8`, `v6e:2x4`, `v5litepod-4`) or a device kind.
+    """Look up a chip by `v6e`, a slice (`v6e-8`, `v6e:2x4`, `v5litepod-4`) or a device kind.
 
     Raises:
-        UsageError: nothing is known about such a chip.
+        UsageError: the chip is unknown.
     """
     wanted = name.strip().lower()
     for chip in CHIPS.values():

@@ -1,6 +1,6 @@
 """`python -m tpuport.program.cost.compile_alone PROGRAM TOPOLOGY`: compile an exported program.
 
-Run by `schedule`, in an environment in which libtpu writes what it does.
+Run by `schedule`, in an environment in which libtpu dumps its schedules.
 """
 
 import pickle

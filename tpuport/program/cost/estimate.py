@@ -1,4 +1,4 @@
-"""A time for one step: dense products, memory, collectives and kernels, one after another."""
+"""The estimated time of a step: dense products, memory, collectives and kernels in sequence."""
 
 from collections.abc import Iterable
 
@@ -6,19 +6,20 @@ from tpuport.errors import UsageError
 from tpuport.program.cost.chips import Chip
 from tpuport.program.cost.records import Collective, Estimate, Part
 
-# What libtpu schedules for a large bf16 product on v6e: 507,000 of 524,288 FLOP a bundle.
+# The share that libtpu schedules for a large bf16 product on v6e: 507,000 of 524,288 FLOP a bundle.
 DENSE_EFFICIENCY = 0.967
 
 
 def collective_seconds(chip: Chip, collective: Collective) -> float:
-    """The time of all runs of one collective within a slice, if it has the links to itself.
+    """Return the time of all runs of one collective in a slice, with the links to itself.
 
-    A chip at the corner of a slice has two links, so what passes through a chip is limited by two
-    (one in a group of two). Of an array of V bytes in a group of n chips that is: all-gather and
-    reduce-scatter V (n-1)/n, all-reduce twice that, collective-permute V over one link. In an
-    all-to-all, half of the chips send half of what they have to the other half: n V / 4 over the
-    links across the middle of the group, which is taken to be as near to a square (a cube) as
-    powers of two allow and to have no wrap-around: two links on 2 by 4 chips.
+    A chip at the corner of a slice has two links, so the bytes through a chip are limited by two
+    (one in a group of two). For an array of V bytes in a group of n chips those bytes are
+    V (n-1)/n for all-gather and reduce-scatter, twice that for all-reduce, and V over one link for
+    collective-permute. In an all-to-all, half of the chips send half of their data to the other
+    half: n V / 4 over the links across the middle of the group. The group is assumed to be as near
+    to a square (a cube) as powers of two allow and to have no wrap-around: two links on 2 by 4
+    chips.
     Source: "How to Scale Your Model", jax-ml.github.io/scaling-book/sharding.
     """
     num, size = collective.group_size, collective.bytes * collective.times
@@ -36,7 +37,7 @@ def collective_seconds(chip: Chip, collective: Collective) -> float:
 
 
 def _links_across(num: int, dims: int) -> float:
-    """Links across the middle of so many chips: their number over that of the longest side."""
+    """Return the links across the middle of a group: its chips over those of its longest side."""
     side = 1
     while side**dims < num:
         side *= 2
@@ -52,15 +53,15 @@ def estimate_step(
     kernel_seconds: float,
     dense_efficiency: float = DENSE_EFFICIENCY,
 ) -> Estimate:
-    """Seconds of a step on one chip, without any overlap of its parts.
+    """Estimate the seconds of a step on one chip, without any overlap of its parts.
 
     Args:
-        chip: which chip.
-        dense_flops: of products outside of kernels, on one chip, repeated work included.
-        hbm_bytes: read and written outside of kernels, on one chip.
-        collectives: of a step.
-        kernel_seconds: from the kernels' schedules.
-        dense_efficiency: the share of the peak that products outside of kernels reach.
+        chip: the chip that the step runs on.
+        dense_flops: FLOPs of products outside of kernels, on one chip, repeated work included.
+        hbm_bytes: bytes read and written outside of kernels, on one chip.
+        collectives: collectives of a step.
+        kernel_seconds: time of the kernels, from their schedules.
+        dense_efficiency: share of the peak that products outside of kernels reach.
 
     Raises:
         UsageError: the efficiency is not within 0 to 1.

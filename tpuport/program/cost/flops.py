@@ -1,6 +1,6 @@
-"""What a traced program computes, counted in its jaxpr, before any compiler sees it.
+"""FLOPs, kernels and arrays of a traced program, counted in its jaxpr before it is compiled.
 
-XLA's own count (`compiled.cost_analysis()`) has no Pallas kernels, and a loop's body once.
+XLA's own count (`compiled.cost_analysis()`) has no Pallas kernels, and counts a loop's body once.
 """
 
 import math
@@ -37,12 +37,12 @@ def count_jaxpr(
         jaxpr: a closed jaxpr, such as `jax.jit(f).trace(...).jaxpr`.
         modules: names of modules; an operation belongs to the innermost of them around it. None
             takes any `jax.named_scope`.
-        score_size: an array counts as attention scores from so many queries and so many keys.
+        score_size: fewest queries and fewest keys of an array that counts as attention scores.
 
     Returns:
-        Sums over all chips. A scan's body counts as often as it runs, of a `cond` the costliest
-        branch, what is within `shard_map` once a shard, and the body of a `while` once, which
-        `unknown` says. Backward passes are in it if they are in the jaxpr.
+        Sums over all chips. A scan's body counts as often as it runs, a `cond` as its costliest
+        branch, the body of a `shard_map` once a shard, and the body of a `while` once, which
+        `unknown` says. Backward passes are included if they are in the jaxpr.
     """
     counter = _Counter(modules, active_shares(jaxpr))
     counter.visit(open_jaxpr(jaxpr), 1, ())
@@ -65,7 +65,7 @@ def count_jaxpr(
 
 
 class _Counter:
-    """Collects products and kernels, equation by equation."""
+    """Collector of products and kernels, equation by equation."""
 
     def __init__(self, modules: Collection[str] | None, shares: dict[int, float]):
         self.modules = modules
@@ -80,14 +80,14 @@ class _Counter:
         }
 
     def work(self) -> Iterable[tuple[str, int, int]]:
-        """Module, FLOPs and bytes of everything collected."""
+        """Yield module, FLOPs and bytes of everything collected."""
         for dot, num_bytes in self.dots:
             yield dot.module, dot.flops, num_bytes * dot.times
         for kernel in self.kernels:
             yield kernel.module, kernel.flops * kernel.times, kernel.bytes * kernel.times
 
     def visit(self, jaxpr: Any, times: int, names: tuple[str, ...]) -> None:
-        """Every equation of a jaxpr that runs so often, within these names."""
+        """Count every equation of a jaxpr that runs `times` times, within these names."""
         for eqn in jaxpr.eqns:
             inner = (*names, *scope_names(eqn.source_info.name_stack))
             self._visit_equation(eqn, times, inner)
@@ -146,7 +146,7 @@ class _Counter:
 
 
 def num_shards(eqn: Any) -> int:
-    """On how many chips the body of a `shard_map` runs, each with its own shard."""
+    """Return on how many chips the body of a `shard_map` runs, each with its own shard."""
     mesh = eqn.params["mesh"]
     axes = eqn.params.get("manual_axes") or mesh.axis_names
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -181,7 +181,7 @@ def _read_dot(eqn: Any, module: str, times: int) -> tuple[Dot, int]:
 
 
 def _read_ragged_dot(eqn: Any, module: str, times: int) -> tuple[Dot, int]:
-    """Each row meets one group only, so the groups do not multiply the work."""
+    """Count a ragged product: each row meets one group only, so groups do not multiply the work."""
     lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
@@ -191,8 +191,10 @@ def _read_ragged_dot(eqn: Any, module: str, times: int) -> tuple[Dot, int]:
 
 
 def _read_convolution(eqn: Any, module: str, times: int) -> tuple[Dot, int]:
-    """Positions that read padding are counted, as a TPU computes them; holes that a transposed
-    convolution puts between its inputs are not.
+    """Count a convolution.
+
+    Positions that read padding are counted, because a TPU computes them. The holes that a
+    transposed convolution puts between its inputs are not.
     """
     rhs, out = eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     channels = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
@@ -205,7 +207,7 @@ def _read_convolution(eqn: Any, module: str, times: int) -> tuple[Dot, int]:
 
 
 class _Scores:
-    """Finds arrays of the size of attention scores, outside of kernels."""
+    """Finder of arrays of the size of attention scores, outside of kernels."""
 
     def __init__(self, counter: _Counter, size: int):
         self.modules = counter.modules
@@ -220,7 +222,7 @@ class _Scores:
         self.found: dict[tuple[Any, ...], ScoreArray] = {}
 
     def visit(self, jaxpr: Any, names: tuple[str, ...]) -> None:
-        """Every equation of a jaxpr."""
+        """Look at the results of every equation of a jaxpr."""
         for eqn in jaxpr.eqns:
             inner = (*names, *scope_names(eqn.source_info.name_stack))
             if eqn.primitive.name == PALLAS:
@@ -243,12 +245,12 @@ class _Scores:
     def _is_score(self, shape: tuple[int, ...], dtype: Any) -> bool:
         if tuple(shape[-2:]) in self.pairs:
             return True
-        # A mask of its own, which no product has met (yet): as large in both dims, and boolean.
+        # A mask that no product has met (yet): boolean, and as large in both dims.
         return str(dtype) == "bool" and shape[-1] == shape[-2] >= self.size
 
 
 def _constants(jaxpr: Any) -> tuple[Constant, ...]:
-    """Literals of a closed jaxpr and of those within it, each once, the largest first."""
+    """Return the literals of a jaxpr and of those within it, each once, the largest first."""
     arrays: dict[int, Any] = {}
     pending = [jaxpr]
     while pending:

@@ -1,4 +1,4 @@
-"""What a compiled program does on one chip, read from its text (HLO after optimisation)."""
+"""The work of a compiled program on one chip, read from its text (HLO after optimisation)."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from tpuport.sharding.hlo_text import Array, Computation, Instruction, Program, 
 
 PALLAS_TARGET = "tpu_custom_call"
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-# Results that are other instructions' memory, or none.
+# Opcodes whose results alias other instructions' memory, or have none.
 _NO_BUFFER = {
     *("tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier"),
     *("optimization-barrier", "after-all", "partition-id", "replica-id", "domain", "async-start"),
@@ -23,7 +23,7 @@ _NUM_BUFFERS = 200
 
 
 def read_compiled(text: str, *, modules: Collection[str] | None = None) -> CompiledCost:
-    """Count what a compiled program does on one chip.
+    """Count the work of a compiled program on one chip.
 
     Args:
         text: `compiled.as_text()`.
@@ -54,7 +54,7 @@ def read_compiled(text: str, *, modules: Collection[str] | None = None) -> Compi
 
 
 class _Reader:
-    """Collects, computation by computation."""
+    """Collector of work and buffers, computation by computation."""
 
     def __init__(self, program: Program, runs: Runs, modules: Collection[str] | None):
         self.program = program
@@ -70,7 +70,7 @@ class _Reader:
         self.unknown: list[str] = []
 
     def read(self, computation: Computation, times: int) -> None:
-        """One computation that runs so often."""
+        """Read one computation that runs `times` times."""
         fused = computation.name in self.runs.fused
         for one in computation.instructions.values():
             self._read_work(computation, one, times)
@@ -170,7 +170,7 @@ def _is_kernel(one: Instruction) -> bool:
 
 
 def group_size(attributes: str) -> int | None:
-    """How many chips take part in a collective, from its attributes; None if they do not say."""
+    """Return how many chips take part in a collective; None if its attributes do not say."""
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
     if listed:
         return len(listed[1].split(","))
@@ -190,6 +190,6 @@ def _axes(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _axis_size(name: str, sizes: dict[str, int]) -> int:
-    """An axis, or a part of one such as `'x':(2)4`, whose size is 4."""
+    """Return the size of an axis, or of a part of one, such as 4 for `'x':(2)4`."""
     part = re.search(r":\(\d+\)(\d+)", name)
     return int(part[1]) if part else sizes[name.strip().strip("'")]

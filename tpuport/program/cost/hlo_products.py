@@ -1,7 +1,7 @@
 """FLOPs of the products of a compiled program.
 
-On a TPU a `dot` has become a `convolution`, with its batch dims among the spatial ones, so those
-are counted by the pairs of positions that meet in them. Source: openxla.org/xla,
+On a TPU a `dot` has become a `convolution` with its batch dims among the spatial ones. So spatial
+dims are counted by the pairs of positions that meet in them. Source: openxla.org/xla,
 `HloCostAnalysis::HandleConvolution`.
 """
 
@@ -28,10 +28,10 @@ class _Window:
 
 
 def product_flops(computation: Computation, one: Instruction) -> int | None:
-    """FLOPs of one run of a dot or convolution; None of other instructions.
+    """Return the FLOPs of one run of a dot or convolution, None for other instructions.
 
     Raises:
-        ValueError: the text lacks what they depend on.
+        ValueError: the text lacks a shape or dims that they depend on.
     """
     if one.opcode == "dot":
         return _dot_flops(computation, one)
@@ -99,7 +99,7 @@ def _windows(one: Instruction, num: int) -> list[_Window]:
 
 
 def _meeting(size: int, kernel: int, out: int, window: _Window) -> int:
-    """Pairs of an output position and a kernel position that read an element and no padding."""
+    """Count pairs of an output position and a kernel position that read an element, not padding."""
     if kernel == 1 and window.pad == 0 and window.lhs_dilate == 1:
         return out
     ends = np.arange(out) * window.stride - window.pad, np.arange(kernel) * window.rhs_dilate

@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs: loops by their trip counts."""
+"""Run counts of a compiled program's computations: loops by their trip counts."""
 
 import re
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from tpuport.sharding.hlo_text import Computation, Instruction, Program
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation")
-# Each is the end of an asynchronous operation, whose start was counted.
+# Each ends an asynchronous operation, which is counted at its start.
 _ENDS = ("-done", "-update")
 
 
@@ -16,9 +16,9 @@ class Runs:
     """Runs of each computation in one run of the program.
 
     Args:
-        times: by the computation's name; what is never reached is not in it.
+        times: number of runs by the computation's name, without computations never reached.
         fused: names of computations that run within one kernel: their results are no buffers.
-        unknown: what had to be assumed, in sentences.
+        unknown: assumptions that had to be made, in sentences.
     """
 
     times: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Runs:
 
 
 def count_runs(program: Program) -> Runs:
-    """How often each computation of a program runs."""
+    """Count how often each computation of a program runs."""
     runs = Runs()
     _visit(program, program.entry, 1, False, runs)
     return runs
@@ -61,10 +61,10 @@ def _enter(program: Program, name: str, times: int, fused: bool, runs: Runs) -> 
 
 
 def _trip_count(program: Program, outer: Computation, loop: Instruction, runs: Runs) -> int | None:
-    """Said by XLA, or read from a condition that compares a counter with a constant.
+    """Return a loop's trip count: XLA's own, or one from a condition that compares a counter.
 
-    A counter does not always count by one: where a product overlaps with the gathering of its
-    operand, libtpu's loop makes two rounds in one.
+    A counter does not always count by one: if a product overlaps with the gathering of its operand,
+    libtpu's loop runs two rounds in one.
     """
     known = _TRIPS.search(loop.attributes)
     if known:
@@ -86,9 +86,9 @@ def _trip_count(program: Program, outer: Computation, loop: Instruction, runs: R
 def _compared(
     program: Program, condition: Computation | None
 ) -> list[tuple[Computation, str]] | None:
-    """Both sides of the "less than" that a condition is, each with where it is.
+    """Return both sides of a condition's "less than", each with the computation that holds it.
 
-    The comparison may be fused; then what the fusion takes stands for its parameters.
+    The comparison may be fused. The fusion's operands then replace its parameters.
     """
     root = condition.root if condition else None
     if condition is None or root is None:
@@ -108,7 +108,7 @@ def _compared(
 
 
 def _carried(where: Computation, name: str) -> int | None:
-    """Which of the values that a loop carries this is; None if it is something else."""
+    """Return the index of this value among those that a loop carries; None if it is not carried."""
     source = _behind_copies(where, name)
     if source is None or source.opcode != "get-tuple-element":
         return None
@@ -117,7 +117,7 @@ def _carried(where: Computation, name: str) -> int | None:
 
 
 def _value(outer: Computation, loop: Instruction, where: Computation, name: str) -> int | None:
-    """A number in a condition: a constant, or one that the loop started with."""
+    """Read a number in a condition: a constant, or one that the loop started with."""
     index = _carried(where, name)
     if index is None:
         return _constant(where, name)
@@ -128,7 +128,7 @@ def _value(outer: Computation, loop: Instruction, where: Computation, name: str)
 
 
 def _step(program: Program, loop: Instruction, index: int) -> int | None:
-    """By how much a round increases a value that the loop carries; None if that is not clear."""
+    """Return by how much a round increases a value that the loop carries; None if unclear."""
     body = program.computations.get((loop.called("body") or [""])[0])
     if body is None or body.root is None or body.root.opcode != "tuple":
         return None

@@ -1,8 +1,8 @@
 """Bytes that the instructions of a compiled program read from memory and write to it.
 
-As XLA counts "bytes accessed" (`HloCostAnalysis`), with two differences: loops count as often as
-they run, and what stays on the chip does not count. Of an array that is only sliced, the slices are
-read; of one that is updated in place, the update is written.
+They are counted as XLA counts "bytes accessed" (`HloCostAnalysis`), with two differences: loops
+count as often as they run, and arrays that stay on the chip do not count. An array that is only
+sliced counts as its slices; one that is updated in place counts as the update.
 """
 
 from tpuport.sharding.collectives import collective_kind
@@ -10,13 +10,13 @@ from tpuport.sharding.hlo_text import Array, Computation, Instruction, Program
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATE = "dynamic-update-slice"
-# A fusion that moves a collective on by a step, beside its own work. What the collective moves
-# counts where it starts and ends.
+# A fusion that advances a collective by a step, in addition to its own work. The bytes that the
+# collective moves count where it starts and ends.
 _STEP = "async_collective_fusion"
 
 
 def traffic(program: Program, computation: Computation, one: Instruction) -> int:
-    """Bytes that one run of an instruction reads from memory and writes to it, not on the chip."""
+    """Return the bytes of HBM that one run of an instruction reads and writes."""
     inner = _fused(program, one)
     read = sum(_read(program, computation, one, place, inner) for place in range(len(one.operands)))
     return read + _written(computation, one, inner)
@@ -57,7 +57,7 @@ def _parameter(inner: Computation, place: int) -> Instruction | None:
 
 
 def _part(program: Program, inner: Computation, source: Instruction) -> int | None:
-    """Bytes of it that its users read; None if some user reads all of it."""
+    """Return the bytes of `source` that its users read; None if some user reads all of it."""
     total = 0
     for user in inner.instructions.values():
         for place, name in enumerate(user.operands):
@@ -71,8 +71,8 @@ def _part(program: Program, inner: Computation, source: Instruction) -> int | No
 
 
 def _used(program: Program, computation: Computation, user: Instruction, place: int) -> int | None:
-    """Bytes that one user reads of its operand; None for all of it."""
-    # Also one that goes on beside other work, such as `slice-start`.
+    """Return the bytes that one user reads of its operand; None for all of it."""
+    # Asynchronous slices too, such as `slice-start`.
     if user.opcode.removesuffix("-start") in _SLICES and place == 0:
         return sum(array.bytes for array in user.results)
     if user.opcode == _UPDATE and place == 0:
@@ -88,7 +88,7 @@ def _used(program: Program, computation: Computation, user: Instruction, place: 
 
 
 def _only_steps(where: Computation, one: Instruction) -> bool:
-    """Whether this is a collective on its way, or an array that is handed on to it."""
+    """Return whether this is a collective under way, or an array that is only passed on to it."""
     if not where.name.startswith(_STEP):
         return False
     return one.opcode in ("parameter", "tuple") or collective_kind(one.opcode) is not None
@@ -114,7 +114,7 @@ def _written(computation: Computation, one: Instruction, inner: Computation | No
 
 
 def _updated(where: Computation, part: Instruction | None) -> int | None:
-    """Bytes of the update, if this is an array that is updated in place."""
+    """Return the bytes of the update if this array is updated in place, else None."""
     while part is not None and part.opcode == "bitcast" and part.operands:
         part = where.instructions.get(part.operands[0])
     if part is None or part.opcode != _UPDATE:

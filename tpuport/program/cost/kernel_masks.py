@@ -1,7 +1,7 @@
-"""Which share of its grid a splash kernel computes, where the jaxpr has its mask as a constant.
+"""The share of its grid that a splash kernel computes, if its mask is a constant of the jaxpr.
 
-Splash's second operand, `block_mask` of its `MaskInfo`, says of each step what it meets: 0 nothing,
-which it skips, 1 a block to be masked, 2 one that is seen whole. Source:
+Splash's second operand, `block_mask` of its `MaskInfo`, classifies each step: 0 for one to skip, 1
+for a block to mask, 2 for a block that is seen completely. Source:
 jax/experimental/pallas/ops/tpu/splash_attention/splash_attention_mask_info.py.
 """
 
@@ -13,7 +13,7 @@ from jax.extend import core
 
 from tpuport.program.cost.walking import PALLAS, inner_jaxprs, open_jaxpr
 
-# What hands an array on as it is.
+# Primitives that pass an array on with its values unchanged.
 _SAME = ("convert_element_type", "copy", "copy_p", "device_put", "sharding_constraint")
 _BLOCK_MASK = 1
 
@@ -21,10 +21,10 @@ _Known = dict[Any, np.ndarray]
 
 
 def active_shares(jaxpr: Any) -> dict[int, float]:
-    """The share of steps that are not skipped, by `id` of the `pallas_call` equation.
+    """Return the share of steps that are not skipped, by `id` of the `pallas_call` equation.
 
-    Kernels other than splash's are not in it, nor those whose mask is worked out when the program
-    runs, nor one that is called with several.
+    Left out are kernels other than splash's, those whose mask is computed at run time, and those
+    called with several masks.
     """
     found: dict[int, set[float | None]] = {}
     for eqn, share in _walk(jaxpr, {}):
@@ -45,7 +45,7 @@ def _constants(jaxpr: Any) -> _Known:
 
 
 def _walk(jaxpr: Any, known: _Known) -> Iterator[tuple[Any, float | None]]:
-    """Each splash call with its share, None where that is not known."""
+    """Yield each splash call with its share, None where that is not known."""
     known = {**known, **_constants(jaxpr)}
     for eqn in open_jaxpr(jaxpr).eqns:
         name = eqn.primitive.name
@@ -60,7 +60,7 @@ def _walk(jaxpr: Any, known: _Known) -> Iterator[tuple[Any, float | None]]:
 
 
 def _passed(eqn: Any, inner: Any, known: _Known) -> _Known:
-    """What is known of the inputs of a jaxpr within an equation."""
+    """Return the known values of the inputs of a jaxpr within an equation."""
     operands = list(eqn.invars)
     if eqn.primitive.name == "cond":
         operands = operands[1:]
@@ -71,7 +71,7 @@ def _passed(eqn: Any, inner: Any, known: _Known) -> _Known:
     passed = {}
     for var, operand in zip(inner.invars, operands, strict=False):
         value = _value(operand, known)
-        # Within `shard_map` an array may be a part of what it is outside.
+        # Within `shard_map` an array may be one shard of the value outside.
         if value is not None and value.shape == var.aval.shape:
             passed[var] = value
     return passed

@@ -1,4 +1,4 @@
-"""Pallas calls of a jaxpr: what one computes, what it moves, and how to compile it alone."""
+"""Pallas calls of a jaxpr: the work and transfers of each, and how to compile it alone."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ class KernelCall:
     Args:
         name: the kernel's name.
         grid: its grid.
-        args: shapes of its operands.
+        args: shapes and dtypes of its operands.
         run: the call as a function of its operands.
-        flops: of one call.
+        flops: FLOPs of one call.
         exact: whether the FLOPs are the cost estimate of the kernel's author, or of the steps that
             its mask does not skip; otherwise they are of every step of the grid.
-        products: what the body multiplies at every step of the grid, in FLOP.
-        bytes: its operands and results, each once.
-        step_bytes: what a step of the grid transfers, on average.
+        products: FLOPs of the body's products, summed over every step of the grid.
+        bytes: bytes of its operands and results, each once.
+        step_bytes: bytes that a step of the grid transfers, on average.
         parallel: whether a dim of the grid may be split over the cores of a chip.
         trips: how often each loop in the body that has products runs.
         active: the share of the steps of the grid that are not skipped; None if it is not known.
@@ -47,12 +47,12 @@ class KernelCall:
 
     @property
     def steps(self) -> int:
-        """Steps of the grid of one call."""
+        """Return the steps of the grid of one call."""
         return math.prod(self.grid)
 
 
 def find_calls(jaxpr: Any) -> list[KernelCall]:
-    """Every distinct Pallas call of a jaxpr, at any depth, in the order of the program."""
+    """Return every distinct Pallas call of a jaxpr, at any depth, in the order of the program."""
     found: dict[KernelCall, None] = {}
     _find_calls(open_jaxpr(jaxpr), active_shares(jaxpr), found)
     return list(found)
@@ -68,7 +68,7 @@ def _find_calls(jaxpr: Any, shares: dict[int, float], found: dict[KernelCall, No
 
 
 def read_call(eqn: Any, active: float | None = None) -> KernelCall:
-    """What a `pallas_call` equation says about itself, and which share of its steps computes."""
+    """Describe a `pallas_call` equation; `active` is the share of its steps that compute."""
     params = eqn.params
     mapping = params["grid_mapping"]
     grid = tuple(int(size) for size in mapping.grid)
@@ -95,7 +95,7 @@ def read_call(eqn: Any, active: float | None = None) -> KernelCall:
 
 
 def body_flops(jaxpr: Any) -> int:
-    """Multiplications and additions of the products in a kernel's body, of one step."""
+    """Count multiplications and additions of the products in a kernel's body, for one step."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -111,7 +111,7 @@ def body_flops(jaxpr: Any) -> int:
 
 
 def dot_sizes(lhs: Any, rhs: Any, contracted: Any, batch: Any) -> tuple[int, int, int, int]:
-    """Batch, rows, columns and contraction of a `dot_general`."""
+    """Return batch, rows, columns and contraction of a `dot_general`."""
     num_batch = math.prod(lhs[dim] for dim in batch[0])
     contraction = math.prod(lhs[dim] for dim in contracted[0])
     rows = math.prod(n for d, n in enumerate(lhs) if d not in (*batch[0], *contracted[0]))
@@ -120,7 +120,7 @@ def dot_sizes(lhs: Any, rhs: Any, contracted: Any, batch: Any) -> tuple[int, int
 
 
 def _trips(jaxpr: Any) -> Iterator[int]:
-    """The loops of a body that stay loops and multiply, outermost first."""
+    """Yield trip counts of the loops in a body that stay loops and multiply, outermost first."""
     for eqn in jaxpr.eqns:
         inner = list(sub_jaxprs(eqn))
         if eqn.primitive.name == "scan" and any(body_flops(sub) for sub in inner):
@@ -137,9 +137,9 @@ def _bytes(aval: Any) -> int:
 
 
 def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
-    """What a step transfers of one operand: its block whenever the index of the block changes.
+    """Return a step's transfer of one operand: its block whenever the block's index changes.
 
-    The innermost dim of the grid that the index depends on says how often that is.
+    How often that is follows from the innermost dim of the grid that the index depends on.
     """
     array = block.array_aval
     sizes = [getattr(dim, "block_size", dim) for dim in block.block_shape]
@@ -150,7 +150,7 @@ def _block_bytes(block: Any, grid: tuple[int, ...]) -> float:
 
 
 def _changing_dims(index_map: Any, num_dims: int) -> list[int]:
-    """The dims of the grid that a block's index depends on."""
+    """Return the dims of the grid that a block's index depends on."""
     jaxpr = open_jaxpr(index_map)
     depends: dict[Any, set[int]] = {var: {dim} for dim, var in enumerate(jaxpr.invars[:num_dims])}
     for eqn in jaxpr.eqns:

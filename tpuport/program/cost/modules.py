@@ -1,4 +1,4 @@
-"""Which module an operation belongs to, by the names around it.
+"""The module that an operation belongs to, found by the names around it.
 
 A program whose module calls are wrapped in `jax.named_scope(fqn)` carries the names into its jaxpr
 (`eqn.source_info.name_stack`) and into the metadata of HLO
@@ -8,8 +8,8 @@ A program whose module calls are wrapped in `jax.named_scope(fqn)` carries the n
 import re
 from collections.abc import Collection, Iterable
 
-# What JAX adds: transformations around a name, and parts that are not names of modules (an einsum
-# is called by its formula).
+# Parts that JAX adds: transformations around a name, and parts that are not names of modules (an
+# einsum is named by its formula).
 _AROUND = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\((.*)\)$")
 _STRUCTURE = re.compile(
     r"^(?:p?jit|xla_call|pmap|shmap)\(.*\)$|^(?:while|body|cond|scan|closed_call|checkpoint|remat\d?"
@@ -19,12 +19,12 @@ _STRUCTURE = re.compile(
 
 
 def scope_names(name_stack: object) -> tuple[str, ...]:
-    """The names of a jaxpr equation's name stack, outermost first."""
+    """Return the names of a jaxpr equation's name stack, outermost first."""
     return tuple(_names(str(name_stack).split("/")))
 
 
 def operation_names(op_name: str) -> tuple[str, ...]:
-    """The names in `op_name` of an HLO instruction, without the operation at its end."""
+    """Return the names in `op_name` of an HLO instruction, without the operation at its end."""
     return tuple(_names(op_name.split("/")[:-1]))
 
 
@@ -37,10 +37,10 @@ def _names(parts: Iterable[str]) -> Iterable[str]:
 
 
 def innermost(names: Iterable[str], modules: Collection[str] | None) -> str:
-    """The last name that is a module's, "" if there is none.
+    """Return the last name that is a module's, "" if there is none.
 
     Args:
-        names: outermost first.
-        modules: the names of modules; None takes any.
+        names: names around an operation, outermost first.
+        modules: names of modules; None accepts any name.
     """
     return next((n for n in reversed(tuple(names)) if modules is None or n in modules), "")

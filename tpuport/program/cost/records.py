@@ -1,4 +1,4 @@
-"""What the counting functions return: plain data, in FLOP, bytes and seconds."""
+"""Results of the counting functions: plain data, in FLOP, bytes and seconds."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ class Dot:
         batch: size of the batch dims, multiplied.
         rows: size of the left operand's free dims (of a convolution: batch and positions).
         columns: size of the right operand's free dims (of a convolution: output channels).
-        contraction: size of the contracted dims (of a convolution: what one output reads).
-        times: how often it is run in a step, on all chips together.
+        contraction: size of the contracted dims (of a convolution: the inputs of one output).
+        times: number of runs in a step, on all chips together.
     """
 
     module: str
@@ -34,12 +34,12 @@ class Dot:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of all runs."""
+        """Return the multiplications and additions of all runs."""
         return 2 * self.batch * self.rows * self.columns * self.contraction * self.times
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """The dtypes of both operands."""
+        """Return the dtypes of both operands."""
         return self.lhs_dtype, self.rhs_dtype
 
 
@@ -51,12 +51,12 @@ class Kernel:
         module: the module that it belongs to, "" if none is known.
         name: the kernel's name.
         grid: its grid.
-        flops: of one call: the call's own cost estimate, or what its body multiplies at each step
-            of the grid.
+        flops: FLOPs of one call: the call's own cost estimate, or those of the products in its
+            body at each step of the grid.
         exact: whether the figure is a cost estimate of the kernel's author, or of the steps that a
             constant mask does not skip. Otherwise it is an upper bound: every step is counted.
-        bytes: what one call reads and writes at least, each operand once.
-        times: how often it is run in a step, on all chips together.
+        bytes: fewest bytes that one call reads and writes, each operand once.
+        times: number of runs in a step, on all chips together.
     """
 
     module: str
@@ -69,7 +69,7 @@ class Kernel:
 
     @property
     def steps(self) -> int:
-        """Steps of the grid of one call."""
+        """Return the steps of the grid of one call."""
         return math.prod(self.grid)
 
 
@@ -103,18 +103,18 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class JaxprCost:
-    """What a traced program computes, on all chips together.
+    """The work of a traced program, on all chips together.
 
     Args:
-        flops: of matrix products, convolutions and kernels.
-        bytes: what these read and write at least, each operand once. Everything else is taken to
-            be fused into them.
-        modules: the same by module.
+        flops: FLOPs of matrix products, convolutions and kernels.
+        bytes: fewest bytes that these read and write, each operand once. Everything else is
+            assumed to be fused into them.
+        modules: FLOPs and bytes by module.
         dots: every matrix product and convolution.
         kernels: every Pallas call.
         constants: literals, the largest first.
         scores: arrays of the size of attention scores.
-        unknown: what could not be counted, in sentences.
+        unknown: work that could not be counted, in sentences.
     """
 
     flops: int
@@ -135,9 +135,9 @@ class Buffer:
         name: the instruction's name.
         opcode: its operation.
         module: the module that it belongs to, "" if none is known.
-        shape: as HLO writes it, with its layout.
-        bytes: of its elements.
-        padded_bytes: with what its tiles add.
+        shape: shape as HLO writes it, with its layout.
+        bytes: size of its elements.
+        padded_bytes: size with the padding of its tiles.
     """
 
     name: str
@@ -155,11 +155,11 @@ class Collective:
     Args:
         kind: `all-gather` and the like.
         module: the module that it belongs to, "" if none is known.
-        bytes: of what one run hands on, on one chip: the operand of a reduce-scatter, the result of
+        bytes: bytes that one run moves, on one chip: the operand of a reduce-scatter, the result of
             the others.
-        group_size: how many chips take part in it.
-        times: how often it is run in a step.
-        operation: the name of the operation in the jaxpr that it was made for.
+        group_size: number of chips that take part in it.
+        times: number of runs in a step.
+        operation: name of the jaxpr's operation that it was made for.
     """
 
     kind: str
@@ -182,24 +182,24 @@ class Custom:
 
 @dataclass(frozen=True)
 class CompiledCost:
-    """What a compiled program does on one chip.
+    """The work of a compiled program on one chip.
 
     Args:
-        dot_flops: of matrix products and convolutions, as the partitioner left them. Work that
-            several chips repeat is in it.
-        collectives: each once, with the number of its runs.
+        dot_flops: FLOPs of matrix products and convolutions after partitioning, including work
+            that several chips repeat.
+        collectives: collectives, each once with the number of its runs.
         copies: results of copies and transposes that change a layout, in HBM or on the chip, and of
             copies within one memory; the most written first.
-        copied_bytes: what those write in a step, padding included.
-        padding_bytes: what tiles add to all arrays in HBM (not all are there at the same time).
+        copied_bytes: bytes that those write in a step, padding included.
+        padding_bytes: padding of tiles in all arrays in HBM (not all are live at the same time).
         buffers: arrays in HBM, the largest first.
         kernels: the calls of Pallas kernels.
-        dot_flops_by_module: `dot_flops`, the most first.
-        estimated_cycles: XLA's own estimate for what it scheduled on a TPU, loops by their trip
-            counts. Kernels and collectives are not in it. 0 where the text has none, as on a CPU.
-        hbm_bytes: read from memory and written to it by everything but kernels, loops by their trip
-            counts. What stays in a TPU's on-chip memory is not in it.
-        unknown: what could not be counted, in sentences.
+        dot_flops_by_module: `dot_flops` by module, the most first.
+        estimated_cycles: XLA's own estimate for its schedule on a TPU, loops by their trip counts,
+            without kernels and collectives. 0 where the text has none, as on a CPU.
+        hbm_bytes: bytes read from HBM and written to it by everything but kernels, loops by their
+            trip counts. Arrays that stay in a TPU's on-chip memory are left out.
+        unknown: work that could not be counted, in sentences.
     """
 
     dot_flops: int
@@ -215,7 +215,7 @@ class CompiledCost:
     unknown: tuple[str, ...] = ()
 
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that a chip hands on in a step, by kind of collective."""
+        """Return the bytes that a chip moves in a step, by kind of collective."""
         found: dict[str, int] = {}
         for one in self.collectives:
             found[one.kind] = found.get(one.kind, 0) + one.bytes * one.times
@@ -224,7 +224,7 @@ class CompiledCost:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of an estimate: its seconds, and how they were found."""
+    """One part of an estimate: its seconds, and how they were computed."""
 
     name: str
     seconds: float
@@ -233,11 +233,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A time for one step, and what it takes for granted.
+    """The estimated time of one step, and its assumptions.
 
     Args:
-        parts: dense, hbm, collectives, kernels.
-        assumptions: in sentences.
+        parts: the parts dense, hbm, collectives and kernels.
+        assumptions: assumptions of the estimate, in sentences.
     """
 
     parts: tuple[Part, ...]
@@ -245,5 +245,5 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of one step: the parts one after another."""
+        """Return the seconds of one step: its parts in sequence."""
         return sum(part.seconds for part in self.parts)

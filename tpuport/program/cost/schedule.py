@@ -1,10 +1,10 @@
-"""How long a Pallas kernel takes, from the schedule that libtpu makes when it compiles it.
+"""The time of a Pallas kernel, from the schedule that libtpu makes when it compiles it.
 
 No TPU is needed and nothing is run. A bundle takes one cycle if nothing stalls, so these are lower
 bounds of a kernel whose data arrives in time; a step of the grid never takes less than its
-transfers from HBM do. libtpu writes schedules only if it is told to when it is loaded, and with
-them every pass of every kernel (some hundred MB), so each kernel is compiled alone in a process of
-its own.
+transfers from HBM do. libtpu writes schedules only if it is told to when it is loaded, and then it
+writes every pass of every kernel (some hundred MB). So each kernel is compiled alone in a process
+of its own.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from tpuport.program.cost.chips import Chip, chip_of
 # The smallest slice of each chip that libtpu describes.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _BUNDLES = "-final_bundles.txt"
-# Kernels at a time: the schedules of each take some hundred MB of disk while they are read.
+# Kernels compiled at a time: each one's schedules take some hundred MB of disk while they are read.
 _AT_ONCE = 4
 
 
@@ -41,7 +41,7 @@ class KernelCompileError(TpuportError):
 
 
 class UnknownTripsError(UsageError):
-    """A loop in a kernel's schedule, often one of libtpu's own, of which nothing says the trips."""
+    """A loop in a kernel's schedule, often one of libtpu's own, has an unknown trip count."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class KernelSchedule:
         grid: its grid.
         bundles: its instructions.
         parallel: whether a dim of the grid may be split over the cores of a chip.
-        step_bytes: what one step of the grid reads from HBM and writes to it.
-        trips: how often each loop within a step runs, in the order of the schedule.
-        flops: of one call in which no step is skipped.
-        active: the share of the steps in which its matrix products are run; the others are skipped,
-            as a causal mask does with blocks above the diagonal. None if it is not known.
+        step_bytes: bytes that one step of the grid reads from HBM and writes to it.
+        trips: trip count of each loop within a step, in the order of the schedule.
+        flops: FLOPs of one call in which no step is skipped.
+        active: share of the steps that run their matrix products; the others are skipped, as a
+            causal mask skips blocks above the diagonal. None if it is not known.
     """
 
     name: str
@@ -73,25 +73,25 @@ class KernelSchedule:
 
     @property
     def steps(self) -> int:
-        """Steps of the grid of one call."""
+        """Return the steps of the grid of one call."""
         return math.prod(self.grid)
 
     @property
     def step(self) -> Span:
-        """The loop over the grid; of a kernel without one, everything."""
-        # On a chip of two cores the loop stands in what the second one may skip.
+        """Return the loop over the grid; for a kernel without one, all bundles."""
+        # On a chip of two cores the loop is nested in a span that the second core may skip.
         loops = [span for span in self.bundles.whole.walk() if span.is_loop]
         if self.steps == 1 or not loops:
             return self.bundles.whole
         return max(loops, key=lambda span: (span.products, len(span)))
 
     def cycles_a_step(self, active: float | None = None, row_steps: int | None = None) -> float:
-        """Bundles of one step of the grid, on average.
+        """Return the bundles of one step of the grid, on average.
 
         Args:
-            active: in place of the kernel's own, which counts as 1 if it is not known.
-            row_steps: after how many steps the parts without matrix products run that a jump can
-                skip (such as `pl.when(j == 0)`). Default: the grid's innermost dim.
+            active: active share instead of the kernel's own; an unknown one counts as 1.
+            row_steps: period, in steps, of the parts without matrix products that a jump can skip
+                (such as `pl.when(j == 0)`). Default: the grid's innermost dim.
         """
         active = self._active(active)
         row_steps = row_steps or (self.grid[-1] if self.grid else 1)
@@ -124,11 +124,11 @@ class KernelSchedule:
         return total * times
 
     def seconds(self, active: float | None = None, row_steps: int | None = None) -> float:
-        """Of one call; the arguments are those of `cycles_a_step`.
+        """Return the time of one call; the arguments are those of `cycles_a_step`.
 
-        That is what its bundles take, or its transfers, or its products at the peak of the matrix
-        units, whichever takes the longest: before v6e a bundle can start more products than a cycle
-        completes.
+        It is the longest of three times: its bundles, its transfers, and its products at the peak
+        of the matrix units. The last one matters before v6e, where a bundle can start more products
+        than a cycle completes.
         """
         active = self._active(active)
         cycles = self.cycles_a_step(active, row_steps)
@@ -147,18 +147,18 @@ def schedule_function(
     *,
     timeout: float = 600.0,
 ) -> dict[str, Bundles]:
-    """The schedule of each Pallas kernel that a function calls, by kernel name.
+    """Compile a function and return the schedule of each Pallas kernel in it, by kernel name.
 
     Args:
-        function: what to compile, by itself, for one chip.
+        function: function to compile, by itself, for one chip.
         args: shapes of its arguments.
-        chip: as for `chip_of`.
+        chip: chip's name, as for `chip_of`.
         timeout: seconds to wait for libtpu.
 
     Raises:
         MissingExtraError: libtpu is not installed.
-        KernelCompileError: it cannot compile it, with its own reason.
-        ScheduleFormatError: it writes schedules in a form that is not known.
+        KernelCompileError: libtpu cannot compile it, with its own reason.
+        ScheduleFormatError: libtpu writes schedules in an unknown form.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise MissingExtraError("the time of a kernel", "libtpu", "tpu")
@@ -167,7 +167,8 @@ def schedule_function(
         exported = jax.export.export(jax.jit(function), platforms=["tpu"])(*args)
     with tempfile.TemporaryDirectory(prefix="tpuport-schedule-") as folder:
         program = Path(folder, "program")
-        # Its own serialisation needs flatbuffers; gradients of it are not needed.
+        # Pickled, because jax.export's own serialisation needs flatbuffers. Gradients, which do
+        # not pickle, are not needed.
         program.write_bytes(pickle.dumps(dataclasses.replace(exported, _get_vjp=None)))
         dump = Path(folder, "dump")
         _compile(program, _SLICES[facts.name], dump, timeout)
@@ -193,7 +194,7 @@ def _compile(program: Path, topology: str, dump: Path, timeout: float) -> None:
         TPU_SKIP_MDS_QUERY="1",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-        # What the user's own options say about compiling holds here, too.
+        # The user's own options are kept: they change how kernels are compiled.
         LIBTPU_INIT_ARGS=f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={dump}"
         " --xla_jf_dump_llo_text=true".strip(),
     )
@@ -215,7 +216,7 @@ def _compile(program: Path, topology: str, dump: Path, timeout: float) -> None:
 
 
 def _reason(stderr: str) -> str:
-    """The last exception's message, which may have several lines."""
+    """Return the last exception's message, which may have several lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     starts = [at for at, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
     said = lines[starts[-1] :] if starts else lines[-3:]
@@ -223,24 +224,24 @@ def _reason(stderr: str) -> str:
 
 
 def _kernel_name(file: str) -> str:
-    """`1795-splash_mha_fwd.1-72-final_bundles.txt` -> `splash_mha_fwd`."""
+    """Read a kernel's name: `1795-splash_mha_fwd.1-72-final_bundles.txt` -> `splash_mha_fwd`."""
     return file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0].rpartition(".")[0]
 
 
 def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[str, KernelSchedule]:
-    """The schedule of every Pallas call of a traced program, by kernel name.
+    """Return the schedule of every Pallas call of a traced program, by kernel name.
 
-    Calls of the same name, grid and shapes are compiled once; where one name has several, the later
-    ones are called `name (2)` and so on.
+    Calls of the same name, grid and shapes are compiled once. If several calls share a name, the
+    later ones are called `name (2)` and so on.
 
     Args:
         jaxpr: a closed jaxpr; calls are found at any depth.
-        chip: as for `chip_of`.
+        chip: chip's name, as for `chip_of`.
         timeout: seconds to wait for libtpu, for each kernel.
 
     Raises:
         MissingExtraError: libtpu is not installed.
-        KernelCompileError: it cannot compile a kernel, with its own reason.
+        KernelCompileError: libtpu cannot compile a kernel, with its own reason.
     """
     from tpuport.program.cost.kernels import find_calls
 
@@ -251,7 +252,7 @@ def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[s
             count += 1
             key = f"{call.name} ({count})"
         calls[key] = call
-    # libtpu works in processes of their own, on one core each.
+    # Threads suffice: each one waits for a process in which libtpu works on one core.
     with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
         waiting = {
             key: pool.submit(schedule_call, call, chip, timeout=timeout)
@@ -264,7 +265,7 @@ def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[s
 
 
 def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSchedule:
-    """The schedule of one Pallas call, a `kernels.KernelCall`; errors as of `schedule_kernels`."""
+    """Return the schedule of one `kernels.KernelCall`; errors as in `schedule_kernels`."""
     schedules = schedule_function(call.run, call.args, chip, timeout=timeout)
     return KernelSchedule(
         call.name,

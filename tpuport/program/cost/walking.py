@@ -1,4 +1,4 @@
-"""Jaxprs within jaxprs."""
+"""Traversal of the jaxprs within jaxprs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ PALLAS = "pallas_call"
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters, closed or not."""
+    """Yield the jaxprs among an equation's parameters, closed or not."""
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, core.Jaxpr | core.ClosedJaxpr):
@@ -17,10 +17,10 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """The same, opened."""
+    """Return the jaxprs among an equation's parameters, opened."""
     return map(open_jaxpr, inner_jaxprs(eqn))
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr of a closed one, or itself."""
+    """Return the jaxpr of a closed one, or an open one itself."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
