@@ -1,6 +1,6 @@
-"""Where a program's values are put on a mesh: what `tpuport.sharding` gives a ported model.
+"""The interface through which `tpuport.sharding` places a program's values on a mesh.
 
-Spreading never changes a value, so nothing here is part of what a program means.
+Placement never changes a value, so it is not part of a program's semantics.
 """
 
 from typing import Any, Protocol
@@ -13,83 +13,83 @@ from tpuport.model.trace import Trace
 
 
 class Placement(Protocol):
-    """Where the state, arguments and activations of a ported model go."""
+    """The placement of a ported model's state, arguments and activations."""
 
     @property
     def constrains(self) -> bool:
-        """Whether any activation has a place."""
+        """Return whether any activation has a sharding constraint."""
         ...
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices, by axis."""
+        """Return the mesh, or None if there is none."""
         ...
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "tpu"."""
+        """Return the platform of the devices: "cpu", "tpu"."""
         ...
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
-        """The arguments of a call, put on the mesh."""
+        """Return the arguments of a call, placed on the mesh."""
         ...
 
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Large constants of a program, put on the mesh."""
+        """Return a program's large constants, placed on the mesh."""
         ...
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The state that a program leaves, kept where the state before it was."""
+        """Return the state after a program, sharded as the state before it was."""
         ...
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """One input or output of a module (`side`), with its place as a constraint."""
+        """Return one input or output (`side`) of a module with its sharding constraint."""
         ...
 
     def spec(self, module: str, side: str, ndim: int) -> Any:
-        """Which place `activation` gives a value with so many dims."""
+        """Return the spec that `activation` gives a value with `ndim` dims."""
         ...
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> Any:
-        """The sharding of one parameter or buffer."""
+        """Return the sharding of one parameter or buffer."""
         ...
 
 
 class Nowhere:
-    """No mesh: jax puts everything on its default device."""
+    """The placement without a mesh: jax puts everything on its default device."""
 
     constrains = False
     mesh = None
 
     @property
     def platform(self) -> str:
-        """What jax uses by default."""
+        """Return jax's default backend."""
         return jax.default_backend()
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
-        """As they are."""
+        """Return the arguments unchanged."""
         del paths
         return values
 
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
-        """As they are."""
+        """Return the constants unchanged."""
         return values
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """As it is."""
+        """Return the state unchanged."""
         return values
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """As it is."""
+        """Return the value unchanged."""
         del module, side
         return value
 
     def spec(self, module: str, side: str, ndim: int) -> None:
-        """None: it gives none."""
+        """Return None: there are no specs."""
         del module, side, ndim
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> None:
-        """Where jax puts it."""
+        """Return None: jax decides where the value is put."""
         del name, struct
 
 
@@ -97,10 +97,10 @@ NOWHERE = Nowhere()
 
 
 def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
-    """Give the tensors in the inputs or outputs of a module their places, as they are.
+    """Add sharding constraints to the tensors in a module's inputs or outputs, in place.
 
-    Tensors keep their identity, so aliases, views and containers stay what they were: only the
-    value that a tensor is next read as is replaced by the same value with a constraint.
+    Tensors keep their identity, so aliases, views and containers stay valid. Only the value that
+    is read from a tensor next is replaced, by the same value with a constraint.
     """
     assert trace.placement is not None
     leaves, _ = structure.flatten(value)
@@ -114,8 +114,8 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
         if after is before:
             continue
         storage = leaf._storage
-        # Views of it see the constraint too, unless the storage outlives the stretch of the trace
-        # in which the constraint is: its value must not be of that stretch.
+        # Views must see the constraint too, so the storage's value is replaced where that is safe.
+        # A storage that outlives the nested trace must not hold a tracer of that trace.
         inside = all(storage.serial in effects.created for effects in trace.effects)
         if not leaf._chain and storage.serial >= trace.first_serial and inside:
             storage.value = after
