@@ -37,7 +37,7 @@ class SavedReport(ABC):
         A reader sees the old file or the complete new one, never a part.
 
         Raises:
-            UsageError: The suffix is another one.
+            UsageError: The suffix is none of these.
             OSError: The file cannot be written; the existing file is kept.
         """
         path = Path(path)

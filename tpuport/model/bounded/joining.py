@@ -1,4 +1,4 @@
-"""Rows put together: concatenation and padding by data-dependent amounts."""
+"""Concatenation, and padding by data-dependent amounts."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def compacted(keep: jax.Array, bound: int) -> jax.Array:
-    """int32[bound]: positions of the True elements of `keep` (flat) in order; past them, zero."""
+    """Return int32[bound]: positions of the True elements of `keep` (flat) in order, then zeros."""
     flat = keep.reshape(-1)
     target = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, bound)
     return (
