@@ -1,4 +1,4 @@
-"""What the backward pass keeps, recomputes or offloads to the host, by module.
+"""Remat policies: which forward values are kept, recomputed or offloaded, by module.
 
 A module with a policy runs under `jax.checkpoint`: its values, its random numbers and the state
 that it changes are those of a plain call.

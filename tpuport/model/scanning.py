@@ -120,5 +120,5 @@ def _refused(what: str) -> Exception:
     return port_error(
         f"the body of a scan {what}",
         code="TPU104",
-        remedy="give back what changes as part of what is carried, in the same shapes and dtypes",
+        remedy="return what changes as part of the carry, in the same shapes and dtypes",
     )

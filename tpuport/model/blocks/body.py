@@ -110,7 +110,7 @@ def _trace_once(
             closed, shape = jax.make_jaxpr(body, return_shape=True)(*inputs)
         _check_pure(trace, member, before, result, closed.consts)
         if outside.tells_memory and given.has_views:
-            raise NotPure("it may ask where an argument lies in memory, which is a view")
+            raise NotPure("it may ask where an argument that is a view is stored in memory")
     finally:
         # A block that was not pure may have left tracers of a trace that has ended.
         trace.promoted.clear()
@@ -148,7 +148,7 @@ def _outside_of(member: Member, given: Arguments) -> Outside:
     outside = Outside((m for _, m in member.modules), statics, _call.__code__)
     if outside.iterator is not None:
         name = name_of(outside.iterator, outside.noted)
-        raise NotPure(f"it reads {name}, and what that gives next cannot be seen")
+        raise NotPure(f"it reads {name}, whose next value cannot be known")
     return outside
 
 

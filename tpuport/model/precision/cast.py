@@ -138,7 +138,7 @@ def _converted(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     made = value.astype(target)
     if bool(jnp.any(jnp.isinf(made) & jnp.isfinite(value))):
         raise UsageError(
-            f"{name!r} has a value that does not fit in {_short(dtype)}; keep it as it is:"
+            f"{name!r} has a value that does not fit in {_short(dtype)}; keep its dtype:"
             f" DtypePolicy(dtypes={{{name!r}: None}})"
         )
     return made
