@@ -27,6 +27,7 @@ class OpInfo:
     aliases: bool
 
 
+# In-place ops whose functional form has another name or overload than their own.
 RENAMED = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,

@@ -63,6 +63,7 @@ class Sides:
         self.operands = operands
         self.originals, _ = structure.flatten(operands, leaf=_is_tensor)
         self.environment = torchax.default_env()
+        # Sides draw from this key, because the environment's own would become an inner tracer.
         self.key = jax.random.fold_in(self.environment.prng_key, 1)
         self.seen = [self._seen(function) for function in self.functions]
         self.kinds = self._common_kinds()

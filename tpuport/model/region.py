@@ -55,6 +55,7 @@ class Body:
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
         values += [jnp.asarray(stream.count) for stream in self.streams]
         after = [s.value for s, _, _ in self.written]
+        # Written storages outlive the body, and its tracers must not leak through them.
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after

@@ -111,7 +111,7 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
     if report.attention:
         body = join(_item(fmt.attention(a), "", fmt.attention_detail(a)) for a in report.attention)
         summary = plural(len(report.attention), "sort of attention")
-        yield "attention", "What attention is computed by", summary, body
+        yield "attention", "Attention kernels", summary, body
     if report.blocks:
         body = join(_item(fmt.blocks(b), "", fmt.blocks_detail(b)) for b in report.blocks)
         summary = f"{plural(len(report.blocks), 'set')} of blocks that are alike"
@@ -122,7 +122,7 @@ def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]
     if report.retraces:
         body = join(_retrace(retrace) for retrace in report.retraces)
         summary = plural(len(report.retraces), "retrace")
-        yield "retraces", "What made it compile again", summary, body
+        yield "retraces", "Causes of retraces", summary, body
     if report.constants:
         total = fmt.size(sum(c.bytes for c in report.constants))
         title = "Constants passed as arguments"

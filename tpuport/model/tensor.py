@@ -90,7 +90,7 @@ class TracedTensor(backend.TorchaxTensor):
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
             device="cpu",  # pyright: ignore[reportArgumentType]  (torch takes a name)
-            requires_grad=False,
+            requires_grad=False,  # jax differentiates, so torch must record nothing
         )
 
     def __init__(

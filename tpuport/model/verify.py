@@ -136,6 +136,7 @@ class Verifier:
             out: Any = None
             # Most models draw no random numbers: try without the mode that supplies them first.
             modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
+            # A generator among the arguments needs the mode in any case.
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported._eager(), trainable=trainable)

@@ -31,6 +31,7 @@ def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tens
         raise TypeError(msg)
     value = _fit(value, target)
     if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
+        # Autograd does not see a write under no_grad(): the gradient is still the old value's.
         value = replace_value(target._elem, value)
     elif frozen is False:
         target._frozen = False

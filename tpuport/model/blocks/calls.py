@@ -154,9 +154,7 @@ class BlockCalls:
         # Its attributes are not hidden here: code can detect a hidden one without reading it.
         if not self._traced(member, given, run, withhold=False).is_like(entry):
             first = member.family.members[0].fqn
-            raise self._apart(
-                member, f"it computes something else than {first}, for no recorded reason"
-            )
+            raise self._apart(member, f"it differs from {first}, for no recorded reason")
 
     def release(self) -> None:
         """Drop what belongs to the trace; the records are kept."""

@@ -45,6 +45,7 @@ class LastCalls:
         following = self.previous + (self.direction or 1) * self.step
         is_last = not 0 <= following < len(self.places)
         self.lasts += is_last
+        # Due at powers of two, so that many rounds cost few checks.
         is_due = is_last and self.lasts & (self.lasts - 1) == 0
         # Blocks that are called in no order are each called once.
         return is_due or self.calls == len(self.places)

@@ -129,6 +129,7 @@ def _places(equations: list[Any], number: int) -> dict[Any, tuple[int, tuple[int
 
 
 _INSIDE, _BEFORE, _OUTSIDE = "inside", "before", "outside"
+# A loop carries results to the next round only.
 _TOO_OLD = ("too old", None)
 
 
@@ -152,6 +153,7 @@ def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) 
     for row, kept in zip(operands, slots, strict=True):
         for (kind, what), seen in zip(row, kept, strict=True):
             earlier = seen[-1]
+            # What later rounds take from the round before, the first one takes from outside.
             if number == 1 and kind == _BEFORE:
                 if earlier[0] != _OUTSIDE:
                     return False

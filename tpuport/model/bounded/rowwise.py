@@ -36,6 +36,7 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+# The growth of a dim in meta runs: a prime, so that the growth of the result shows its factor.
 _PERTURB = 7
 
 

@@ -163,6 +163,7 @@ def _run_loss(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _kernel(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        # Without the guard the op would dispatch to this kernel again.
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             return run(op, args, kwargs)
 
@@ -182,6 +183,7 @@ def _register() -> None:
         }
         ours = torch.library.Library("aten", "IMPL", _BACKEND)
         rest = torch.library.Library("_", "IMPL", _BACKEND)
+        # Ops without a kernel here pass on to the next dispatch key.
         rest.fallback(torch.library.fallthrough_kernel)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
