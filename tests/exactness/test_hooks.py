@@ -142,7 +142,7 @@ def test_hooks_that_are_others_at_each_call_are_refused():
         for call in range(20):
             assert_same(ported(normal(2, 4)), model(normal(2, 4)), f"call {call}", atol=1e-3)
 
-    with pytest.raises(PortError, match=r"hooks of layer are others after every call"):
+    with pytest.raises(PortError, match=r"hooks of layer change on every call"):
         run()
 
 

@@ -99,7 +99,7 @@ def test_python_flag_that_alternates():
 
 def test_python_list_that_grows_is_refused():
     ported = by_tpuport(Recording())
-    message = r"'history'.*changes at every call(.|\n)*What to do: register it as a buffer"
+    message = r"'history'.*changes on every call(.|\n)*What to do: register it as a buffer"
     with pytest.raises(PortError, match=message):
         _ = [ported(normal(4, 3, seed=seed)) for seed in range(8)]
 

@@ -126,7 +126,7 @@ class Cutting(Stack):
 
 def test_a_block_that_asks_where_an_argument_lies():
     record = port(Cutting(AsksWhere))
-    assert "where an argument lies in memory" in record.reason
+    assert "is stored in memory" in record.reason
     assert port(Cutting(Block)).reason is None
 
 

@@ -284,4 +284,4 @@ class SpiedOn(Stack):
 
 def test_the_last_block_is_traced_too_and_compared():
     record = port(SpiedOn(Spies))
-    assert "blocks.4: it does something else than blocks.0" in record.reason
+    assert "blocks.4: it differs from blocks.0" in record.reason

@@ -111,7 +111,7 @@ def test_a_counter_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
 def test_an_iterator_is_named():
     reason = detail(Stack(lambda i: FromGlobal(), 3))
     assert reason == (
-        f"blocks.0: it reads `NUMBERS` of {HERE}, a count, and what that gives next cannot be seen"
+        f"blocks.0: it reads `NUMBERS` of {HERE}, a count, whose next value cannot be known"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the schema of an op says: what it writes, what it aliases, its form without side effects."""
+"""Aliasing facts read from an op's schema: what it writes, what it aliases, its functional form."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpInfo:
-    """What the schema of an op says about aliasing, and where its value comes from."""
+    """The facts about an op that dispatch needs: its aliasing and how its value is computed."""
 
     writes: tuple[tuple[int, str], ...]
     is_random: bool
@@ -27,6 +27,7 @@ class OpInfo:
     aliases: bool
 
 
+# In-place ops whose functional form has another name or overload than their own.
 RENAMED = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.bernoulli_.Tensor: aten.bernoulli.Tensor,
@@ -36,7 +37,8 @@ RENAMED = {
 }
 
 
-# Ops of other ops, which come as they are under inference_mode, without their default arguments.
+# These ops decompose into others. Under inference_mode they arrive undecomposed and without their
+# default arguments, so they must not take the direct lowering.
 _IN_PARTS = {
     *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
     *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
@@ -45,7 +47,7 @@ _IN_PARTS = {
 
 
 def functional_of(func: Any) -> Any:
-    """The op without side effects behind `add_.Tensor` or `add.out`, or None."""
+    """Return the op without side effects behind `add_.Tensor` or `add.out`, or None."""
     if func in RENAMED:
         return RENAMED[func]
     name = func._schema.name.split("::")[1]
@@ -58,8 +60,7 @@ def functional_of(func: Any) -> Any:
         target = getattr(packet, name)
     if target is None:
         return None
-    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor): the arguments do
-    # not.
+    # Overload names differ between the forms (pow_.Tensor, pow.Tensor_Tensor), arguments do not.
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
     for overload in target.overloads():
         candidate = getattr(target, overload)
@@ -72,7 +73,7 @@ def functional_of(func: Any) -> Any:
 
 @functools.cache
 def op_info(func: Any) -> OpInfo:
-    """Facts about an op, worked out once."""
+    """Return the facts about an op, computed once for each op."""
     arguments = func._schema.arguments
     writes = tuple(
         (index, a.name)

@@ -1,4 +1,4 @@
-"""Which outputs of a call share memory with its arguments or with the state of its module."""
+"""Outputs of a call that share memory with its arguments or with the state of its module."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from tpuport.model.tensor import TracedTensor, meta_of
 def output_aliases(
     outcome: Outcome, outputs: list[Any], made: list[Any], state: dict[str, Any]
 ) -> dict[int, Alias]:
-    """Outputs that are arguments, or state that the call leaves as it is, or views of them.
+    """Return which outputs are arguments, unchanged state, or views of these.
 
     Args:
-        outcome: the call's.
-        outputs: its results, taken apart.
-        made: its arguments, taken apart.
-        state: the tensors of the module after it, by name.
+        outcome: The outcome of the call.
+        outputs: The flattened results of the call.
+        made: The flattened arguments of the call.
+        state: The tensors of the module after the call, by name.
     """
     if len(outputs) != len(outcome.out_leaves):
-        return {}  # numbers among them
+        return {}  # some outputs are numbers
     kept = {name: leaf for name, leaf in state.items() if name not in outcome.state}
     owners: dict[int, tuple[int | str, TracedTensor]] = {}
     for of, leaf in (*enumerate(made), *kept.items()):

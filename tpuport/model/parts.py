@@ -1,4 +1,4 @@
-"""Whether a module call that runs now is a part of a program, and not one of its own."""
+"""A thread-local flag: is this module call already inside a program?"""
 
 import contextlib
 import threading
@@ -8,13 +8,13 @@ _LOCAL = threading.local()
 
 
 def is_part_of_program() -> bool:
-    """Whether this thread runs a program, or eager PyTorch beside one."""
+    """Return whether this thread runs a program, or the eager reference run of one."""
     return getattr(_LOCAL, "inside", False)
 
 
 @contextlib.contextmanager
 def part_of_program() -> Iterator[None]:
-    """Module calls of this thread inside the block are parts of a program."""
+    """Mark the module calls of this thread inside the block as parts of a program."""
     before = is_part_of_program()
     _LOCAL.inside = True
     try:

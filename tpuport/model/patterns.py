@@ -1,4 +1,4 @@
-"""Patterns for dotted names: which parameters or modules a rule is about."""
+"""Patterns for dotted names, which select the parameters or modules that a rule applies to."""
 
 import difflib
 import functools
@@ -14,14 +14,14 @@ _SHOWN = 4
 
 @functools.cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, which a whole name has to match.
+    """Return the regular expression of a pattern, which has to match the full name.
 
-    `*` stands for anything within one part of a dotted name, `**` for any number of whole parts,
-    also none: `layers.*.mlp.*_proj.weight`, `**.bias`, `**`. Everything else is literal. After
-    `re:` comes a regular expression instead.
+    `*` matches anything within one part of a dotted name, `**` matches any number of parts,
+    also none: `layers.*.mlp.*_proj.weight`, `**.bias`, `**`. Everything else is literal. A
+    pattern that starts with `re:` is a regular expression.
 
     Raises:
-        UsageError: the regular expression is wrong, or `**` is not a whole part.
+        UsageError: The regular expression is wrong, or `**` is only a piece of a part.
     """
     if pattern.startswith(REGEX_PREFIX):
         try:
@@ -48,19 +48,19 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name matches a pattern (see `compiled`)."""
+    """Return whether a name matches a pattern (see `compiled`)."""
     return compiled(pattern).fullmatch(name) is not None
 
 
 def generalised(name: str) -> str:
-    """The pattern of a name in which each part that is a number stands for any: `layers.*.w`."""
+    """Return a name with each numeric part replaced by `*`, such as `layers.*.w`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names (generalised) that come closest to a pattern which matches none, best first.
+    """Return the generalised names closest to a pattern that matches none, best first.
 
-    The first ones if none is like it.
+    If none is similar, return the first names.
     """
     known = list(dict.fromkeys(generalised(name) for name in names if name))
     ends = [name for name in known if name.rpartition(".")[2] == pattern.rpartition(".")[2]]
@@ -72,7 +72,7 @@ def refuse_unmatched(patterns: Iterable[str], names: Iterable[str], what: str) -
     """Refuse a pattern that matches none of the names.
 
     Raises:
-        UsageError: there is one; the message gives names like it.
+        UsageError: A pattern matches no name; the message shows similar names.
     """
     names = list(names)
     for pattern in patterns:

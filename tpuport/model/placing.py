@@ -8,10 +8,10 @@ from tpuport.model.trace import Trace
 
 
 def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
-    """Give the tensors in the inputs or outputs of a module their places, as they are.
+    """Add sharding constraints to the tensors in a module's inputs or outputs, in place.
 
-    Tensors keep their identity, so aliases, views and containers stay what they were: only the
-    value that a tensor is next read as is replaced by the same value with a constraint.
+    Tensors keep their identity, so aliases, views and containers stay valid. Only the value that
+    is read from a tensor next is replaced, by the same value with a constraint.
     """
     assert trace.placement is not None
     leaves, _ = structure.flatten(value)
@@ -25,8 +25,8 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
         if after is before:
             continue
         storage = leaf._storage
-        # Views of it see the constraint too, unless the storage outlives the stretch of the trace
-        # in which the constraint is: its value must not be of that stretch.
+        # Views must see the constraint too, so the storage's value is replaced where that is safe.
+        # A storage that outlives the nested trace must not hold a tracer of that trace.
         inside = all(storage.serial in effects.created for effects in trace.effects)
         if not leaf._chain and storage.serial >= trace.first_serial and inside:
             storage.value = after

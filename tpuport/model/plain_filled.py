@@ -1,7 +1,7 @@
-"""New tensors of a traced number, where torchax alone traces.
+"""New tensors filled with a traced number, for code that plain torchax traces.
 
-Each function here takes what the one of its name in torch takes, and gives what that gives. The
-device does not count: what is made of a traced number is part of the program.
+Each function takes what the torch function of its name takes and returns what that returns. The
+device argument is ignored: a tensor made of a traced number is part of the program.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tpuport.model.plain_values import as_array, kind_of
 
 
 def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-    """`torch.full(size, fill_value)`: of the default dtype for the kind of number."""
+    """Return `torch.full(size, fill_value)`, by default of the dtype for that kind of number."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     return _filled(shape, fill_value, dtype or _default(fill_value))
 
@@ -25,7 +25,7 @@ def full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: A
 def full_like(
     input: torch.Tensor, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any
 ) -> torch.Tensor:
-    """`torch.full_like(input, fill_value)`."""
+    """Return `torch.full_like(input, fill_value)`."""
     return _filled(tuple(input.shape), fill_value, dtype or input.dtype)
 
 
@@ -38,7 +38,7 @@ def _filled(shape: tuple[int, ...], value: Any, dtype: torch.dtype) -> torch.Ten
 
 
 def _default(number: Any) -> torch.dtype:
-    """The dtype that PyTorch gives a new tensor of a number."""
+    """Return the dtype that PyTorch gives a new tensor filled with this number."""
     kind = kind_of(as_array(number).dtype)
     if kind is float:
         return torch.get_default_dtype()

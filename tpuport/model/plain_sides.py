@@ -1,4 +1,4 @@
-"""The two sides of a branch under plain torchax: what they give, what they write, as one `cond`."""
+"""The two sides of a branch under plain torchax: their results and writes, as one `lax.cond`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ from tpuport.model.plain_values import (
 
 
 class _Side:
-    """One run of a side on operands of its own, so that nothing it writes leaves the trace."""
+    """One run of a side on copies of the operands, so that none of its writes leave the trace."""
 
     def __init__(self, function: Callable[..., Any], operands: Any, key: jax.Array) -> None:
         environment = torchax.default_env()
@@ -43,17 +43,17 @@ class _Side:
                 raise _refusal("writes to a tensor that the program does not compute")
 
     def source(self, index: int) -> int | None:
-        """Which operand a result is, unless it is a new value."""
+        """Return which operand a result is, or None for a new value."""
         return next((i for i, c in enumerate(self.copies) if c is self.leaves[index]), None)
 
 
 class Sides:
-    """Two functions of the same operands, one of which counts.
+    """Two functions of the same operands, of which a condition selects one.
 
     Args:
-        then: The side that counts if the condition holds.
-        orelse: The side that counts if it does not.
-        operands: What both are called with.
+        then: The side that runs if the condition holds.
+        orelse: The side that runs if it does not.
+        operands: The arguments of both.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Sides:
         self.operands = operands
         self.originals, _ = structure.flatten(operands, leaf=_is_tensor)
         self.environment = torchax.default_env()
+        # Sides draw from this key, because the environment's own would become an inner tracer.
         self.key = jax.random.fold_in(self.environment.prng_key, 1)
         self.seen = [self._seen(function) for function in self.functions]
         self.kinds = self._common_kinds()
@@ -72,13 +73,13 @@ class Sides:
         return _Side(function, self.operands, self.key)
 
     def _seen(self, function: Callable[..., Any]) -> _Side:
-        """A side as an abstract run leaves it: shapes and dtypes, no values to use."""
+        """Run a side abstractly, for its shapes and dtypes."""
         sides: list[_Side] = []
         jax.eval_shape(lambda: sides.append(self._run(function)))
         return sides[0]
 
     def select(self, test: jax.Array) -> Any:
-        """What the side that counts gives; what it writes is written."""
+        """Return the result of the side that `test` selects, and apply its writes."""
 
         def traced(function: Callable[..., Any]) -> Callable[[], Any]:
             def run() -> Any:
@@ -109,7 +110,7 @@ class Sides:
         return Tensor(value, self.environment)
 
     def _common_kinds(self) -> list[Kind | None]:
-        """For each result what kind of number it is, or None for a tensor."""
+        """Return for each result the Python type of its number, or None for a tensor."""
         first, second = self.seen
         found: list[Kind | None] = []
         same = first.spec.key == second.spec.key and len(first.leaves) == len(second.leaves)
@@ -125,7 +126,7 @@ class Sides:
         return found
 
     def _written(self) -> list[int]:
-        """The operands that a side writes in place."""
+        """Return the indices of the operands that a side writes in place."""
         pairs = zip(*(side.written for side in self.seen), strict=True)
         found = [index for index, flags in enumerate(pairs) if any(flags)]
         roots = [_root(tensor) for tensor in self.originals]
@@ -146,7 +147,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state(tensor: torch.Tensor) -> Any:
-    """Something that changes when a tensor is written."""
+    """Return a marker that changes when a tensor is written."""
     return tensor.jax() if isinstance(tensor, Tensor) else tensor._version
 
 

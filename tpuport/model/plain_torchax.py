@@ -1,7 +1,7 @@
-"""What rewritten code does when torchax alone traces it, under `jax.jit` and without `convert`.
+"""Runtime of rewritten code that plain torchax traces under `jax.jit`, without `convert`.
 
-Checks are dropped unless `tpuport.ops.debug_checks` is on: nothing here could hand an exception to
-the caller of a program.
+Checks are dropped unless `tpuport.ops.debug_checks` is on: without `convert` there is no wrapper
+that could raise an exception in the caller of a program.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tpuport.model.plain_values import Kind, array_of, is_leaf, is_number, kind_
 
 
 def traced_number(value: torch.Tensor, kind: Kind) -> Tensor:
-    """`float(t)`, `int(t)` or `bool(t)` of a traced tensor."""
+    """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor."""
     if kind is bool:
         return number_of(truth(value), bool)
     if value.numel() != 1:
@@ -29,7 +29,7 @@ def traced_number(value: torch.Tensor, kind: Kind) -> Tensor:
 
 
 def item(value: torch.Tensor) -> Tensor:
-    """`t.item()` of a traced tensor."""
+    """Return `t.item()` of a traced tensor."""
     if value.numel() != 1:
         raise RuntimeError(f"a Tensor with {value.numel()} elements cannot be converted to Scalar")
     array = array_of(value)
@@ -37,7 +37,7 @@ def item(value: torch.Tensor) -> Tensor:
 
 
 def to_list(value: torch.Tensor) -> Any:
-    """`t.tolist()` of a traced tensor: nested lists of traced numbers."""
+    """Return `t.tolist()` of a traced tensor: nested lists of traced numbers."""
     return _listed(array_of(value))
 
 
@@ -48,12 +48,12 @@ def _listed(array: jax.Array) -> Any:
 
 
 def traced_not(value: torch.Tensor) -> Tensor:
-    """`not t` of a traced tensor."""
+    """Return `not t` of a traced tensor."""
     return number_of(~truth(value), bool)
 
 
 def traced_check(test: torch.Tensor, make_error: Callable[[], BaseException | None]) -> None:
-    """`if test: raise make_error()`, done by the program if debug checks are on."""
+    """Run `if test: raise make_error()` inside the program, if debug checks are on."""
     from tpuport.ops import are_checks_on
 
     error = make_error() if are_checks_on() else None
@@ -70,10 +70,10 @@ def traced_check(test: torch.Tensor, make_error: Callable[[], BaseException | No
 def traced_cond(
     test: torch.Tensor, then: Callable[..., Any], orelse: Callable[..., Any], operands: Any
 ) -> Any:
-    """`then(*operands) if test else orelse(*operands)` as `lax.cond`.
+    """Return `then(*operands) if test else orelse(*operands)`, computed by `lax.cond`.
 
     Raises:
-        PortError: the sides differ in structure, shapes, dtypes or Python values.
+        PortError: The sides differ in structure, shapes, dtypes or Python values.
     """
     return Sides(then, orelse, operands).select(truth(test))
 
@@ -81,10 +81,10 @@ def traced_cond(
 def traced_while(
     test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """`while test(*operands): operands = body(*operands)` as `lax.while_loop`.
+    """Run `while test(*operands): operands = body(*operands)` as `lax.while_loop`.
 
     Raises:
-        PortError: what the loop carries changes its structure, a shape or a dtype.
+        PortError: A loop variable changes its structure, shape or dtype.
     """
     leaves, spec = structure.flatten(operands, leaf=is_leaf)
     numbers = [is_number(leaf) for leaf in leaves]
@@ -125,7 +125,7 @@ def _carried(leaf: Any) -> jax.Array:
 
 
 def _matching(leaf: Any, value: jax.Array, is_counted: bool) -> jax.Array:
-    """A value of one round in the type that the loop carries."""
+    """Return a value after one round in the dtype that the loop carries."""
     new = _carried(leaf)
     if new.dtype != value.dtype or new.shape != value.shape:
         raise _not_carried(

@@ -1,6 +1,6 @@
-"""Values of a program that torchax alone traces: its tensors as arrays, and traced numbers.
+"""Values of a program that plain torchax traces: its tensors as arrays, and traced numbers.
 
-A traced Python number is a 0-d tensor of weak type: in type promotion it counts as a number does.
+A traced Python number is a 0-d tensor of weak type, so that dtype promotion treats it as a number.
 """
 
 from typing import Any
@@ -18,30 +18,30 @@ Kind = type[bool] | type[int] | type[float] | type[complex]
 
 
 def truth(value: torch.Tensor) -> jax.Array:
-    """The 0-d boolean jax value of a tensor with one element."""
+    """Return the truth of a tensor with one element as a 0-d boolean array."""
     refuse_ambiguous(value)
     return array_of(value).reshape(()) != 0
 
 
 def array_of(tensor: torch.Tensor) -> jax.Array:
-    """The jax value of a torchax tensor, of a view of one, or of a CPU tensor."""
+    """Return the jax array of a torchax tensor, of a view of one, or of a CPU tensor."""
     if isinstance(tensor, Tensor | View):
         return tensor.jax()
     return torchax.default_env().t2j_copy(tensor)
 
 
 def as_array(leaf: Any) -> jax.Array:
-    """The jax value of a tensor or Python number."""
+    """Return the jax array of a tensor or Python number."""
     return array_of(leaf) if isinstance(leaf, torch.Tensor) else jnp.asarray(leaf)
 
 
 def number_of(value: Any, kind: Kind) -> Tensor:
-    """A traced Python number: a 0-d tensor of weak type without a gradient."""
+    """Return a traced Python number: a 0-d tensor of weak type without a gradient."""
     dtype = jnp.result_type(kind)
     array = jax.lax.stop_gradient(jnp.asarray(value)).reshape(())
     array = jnp.trunc(array) if kind is int and jnp.isdtype(array.dtype, "real floating") else array
     array = array != 0 if kind is bool else array.astype(dtype)
-    # No public function makes the type of an array weak.
+    # The primitive is bound directly because no public function makes an array's type weak.
     weak = jax.lax.convert_element_type_p.bind(
         array, new_dtype=array.dtype, weak_type=kind is not bool, sharding=None
     )
@@ -49,19 +49,19 @@ def number_of(value: Any, kind: Kind) -> Tensor:
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a value is a Python number, known or traced."""
+    """Return whether a value is a Python number, concrete or traced."""
     if isinstance(leaf, torch.Tensor):
         return isinstance(leaf, Tensor) and leaf.jax().weak_type and leaf.ndim == 0
     return is_leaf(leaf)
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is one that a side of a branch or a round of a loop may change."""
+    """Return whether a side of a branch or a round of a loop may change such a value."""
     return isinstance(value, torch.Tensor) or type(value) in (bool, int, float)
 
 
 def kind_of(dtype: Any) -> Kind:
-    """The Python type of an element of this dtype."""
+    """Return the Python type of an element of this dtype."""
     for kind, name in ((bool, "bool"), (int, "integral"), (float, "real floating")):
         if jnp.isdtype(dtype, name):
             return kind

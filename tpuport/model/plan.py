@@ -1,4 +1,4 @@
-"""What attempts at a trace learn from each other: which code to rewrite, which calls to explore."""
+"""Knowledge passed between attempts at a trace: code to rewrite, module calls to explore."""
 
 from dataclasses import dataclass, field
 from types import CodeType
@@ -10,7 +10,7 @@ from tpuport.source.live import Site, site_of
 
 
 class Undecided(BaseException):
-    """A traced value was asked for its truth on a path that has no decision for it yet."""
+    """The truth of a traced value was needed on a path that has no decision for it yet."""
 
     def __init__(self, value: jax.Array, site: str) -> None:
         super().__init__(site)
@@ -18,12 +18,12 @@ class Undecided(BaseException):
 
 
 class Restart(BaseException):
-    """Trace again from the start with more known.
+    """Restart of the trace from the beginning with more known.
 
-    Which code to rewrite, which module calls to explore, which repeated blocks to trace each by
-    itself, and why (`apart`).
+    It carries what was learned: the code to rewrite, the module call to explore, the repeated
+    blocks to trace one by one, and why (`apart`).
 
-    `site` is the code object that ran and the place in it; None where rewriting cannot help.
+    `site` is the code object that ran and the position in it, or None where rewriting cannot help.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Restart(BaseException):
 
 @dataclass
 class Plan:
-    """What earlier attempts at this trace learned.
+    """The knowledge that earlier attempts at this trace gained.
 
-    `tried` are the lines (file, line) that the rules have been asked to rewrite, `explore` the
-    module calls to run once for each outcome, `host_state` whether small state stays concrete,
-    `host_args` the arguments whose values do, `numbers` the Python numbers on modules that became
-    state, `apart` the families of repeated blocks (by their first) that are no pure functions.
+    `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
+    module calls to run once for each outcome. `host_state` says whether small state stays concrete,
+    `host_args` which arguments do. `numbers` are the Python numbers on modules that became state.
+    `apart` are the families of repeated blocks (keyed by their first) that are not pure functions.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -58,9 +58,9 @@ class Plan:
     apart: dict[str, str] = field(default_factory=dict)
 
     def widen(self, candidates: list[int]) -> bool:
-        """Read one more argument's value while tracing: each alone, smallest first, then all.
+        """Make the next choice of arguments concrete: each alone, smallest first, then all.
 
-        False when all was tried.
+        Return False when all choices were tried.
         """
         choices = [frozenset({i}) for i in candidates]
         if len(candidates) > 1:
@@ -81,10 +81,10 @@ class Plan:
             self.apart.update([restart.apart])
 
     def ask_for_rewrite(self) -> None:
-        """Request that the line running now be rewritten, the first time it is met.
+        """Restart to have the line that runs now rewritten, unless that was tried already.
 
         Raises:
-            Restart: it has not been tried yet.
+            Restart: The line has not been tried yet.
         """
         frame = user_frame()
         if frame is None:

@@ -64,8 +64,8 @@ class PortedModel(PortedState):
         """Call `forward` (or the ported function): one jitted program per signature of arguments.
 
         Raises:
-            PortError: the code cannot be ported exactly, or its result differs from eager's.
-            UsageError: an argument is of a kind that cannot be passed.
+            PortError: The code cannot be ported exactly, or its result differs from eager's.
+            UsageError: An argument is of a kind that cannot be passed.
         """
         return self._call("forward", args, kwargs)
 
@@ -94,7 +94,7 @@ class PortedModel(PortedState):
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> tuple[Any, dict[str, Any]]:
-        """One jitted call; gives the output and the state before it."""
+        """Run one jitted call; return its output and the state before it."""
         call = self._prepare(method, args, kwargs, key)
         with call.timing:
             results = call.compiled.run(call.picked, call.key, call.values)
@@ -103,7 +103,7 @@ class PortedModel(PortedState):
     def _prepare(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> Prepared:
-        """Find or compile the program for a call, and what it takes."""
+        """Find or compile the program for a call, and collect its inputs."""
         leaves, spec, paths = arguments.take_apart((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
         values = self._program.placement.arguments(values, paths)
@@ -119,8 +119,8 @@ class PortedModel(PortedState):
         ):
             self._note_retrace(signature, outside)
             compiled = self._compile(signature, state, values, metas, spec)
-            # Tracing may have found that it needs the value of an argument: then that is part of
-            # the signature.
+            # Tracing may have found that it needs the value of an argument, which then becomes part
+            # of the signature.
             signature = self._signature(method, values, metas, paths, spec)
             self._cache[signature] = compiled
             timing = compile_times(self.report)
@@ -131,7 +131,7 @@ class PortedModel(PortedState):
         return Prepared(compiled, leaves, spec, paths, values, state, key, timing)
 
     def _finish(self, call: Prepared, results: Any) -> Any:
-        """Take over what a program gave: failed checks, changed arguments, new state, output."""
+        """Apply a program's results: failed checks, changed arguments, new state, output."""
         outs, new_state, mutated, put, code = results
         compiled, outcome = call.compiled, call.compiled.outcome
         self._raise_failed_check(compiled, code)
@@ -151,7 +151,7 @@ class PortedModel(PortedState):
         return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first call of a method: eager PyTorch runs beside it on the same random numbers."""
+        """Run a method's first call and compare with eager PyTorch on the same random numbers."""
         self._refuse_meta(self._values())
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
         key = fresh_key()
@@ -174,8 +174,9 @@ class PortedModel(PortedState):
         return out
 
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
-        """Compare what autograd gives through eager's results and through the port's: it does not
-        go through the results of a call here.
+        """Compare autograd's gradients through eager's results and through the port's.
+
+        Empty here: autograd does not go through the results of a jitted call.
         """
         del expected, out, module
         return []
@@ -185,10 +186,10 @@ class PortedModel(PortedState):
     ) -> PortReport:
         """Compare outputs, changed buffers and gradients with eager PyTorch on these arguments.
 
-        Adds to `report`.
+        The records are added to `report`.
 
         Raises:
-            ParityError: something differs beyond the tolerance.
+            ParityError: A value differs beyond the tolerance.
         """
         verifier = verify.Verifier(self, self._source, None)
         key = fresh_key()
@@ -209,7 +210,7 @@ class PortedModel(PortedState):
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, compile and check a method on example arguments.
 
-        The state and the arguments stay as they were before.
+        The state and the arguments are left unchanged.
         """
         params, buffers = dict(self.params), dict(self.buffers)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in self._values().values()):
@@ -238,25 +239,24 @@ class PortedModel(PortedState):
         method: str = "forward",
         **kwargs: Any,
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """The pure function behind the call, for use under `jax.jit`, `jax.grad`, `jax.vmap` of
-        your own.
+        """Run the pure function behind the call, for your own `jax.jit`, `jax.grad` or `jax.vmap`.
 
         Args:
-            params: trainable parameters by fqn, as `self.params`; or stacked, as
-                `tpuport.stack_blocks` gives them.
-            buffers: all other state by fqn, as `self.buffers`.
-            rng: a key (`jax.random.key(0)`); None if the function draws no random numbers.
-            *args: the method's arguments: torch tensors, jax arrays, or any structure of them.
-                Non-tensors are static. They are left as they are, whatever the method does to them.
-            method: which method.
-            **kwargs: the method's keyword arguments.
+            params: Trainable parameters by fqn, as `self.params`; or stacked, as
+                `tpuport.stack_blocks` returns them.
+            buffers: All other state by fqn, as `self.buffers`.
+            rng: A key (`jax.random.key(0)`); None if the function draws no random numbers.
+            *args: The method's arguments: torch tensors, jax arrays, or any pytree of them.
+                Non-tensors are static. They are never changed, whatever the method does to them.
+            method: The method to run.
+            **kwargs: The method's keyword arguments.
 
         Returns:
             The output in its own structure with `jax.Array` leaves, and the buffers after the call.
 
         Raises:
-            UsageError: a parameter or buffer is missing.
-            PortError: the code cannot be ported exactly.
+            UsageError: A parameter or buffer is missing.
+            PortError: The code cannot be ported exactly.
         """
         return pure.apply(self, params, buffers, rng, method, args, kwargs)
 
@@ -285,7 +285,7 @@ class PortedModel(PortedState):
         self._refuse_meta(state)
         hoisted = Hoisted()
         held: dict[str, Outcome] = {}
-        # Compiled ahead, an argument may be a shape.
+        # When compiling ahead of time, an argument may be only a shape.
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
 
@@ -329,15 +329,15 @@ class PortedModel(PortedState):
         return compiled
 
     def _tracing(self) -> Any:
-        """A context in which the user's code is traced."""
+        """Return the context in which the user's code is traced."""
         return contextlib.nullcontext()
 
     def _variant(self) -> Any:
-        """Which of several functions is compiled for equal arguments."""
+        """Return a key that tells apart the functions compiled for equal arguments."""
         return None
 
     def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
-        """The function to compile for a call whose arguments have these names."""
+        """Return the function to compile for a call whose arguments have these paths."""
         del paths
         return pure
 
@@ -348,18 +348,18 @@ class PortedModel(PortedState):
 
     @explaining()
     def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
-        """Trace and compile for such arguments, and run nothing: calls like it start at once.
+        """Trace and compile for such arguments without running: later calls like it start at once.
 
-        Of tensors and arrays the shape will do: meta tensors, `jax.ShapeDtypeStruct`. For other
-        processes too inside `tpuport.compile_cache()`; `tpuport.warmup` takes many at a time.
+        Shapes are enough for tensors and arrays: meta tensors, `jax.ShapeDtypeStruct`. Inside
+        `tpuport.compile_cache()` other processes profit too; `tpuport.warmup` takes many at a time.
         """
         ahead.lower(self, method, args, kwargs).compile()
 
     @explaining()
     def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
-        """Trace without computing.
+        """Trace without computing (works for models on the meta device too).
 
-        The output's structure with a `jax.ShapeDtypeStruct` at each leaf (meta models too).
+        Return the output's structure with a `jax.ShapeDtypeStruct` at each leaf.
         """
         return ahead.shapes_of(self, method, args, kwargs)
 

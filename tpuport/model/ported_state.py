@@ -1,4 +1,4 @@
-"""What a ported model holds between calls: params, buffers and the Python state of its module."""
+"""The state that a ported model holds between calls: params, buffers and Python attributes."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ _SAME_STATE_LIMIT = 4
 class PortedState:
     """The state half of a ported model.
 
-    Its weights and buffers, the module that they belong to, and what a call changes in both.
+    It holds the weights and buffers and the module that they belong to, and applies what a call
+    changes in both.
     """
 
     def __init__(self, target: torch.nn.Module | Callable[..., Any]) -> None:
@@ -66,12 +67,12 @@ class PortedState:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The ported copy of the module.
+        """Return the ported copy of the module.
 
-        Its structure and Python state (the weights live in `params`).
+        It has the structure and Python state; the weights live in `params`.
 
         Raises:
-            UsageError: a function was ported, not a module.
+            UsageError: A function was ported, not a module.
         """
         if self._program.master is None:
             msg = "this is a ported function; it has no module"
@@ -80,69 +81,70 @@ class PortedState:
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
-        """The part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
+        """Return the part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
         owners = dict(self.module.named_parameters())
         first = {name: at_rest.members_of(name) or [name] for name in self.buffers}
         return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
     @property
     def sharding(self) -> Any:
-        """How `tpuport.shard` spread the model over a mesh (a `ShardingPlan`), or None."""
+        """Return the `ShardingPlan` by which `tpuport.shard` spread the model, or None."""
         return getattr(self._program.placement, "plan", None)
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The mesh that `tpuport.shard` put it on; None if it did not."""
+        """Return the mesh that `tpuport.shard` placed the model on, or None."""
         return self._program.placement.mesh
 
     @property
     def training(self) -> bool:
-        """Whether the ported copy is in training mode."""
+        """Return whether the ported copy is in training mode."""
         return self.module.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, as `nn.Module.train` (the next call may trace again)."""
+        """Set training mode, as `nn.Module.train` does (the next call may retrace)."""
         self.module.train(mode)
         self._new_version()
         return self
 
     def eval(self) -> Self:
-        """Set evaluation mode, as `nn.Module.eval`."""
+        """Set evaluation mode, as `nn.Module.eval` does."""
         return self.train(False)
 
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call takes through the code: its first call is compared with eager PyTorch."""
+        """Return the code path of a call; the first call of each is compared with eager PyTorch."""
         del args, kwargs
         return method
 
     def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether torch's autograd goes through a call."""
+        """Return whether torch's autograd goes through a call."""
         del args, kwargs
         return False
 
     def _new_version(self) -> None:
-        """The state is another one than any before: no program compiled so far fits it."""
+        """Start a new state version, which invalidates every cached program."""
         self._state_version = next(self._versions)
 
     def _values(self) -> dict[str, Any]:
         return {**self.buffers, **self.params}
 
     def by_fqn(self) -> dict[str, Any]:
-        """All of `params` and `buffers`, each weight by its own fqn also where they are stacked."""
+        """Return all of `params` and `buffers`, each by its own fqn even where they are stacked."""
         return at_rest.unstack(self._values())
 
     def to_torch(self) -> torch.nn.Module:
-        """A plain PyTorch module with the current weights and buffers, of the user's own class
-        (`save_pretrained` works).
+        """Return a plain PyTorch module with the current weights and buffers.
+
+        It is of the user's own class (`save_pretrained` works).
 
         Raises:
-            UsageError: a function was ported, or the model was on the meta device (there are no
-                weights).
+            UsageError: A function was ported, or the model was on the meta device and has no
+                weights.
         """
         return self._as_module(self._program.casting.held_dtype)
 
     def _eager(self) -> torch.nn.Module:
-        """A module as `to_torch` gives it, in the dtypes that the program computes in."""
+        """Return a module as `to_torch` does, in the dtypes that the program computes in."""
         return self._as_module(lambda name, dtype: dtype)
 
     def _as_module(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> torch.nn.Module:
@@ -165,7 +167,7 @@ class PortedState:
 
         made = clone_module(self.module, back)[0]
         for name in self._program.numbers & values.keys():
-            # A Python number that became state of the program: `master` holds what it was then.
+            # A Python number that became state of the program: `master` still has its old value.
             fqn, attribute = tree.owners[name]
             owner = made.get_submodule(fqn)
             owner.__dict__[attribute] = type(owner.__dict__[attribute])(values[name])
@@ -214,25 +216,25 @@ class PortedState:
         never has a copy in PyTorch.
 
         Args:
-            source: a file or directory as for `tpuport.load_checkpoint`, what
-                `tpuport.open_checkpoint` gives, or a mapping of tensors or arrays.
-            strict: refuse names that are missing or that the model has not.
-            prefix: what stands before the model's names in the checkpoint.
-            rename: gives the model's name for one of the checkpoint; None leaves it out.
-            place: a sharding or device for each name, as for `tpuport.load_checkpoint`.
-            variant: the variant of a directory's weights, such as "fp16".
-            subfolder: the part of a directory, such as "transformer".
-            key: where the weights are in a torch file.
-            progress: called with the bytes done and the bytes in all.
+            source: A file or directory as for `tpuport.load_checkpoint`, the result of
+                `tpuport.open_checkpoint`, or a mapping of tensors or arrays.
+            strict: Refuse names that are missing or unknown to the model.
+            prefix: The prefix of the model's names in the checkpoint.
+            rename: Returns the model's name for a name of the checkpoint, or None to skip it.
+            place: A sharding or device for each name, as for `tpuport.load_checkpoint`.
+            variant: The variant of a directory's weights, such as "fp16".
+            subfolder: The subfolder of a directory, such as "transformer".
+            key: The key of the weights in a torch file.
+            progress: Called with the bytes done and the total bytes.
 
         Returns:
             `missing_keys` and `unexpected_keys`. Values get the model's dtypes, as in
-            `load_state_dict`. Nothing has changed if it raises.
+            `load_state_dict`. If it raises, nothing has changed.
 
         Raises:
-            CheckpointError: the checkpoint is damaged or does not fit, or the model has buffers
+            CheckpointError: The checkpoint is damaged or does not fit, or the model has buffers
                 that no checkpoint holds and no values for them.
-            UsageError: a function was ported, its module has loading hooks of its own, or its
+            UsageError: A function was ported, its module has loading hooks of its own, or its
                 blocks are stacked already.
         """
         at_rest.refuse_stacks(self._values(), "loading weights")
@@ -264,8 +266,8 @@ class PortedState:
         master = self.module
         for name in changes.causes:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
-            # A table that grows with the arguments changes once for each shape: only a change at
-            # the same ones counts.
+            # A table that grows with the arguments changes once for each shape, which is harmless:
+            # only repeated changes at the same shapes count.
             repeated = (name, compiled.signature.method, compiled.signature.key[:2])
             self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
             if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
@@ -283,7 +285,7 @@ class PortedState:
             self.buffers.pop(name, None)
 
     def _adopt(self, master: torch.nn.Module) -> None:
-        """Sort the state again after a call that exchanged submodules."""
+        """Sort the state into params and buffers again after a call that exchanged submodules."""
         tree = state_tree(master)
         values = self.by_fqn()
         trainable = {n for n, p in master.named_parameters() if p.requires_grad}
@@ -292,16 +294,16 @@ class PortedState:
         self.buffers = {n: v for n, v in kept.items() if n not in trainable}
 
     def _count_outside(self, what: str | None) -> None:
-        """Count calls in a row that found something outside the module changed.
+        """Count consecutive calls that found something outside the module changed.
 
         Raises:
-            PortError: there were several.
+            PortError: The limit of such calls is reached.
         """
         self._outside_changes = 0 if what is None else self._outside_changes + 1
         if self._outside_changes >= _SAME_STATE_LIMIT:
             raise PortError(
-                f"{what}, and something did before each of the last calls, so each is another"
-                " program",
+                f"{what}, and such changes came before each of the last calls, so each call is"
+                " compiled again",
                 code="TPU406",
                 remedy=(
                     "convert the module that owns it, or pass the tensor as an argument of the call"
@@ -309,7 +311,7 @@ class PortedState:
             )
 
     def _promote_number(self, name: str, value: Any) -> None:
-        """A Python number that changes at each call becomes state of the program."""
+        """Turn a Python number that changes at each call into state of the program."""
         self._program.numbers.add(name)
         self.buffers[name] = jnp.asarray(value)
 
@@ -317,13 +319,13 @@ class PortedState:
 def _changes_each_time(name: str, *, is_hook: bool) -> PortError:
     if is_hook:
         return PortError(
-            f"{name} are others after every call, so each call is another program",
+            f"{name} change on every call, so every call is compiled again",
             code="TPU405",
             remedy="take hooks off at the end of the call that puts them on (handle.remove())",
         )
     return PortError(
-        f"the Python attribute {name!r} of the module changes at every call, so each call is"
-        " another program",
+        f"the Python attribute {name!r} of the module changes on every call, so every call is"
+        " compiled again",
         code="TPU405",
         remedy="register it as a buffer (self.register_buffer(name, torch.zeros(()))) and update"
         " that",

@@ -1,4 +1,4 @@
-"""How exact a result can be: the tolerance of its dtype, and the dtypes it was computed in."""
+"""The precision of a result: the tolerance of its dtype, and the dtypes it was computed in."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.fl
 
 
 def tolerance(dtype: torch.dtype, rtol: float | None = None) -> float:
-    """The accepted relative error for values of a dtype."""
+    """Return the accepted relative error for values of a dtype."""
     return rtol if rtol is not None else RTOL.get(dtype, 1e-4)
 
 
 class Precision(TorchDispatchMode):
-    """Notes the floating types that eager torch computes in: `dtypes`.
+    """A dispatch mode that records the floating dtypes that eager torch computes in: `dtypes`.
 
-    Float32 results that were computed in bfloat16 on the way have the precision of that.
+    A float32 result computed in bfloat16 on the way only has bfloat16's precision.
     """
 
     @classmethod

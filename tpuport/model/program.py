@@ -1,4 +1,4 @@
-"""Running a user's function as a traced program: attempts, what they learn, and what came out."""
+"""The trace of a user's function: repeated attempts, what each of them learns, and the outcome."""
 
 import contextlib
 import functools
@@ -76,21 +76,23 @@ class Program:
     placement: Placement = NOWHERE
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
-    target: str | None = None  # the platform it is for, where that is not the placement's
-    blocks: str = "auto"  # what becomes of repeated blocks: see `tpuport.convert`
+    target: str | None = None  # the platform it is for, if that is not the placement's
+    blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
 
     @property
     def rolls(self) -> bool:
-        """Whether repeated blocks may become loops."""
+        """Return whether repeated blocks may become loops."""
         platform = self.target or self.placement.platform
         return self.blocks == "scan" or (self.blocks == "auto" and platform == "tpu")
 
     def rolled(self, closed: Any) -> Any:
-        """A traced program (a `ClosedJaxpr`) with its repeated blocks as loops, where that pays."""
+        """Return a `ClosedJaxpr` with its repeated blocks as loops, where that pays."""
         return roll(closed, copies=self.blocks == "scan") if self.rolls else closed
 
     def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
-        """A method of a copy of the module ("forward" goes through `__call__`), or a function."""
+        """Return a method of a copy of the module ("forward" goes through `__call__`), or a
+        function.
+        """
         if name in self.functions:
             return functools.partial(self.functions[name], module)
         return module if name == "forward" else getattr(module, name)
@@ -99,7 +101,7 @@ class Program:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
 
         Raises:
-            PortError: the program cannot be ported exactly.
+            PortError: The program cannot be ported exactly.
         """
         return self.casting.around(self._trace, request)
 
@@ -118,8 +120,8 @@ class Program:
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if not self.dynamic or isinstance(error, UsageError):
                     raise
-                # The code is right in eager: a traced number or size got to where its value has to
-                # be known.
+                # The code is right in eager mode: a traced number or size was used where Python
+                # needs its value, such as in an index or a dict key.
                 refused = refused or _needs_number(error)
                 if not self.plan.widen(request.candidates):
                     raise refused from error
@@ -130,7 +132,7 @@ class Program:
         raise PortError(msg, remedy="please report this with the code of the function")
 
     def plan_for(self, method: str, spec: structure.Spec) -> Plan:
-        """What is known of calls of a method with arguments of one structure."""
+        """Return what is known of calls of a method with arguments of one structure."""
         shared = {"tried": self.tried, "numbers": self.numbers}
         return self.plans.setdefault((method, spec.key), Plan(**shared))
 
@@ -151,7 +153,7 @@ class Program:
         self.plan.tried.add(key)
 
     def _functions_with(self, code: CodeType) -> list[Any]:
-        """The functions, as the user left them, whose code or whose rewritten code holds `code`."""
+        """Return the user's functions whose code, original or rewritten, contains `code`."""
         ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
         return ours or live.functions_with(code)
 
@@ -228,7 +230,9 @@ class Program:
     def _callable(
         self, trace: Trace, request: Request
     ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
-        """The traced copy of the module, the bound method, and the state that stays on the host."""
+        """Return the traced copy of the module, the bound method, and the state that stays
+        concrete.
+        """
         values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
@@ -247,7 +251,7 @@ class Program:
             if self.plan.host_state and name in known and _is_small_state(tensor):
                 baked[name] = backend.to_torch(known[name], tensor.dtype)
                 return baked[name]
-            # Else each size that the tensor is asked for passes the modes of the trace.
+            # Without this, reading a tensor's size would go through the modes of the trace.
             with torch._C.DisableTorchFunction():
                 traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
@@ -288,7 +292,8 @@ class Program:
                     or trace.alias(leaf) is not None
                     or (name in baked and leaf._version)
                 ):
-                    # As it is held: under no_grad() a read of it is another array.
+                    # The stored value, because under no_grad() a read adds stop_gradient and is
+                    # another array.
                     array = leaf._elem if isinstance(leaf, TracedTensor) else value_of(leaf)
                     if array is not values.get(name):
                         outcome.state[name] = array
@@ -303,14 +308,12 @@ _SMALL = 4096
 
 
 def _is_small_state(tensor: torch.Tensor) -> bool:
-    """State that may be read as Python numbers: small, and not trained."""
+    """Return whether state may be read as Python numbers: small, and not trained."""
     return not tensor.requires_grad and tensor.numel() <= _SMALL
 
 
 def _needs_number(error: Exception) -> PortError:
-    """The refusal for a traced number that Python itself had to know (a dict key, a format, a C
-    function).
-    """
+    """Return the refusal of a traced number whose value Python needed (a dict key, a format)."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
     last = frames[-1] if frames else None
     return PortError(
@@ -328,9 +331,9 @@ def _needs_number(error: Exception) -> PortError:
 
 
 def eager_compiled() -> Any:
-    """Functions under `torch.compile` run as they were written.
+    """Return a context in which functions under `torch.compile` run as eager code.
 
-    Without dynamo in the process there are none, and importing it takes seconds.
+    There are none unless dynamo was imported, and importing it takes seconds.
     """
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
@@ -339,10 +342,10 @@ def eager_compiled() -> Any:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without collections of garbage.
+    """Turn garbage collection off inside.
 
-    One that comes to the oldest objects visits all that the imports have made, which takes longer
-    than tracing a large model; a trace leaves few cycles, and they are collected afterwards.
+    A collection of the oldest generation visits all objects that imports made, which takes longer
+    than tracing a large model. A trace leaves few cycles, and they are collected afterwards.
     """
     is_on = gc.isenabled()
     gc.disable()
@@ -355,9 +358,9 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warning for each 64-bit type that is held in 32 bits.
+    """Suppress jax's warning about each 64-bit dtype stored in 32 bits.
 
-    torch's dtypes are kept beside the values.
+    The 64-bit torch dtypes are tracked separately from the values.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -368,9 +371,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_fused_kernels() -> Iterator[None]:
-    """Keep torch from choosing oneDNN's whole-layer ops (an LSTM is one), which nothing can take
-    apart.
-    """
+    """Keep torch from choosing oneDNN's fused ops (an LSTM is one), which do not decompose."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

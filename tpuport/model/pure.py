@@ -1,4 +1,4 @@
-"""The pure function behind a ported model's calls, for transformations of the user's own."""
+"""The pure function behind a ported model's calls, for the user's own jax transformations."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ def apply(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """See `PortedModel.apply`."""
+    """Run a method as a pure function; see `PortedModel.apply`."""
     given = {**buffers, **params}
     values = ported._checked_values(at_rest.unstack(params), at_rest.unstack(buffers))
     leaves, spec, paths = arguments.take_apart((args, kwargs))
@@ -48,15 +48,15 @@ def traced(program: Program, request: Request, given: dict[str, Any]) -> Outcome
     """Trace a call, with repeated blocks as loops where that pays.
 
     Args:
-        program: what to trace.
-        request: the call; its `values` are taken from `given`.
-        given: the state by name, stacks among it.
+        program: The program to trace.
+        request: The call; its `values` are taken from `given`.
+        given: The state by name, stacked weights included.
 
     Returns:
-        What the call gave; a change of a weight in a stack is one of the stack.
+        The outcome of the call. A change of a weight in a stack appears as a change of the stack.
 
     Raises:
-        PortError: the code cannot be ported exactly.
+        PortError: The code cannot be ported exactly.
     """
     held: dict[str, Outcome] = {}
 

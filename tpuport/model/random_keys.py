@@ -1,4 +1,4 @@
-"""Where the keys of random ops come from: of one op outside a program, and of a whole call."""
+"""Keys of random ops: for one op outside a program, and for a call of one."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _STREAM: ContextVar[KeyStream | None] = ContextVar("stream", default=None)
 
 @contextlib.contextmanager
 def keyed(stream: KeyStream) -> Iterator[None]:
-    """Random ops outside a trace take their keys from `stream` inside the block."""
+    """Take the keys of random ops from `stream` inside the block."""
     token = _STREAM.set(stream)
     try:
         yield
@@ -26,7 +26,9 @@ def keyed(stream: KeyStream) -> Iterator[None]:
 
 
 def op_key(trace: Trace | None, kwargs: dict[str, Any]) -> jax.Array:
-    """The key of a random op: from the stream in force, else the trace, else torch's generator."""
+    """Return the key of a random op: from the active stream, else the trace, else torch's
+    generator.
+    """
     generator = kwargs.get("generator")
     stream = _STREAM.get()
     if stream is not None:
@@ -38,7 +40,7 @@ def op_key(trace: Trace | None, kwargs: dict[str, Any]) -> jax.Array:
 
 
 def fresh_key() -> jax.Array:
-    """A key from torch's default generator.
+    """Return a key from torch's default generator.
 
     `torch.manual_seed` makes the sequence of calls reproducible.
     """
@@ -49,14 +51,14 @@ _KEYS: list[jax.Array] = []
 
 
 def unused_key() -> jax.Array:
-    """A key for a program that draws no random numbers."""
+    """Return a constant key for a program that draws no random numbers."""
     if not _KEYS:
         _KEYS.append(jax.random.key(0))
     return _KEYS[0]
 
 
 def as_key(rng: Any) -> jax.Array:
-    """A typed key from a typed or a raw one."""
+    """Return a typed key for a typed or a raw one."""
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     return jax.random.wrap_key_data(rng)

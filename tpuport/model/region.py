@@ -1,9 +1,8 @@
-"""Stretches of a trace that become the body of a jax primitive (checkpoint, cond) though they write
-state.
+"""Parts of a trace that become the body of a jax primitive (checkpoint, cond) and may write state.
 
-Inside the body every storage and traced number it created, and every storage it wrote, holds inner
-tracers. Afterwards the ones still alive get the primitive's outputs as their values, so whatever
-Python objects refer to them are right without being looked at.
+Inside the body every storage and traced number that it created, and every storage that it wrote,
+holds inner tracers. Afterwards those still alive get the primitive's outputs as their values.
+Python objects that refer to them are then right without being found and updated.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from tpuport.model.trace import Effects, KeyStream, Trace
 
 @dataclass
 class Body:
-    """A traced stretch.
+    """The part of a trace that becomes a body.
 
     Call `run` inside a jax primitive, then `settle` with that primitive's outputs.
     """
@@ -37,14 +36,14 @@ class Body:
     streams: list[KeyStream] = field(default_factory=list)
 
     def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Run the stretch.
+        """Run the thunk.
 
-        Gives the values of what escapes (storages, then numbers) and of written storages (restored
-        before returning).
+        Return the values that escape (of storages, then of numbers) and the values of written
+        storages, which are restored before returning.
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
-            # Counts of masks stay known, so that sizes inside and outside are known to be equal.
+            # Counts of masks are kept, so that sizes inside and outside are known to be equal.
             self.counts = dict(self.trace.mask_counts)
         storages, nodes = _made(effects)
         self.alive = [storage for storage in storages if storage is not None]
@@ -56,12 +55,13 @@ class Body:
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
         values += [jnp.asarray(stream.count) for stream in self.streams]
         after = [s.value for s, _, _ in self.written]
+        # Written storages outlive the body, and its tracers must not leak through them.
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after
 
     def run_like(self, first: "Body") -> list[jax.Array]:
-        """Run the stretch another time; the values of what escaped the first time.
+        """Run the thunk another time, and return the values of what escaped the first time.
 
         Equal runs create equal storages and numbers in the same order.
         """
@@ -74,7 +74,7 @@ class Body:
         return values + [jnp.asarray(stream.count) for stream in first.streams]
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
-        """Give what escaped its values outside; returns what the stretch returned."""
+        """Set the values that escaped to their outer ones, and return the thunk's result."""
         count = len(self.alive)
         for storage, value in zip(self.alive, values[:count], strict=True):
             storage.value = value
@@ -91,7 +91,7 @@ class Body:
 
 
 def _made(effects: Effects) -> tuple[list[Any], list[Any]]:
-    """The storages and traced numbers that a stretch made, None for those that are gone."""
+    """Return the storages and traced numbers that were created, None for those that are gone."""
     return [ref() for ref in effects.created.values()], [ref() for ref in effects.numbers]
 
 
@@ -101,14 +101,14 @@ def checkpoint(trace: Trace, thunk: Callable[[], Any], roots: list[Any], policy:
     Its intermediate values are computed again in the backward pass.
 
     Args:
-        trace: the running trace.
-        thunk: the call.
-        roots: the objects that the call may change.
-        policy: what to keep, as `jax.checkpoint` takes it.
+        trace: The running trace.
+        thunk: The call.
+        roots: The objects that the call may change.
+        policy: What to keep, as `jax.checkpoint` takes it.
     """
 
     def explored() -> Any:
-        # A branch on a value that lives in here has to be explored in here.
+        # A branch on a value made in here is an inner tracer, so it is explored in here.
         return trace.explorer.run_inside("checkpoint", thunk, roots)
 
     body = Body(trace, thunk if trace.explorer is None else explored)

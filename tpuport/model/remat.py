@@ -1,7 +1,7 @@
-"""What a training step keeps of the forward pass, by module: keep, compute again, move to the host.
+"""Remat policies: which forward values are kept, recomputed or offloaded, by module.
 
-A module with a policy is a region of `jax.checkpoint`: its values are those of the plain call, and
-so are its random numbers and the state that it changes.
+A module with a policy runs under `jax.checkpoint`: its values, its random numbers and the state
+that it changes are those of a plain call.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ _policies = jax.checkpoint_policies
 
 
 def _with_attention(products: Callable[..., Any], attention: Callable[..., Any]) -> Any:
-    """A policy for products with weights and one for the result of attention.
+    """Return a policy for products with weights and another one for the result of attention.
 
-    That is as large as such a product, and its kernel is no product to jax.
+    That result is as large as such a product, but its kernel is not a product to jax.
     """
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -59,10 +59,10 @@ class Table:
     """Remat policies by module: the first pattern that matches decides.
 
     Args:
-        policies: patterns of module fqns (`tpuport.model.patterns`) to names of policies.
+        policies: Patterns of module fqns (`tpuport.model.patterns`), with names of policies.
 
     Raises:
-        UsageError: a policy has another name.
+        UsageError: A policy has an unknown name.
     """
 
     def __init__(self, policies: Mapping[str, str]) -> None:
@@ -75,7 +75,7 @@ class Table:
         self.policies = dict(policies)
 
     def __call__(self, fqn: str) -> str | None:
-        """The policy of a module; None where nothing is computed again."""
+        """Return the policy of a module, or None where nothing is computed again."""
         for pattern, policy in self.policies.items():
             if patterns.matches(pattern, fqn):
                 return None if policy == "none" else policy
@@ -86,16 +86,16 @@ def rematerialised(trace: Trace, policy: str, call: Callable[[], Any], roots: li
     """Run a module call as a region whose values are computed again in the backward pass.
 
     Args:
-        trace: the running trace.
-        policy: one of `POLICIES`.
-        call: the module call.
-        roots: the objects that the call may change: the module, its arguments.
+        trace: The running trace.
+        policy: One of `POLICIES`.
+        call: The module call.
+        roots: The objects that the call may change: the module, its arguments.
     """
     if not torch.is_grad_enabled():
         return call()
 
     def inside() -> Any:
-        # What is inside goes with it: a region in a region would be computed three times.
+        # Submodules get no region of their own: nested regions would be computed three times.
         table, trace.remat = trace.remat, no_policy
         try:
             return _with_named_inputs(trace, call, roots[1:]) if policy == "offload" else call()
@@ -106,10 +106,10 @@ def rematerialised(trace: Trace, policy: str, call: Callable[[], Any], roots: li
 
 
 def _with_named_inputs(trace: Trace, call: Callable[[], Any], inputs: Any) -> Any:
-    """Run a call whose inputs have the name by which "offload" knows them.
+    """Run a call whose inputs carry the name by which "offload" selects them.
 
-    Those are the first tensor and what looks like it (as many dims, as many channels): what blocks
-    hand on. Masks and rotary tables, which all blocks get, stay on the device.
+    These are the first tensor and those like it (as many dims, as many channels), which blocks pass
+    on. Masks and rotary tables, which all blocks get, stay on the device.
     """
     effects = trace.effects[-1]
     named: list[tuple[Storage, jax.Array, int]] = []

@@ -1,4 +1,4 @@
-"""Choosing what the gradients of a ported model compute again, by module."""
+"""Choice of what gradients of a ported model recompute, by module."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from tpuport.model.trace import no_policy
 
 
 class RematPlan(dict[str, str]):
-    """The policy of each module that is a region of its own, by fqn."""
+    """The policy of each module that is a checkpoint region, by fqn."""
 
     def __str__(self) -> str:
         found: dict[tuple[str, str], int] = {}
@@ -28,9 +28,9 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
     """Choose what gradients of a ported model keep of the forward pass; values stay the same.
 
     Args:
-        ported: what `tpuport.convert` gave.
-        policies: names of policies by pattern of module fqns; the first that matches decides.
-            A module inside a matching one goes with it. One name alone is for every block: each
+        ported: The result of `tpuport.convert`.
+        policies: Names of policies by pattern of module fqns; the first that matches decides.
+            A module inside a matching one follows it. A single name applies to every block: each
             module of a `ModuleList` or `Sequential` that is not inside another.
 
             "none" keeps everything that the backward pass needs; "full" keeps the module's inputs
@@ -43,7 +43,7 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
         The modules that are computed again, with their policies.
 
     Raises:
-        UsageError: a pattern matches no module, or a policy has another name.
+        UsageError: A pattern matches no module, or a policy has an unknown name.
     """
     if not isinstance(ported, PortedModel):
         raise UsageError(
@@ -74,7 +74,7 @@ def _is_inside(fqn: str, outer: str) -> bool:
 
 
 def _blocks(module: torch.nn.Module) -> list[str]:
-    """A pattern for the modules of each list of modules that is not inside another."""
+    """Return a pattern for the modules of each list of modules that is not inside another."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
     found: list[str] = []
     for fqn, owner in module.named_modules():

@@ -1,4 +1,4 @@
-"""What a port did and how exactly it reproduces eager PyTorch: the object behind `ported.report`.
+"""The object behind `ported.report`: what a port did, and how exactly it reproduces eager PyTorch.
 
 Data only: `report_text` renders it for a terminal and `report_html` as one self-contained page.
 Neither torch nor jax is imported, so a saved report can be read anywhere.
@@ -38,19 +38,19 @@ _FORMAT = 1
 
 @dataclass
 class PortReport(SavedReport):
-    """What `convert` did to a model, and what the comparison with eager PyTorch found.
+    """A record of what `convert` did to a model, and how it compares with eager PyTorch.
 
     `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
-    the port runs: `add` takes any record, `timed` the seconds of a stage.
-
+    `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
+    the port runs: `add` takes any record, `timed` measures a stage.
     Attributes:
         model: Class of the model.
         class_file: File that defines the class.
         versions: Package name to version.
         num_parameters: Elements over all parameters, a tied weight once.
-        parameter_bytes: Their size.
+        parameter_bytes: Bytes of all parameters.
         num_buffers: Elements over all buffers.
-        buffer_bytes: Their size.
+        buffer_bytes: Bytes of all buffers.
         verified: Whether the comparison ran and agreed; None where it did not run.
         why_not_verified: Why it did not run or did not agree, as a clause without a full stop.
         notes: Sentences for the reader.
@@ -96,46 +96,48 @@ class PortReport(SavedReport):
 
     @property
     def verdict(self) -> Verdict:
-        """One word for the comparison; a port that compared nothing is never said to agree."""
+        """Return the verdict of the comparison; a port that compared nothing never "agrees"."""
         if self.verified is False or self.divergences or not all(p.ok for p in self.parity):
             return "differs"
         return "agrees" if self.verified and self.parity else "not verified"
 
     @property
     def ok(self) -> bool:
-        """Whether values were compared and all of them agree."""
+        """Return whether values were compared and all of them agree."""
         return self.verdict == "agrees"
 
     @property
     def by_severity(self) -> list[Parity]:
-        """The compared values, worst first."""
+        """Return the compared values, worst first."""
         return sorted(self.parity, key=lambda p: (-p.used, p.path))
 
     @property
     def worst(self) -> Parity | None:
-        """The value that uses most of its tolerance, or None where nothing was compared."""
+        """Return the value that uses most of its tolerance, or None where nothing was compared."""
         return min(self.parity, key=lambda p: (-p.used, p.path), default=None)
 
     def __str__(self) -> str:
-        """Plain text of at most 100 columns, without colour codes."""
+        """Return plain text of at most 100 columns, without colour codes."""
         from tpuport.model.report_text import WIDTH
 
         return plain_text(self, WIDTH)
 
     def __rich__(self) -> "RenderableType":
-        """What rich prints, at the width of the terminal."""
+        """Return the renderable that rich prints, at the width of the terminal."""
         from tpuport.model.report_text import render
 
         return render(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready data; a float that JSON cannot hold becomes `"nan"`, `"inf"` or `"-inf"`."""
+        """Return JSON-ready data; a float that JSON cannot hold becomes `"nan"`, `"inf"` or
+        `"-inf"`.
+        """
         derived = {"format": _FORMAT, "ok": self.ok, "verdict": self.verdict}
         return derived | to_plain(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Return a report from the data of `to_dict`.
 
         Raises:
             UsageError: The data is not a report of this format.
@@ -152,16 +154,16 @@ class PortReport(SavedReport):
         return cls(**given)
 
     def to_json(self) -> str:
-        """The report as standard JSON, indented."""
+        """Return the report as standard JSON, indented."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The inverse of `to_json`; raises UsageError as `from_dict` does."""
+        """Return a report from the text of `to_json`; raise UsageError as `from_dict` does."""
         return cls.from_dict(json.loads(text))
 
     def to_html(self) -> str:
-        """The report as one HTML page that loads nothing from elsewhere."""
+        """Return the report as one self-contained HTML page."""
         from tpuport.model.report_html import to_html
 
         return to_html(self)

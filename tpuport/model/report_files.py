@@ -1,4 +1,4 @@
-"""Reports that can be saved: as JSON, as a page or as text."""
+"""Reports that can be saved as JSON, as a page or as text."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from tpuport.errors import UsageError
 
 
 def plain_text(report: Any, width: int) -> str:
-    """What rich prints of a report, in so many columns, without colour codes."""
+    """Return what rich prints of a report at this width, without colour codes."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -25,20 +25,20 @@ class SavedReport(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """The report as standard JSON, indented."""
+        """Return the report as standard JSON, indented."""
 
     @abstractmethod
     def to_html(self) -> str:
-        """The report as one HTML page that loads nothing from elsewhere."""
+        """Return the report as one self-contained HTML page."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the report, as the suffix says: .json, .html or .txt. Return the path.
+        """Write the report in the format of the suffix (.json, .html or .txt), and return the path.
 
-        A reader sees the old file or the whole new one, never a part.
+        A reader sees the old file or the complete new one, never a part.
 
         Raises:
-            UsageError: Another suffix.
-            OSError: The file cannot be written; what was there before is left alone.
+            UsageError: The suffix is none of these.
+            OSError: The file cannot be written; the existing file is kept.
         """
         path = Path(path)
         writers = {".json": self.to_json, ".html": self.to_html, ".txt": self.__str__}

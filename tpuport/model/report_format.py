@@ -1,4 +1,4 @@
-"""How a port report words its numbers, names and verdict, alike on a terminal and in HTML."""
+"""The wording of a port report's numbers, names and verdict, the same for a terminal and HTML."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def number(value: float) -> str:
-    """Three significant digits at most: `0`, `12.3`, `2.1e-6`, `nan`."""
+    """Return at most three significant digits: `0`, `12.3`, `2.1e-6`, `nan`."""
     if value == 0 or not 0 < abs(value) < float("inf"):
         return f"{value:g}"
     if 1e-2 <= abs(value) < 1e4:
@@ -20,12 +20,12 @@ def number(value: float) -> str:
 
 
 def element(value: float) -> str:
-    """A tensor element, with the digits that tell two nearly equal ones apart."""
+    """Return a tensor element with the digits that tell two nearly equal ones apart."""
     return f"{value:.9g}"
 
 
 def seconds(value: float) -> str:
-    """`3 ms`, `1.2 s`, `2 min 5 s`."""
+    """Return a duration such as `3 ms`, `1.2 s`, `2 min 5 s`."""
     if value < 1:
         return f"{value * 1e3:.0f} ms" if value >= 1e-3 or value == 0 else "<1 ms"
     if value < 60:
@@ -35,7 +35,7 @@ def seconds(value: float) -> str:
 
 
 def count(value: int) -> str:
-    """`812`, `12,345`, `1.24 M`, `8.33 B`."""
+    """Return a count such as `812`, `12,345`, `1.24 M`, `8.33 B`."""
     for size, unit in ((1e9, "B"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.2f} {unit}"
@@ -43,7 +43,7 @@ def count(value: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """`512 B`, `1.5 KiB`, `31.0 GiB`."""
+    """Return a size such as `512 B`, `1.5 KiB`, `31.0 GiB`."""
     amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -53,18 +53,18 @@ def size(num_bytes: int) -> str:
 
 
 def tera(flops: float) -> str:
-    """Of FLOPs: `0.0687`, `135`, `7,241`, in units of 10**12."""
+    """Return FLOPs in units of 10**12: `0.0687`, `135`, `7,241`."""
     amount = flops / 1e12
     return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def array(dtype: str, shape: tuple[int, ...]) -> str:
-    """`float32[2, 16]`."""
+    """Return a dtype and shape such as `float32[2, 16]`."""
     return f"{dtype}{list(shape)}"
 
 
 def short_path(path: str) -> str:
-    """The part of a path that a reader needs: from the package on, or the last three parts."""
+    """Return the part of a path that a reader needs: from the package on, or the last three."""
     _, found, package_path = path.rpartition("site-packages/")
     if found:
         return package_path
@@ -73,12 +73,12 @@ def short_path(path: str) -> str:
 
 
 def place(file: str, line: int) -> str:
-    """`package/file.py:12`."""
+    """Return a place such as `package/file.py:12`."""
     return f"{short_path(file)}:{line}"
 
 
 def headline(report: "PortReport") -> str:
-    """The verdict as one sentence that starts with the model's name."""
+    """Return the verdict as one sentence that starts with the model's name."""
     if report.verdict == "agrees":
         return f"{report.model} agrees with eager PyTorch"
     if report.verdict == "not verified":
@@ -87,7 +87,7 @@ def headline(report: "PortReport") -> str:
 
 
 def explanation(report: "PortReport") -> str:
-    """What the verdict rests on: how many values were compared, which is the worst, and why not."""
+    """Return the reasons for the verdict: how many values were compared, and the worst."""
     sentences = []
     worst = report.worst
     if worst is not None:
@@ -109,7 +109,7 @@ def _reasons(report: "PortReport") -> list[str]:
 
 
 def worst_value(worst: Parity) -> str:
-    """The worst value in a sentence, against its tolerance."""
+    """Return the worst value in a sentence, against its tolerance."""
     if worst.problem:
         return f"The worst is {worst.path}: {worst.problem}."
     if worst.used == 0:
@@ -121,14 +121,14 @@ def worst_value(worst: Parity) -> str:
 
 
 def error_and_limit(parity: Parity) -> tuple[str, str]:
-    """The error and what is allowed: relative, or absolute where that is what accepted it."""
+    """Return the error and its limit: relative, or absolute where the absolute one accepted it."""
     if parity.ok and parity.max_rel > parity.tolerance:
         return f"{number(parity.max_abs)} abs", f"{number(parity.atol)} abs"
     return number(parity.max_rel), number(parity.tolerance)
 
 
 def worst_element(parity: Parity) -> str:
-    """Both sides at the worst element, or why there are not two sides."""
+    """Return both sides at the worst element, or why there are not two sides."""
     if parity.problem:
         return parity.problem
     if parity.used == 0:
@@ -138,13 +138,13 @@ def worst_element(parity: Parity) -> str:
 
 
 def by_kind(parity: list[Parity]) -> dict[str, list[Parity]]:
-    """The compared values of each kind, in the order outputs, gradients, buffers, arguments."""
+    """Return the compared values by kind, in the order outputs, gradients, buffers, arguments."""
     groups = {kind: [p for p in parity if p.kind == kind] for kind in KINDS}
     return {kind: group for kind, group in groups.items() if group}
 
 
 def divergence(found: Divergence) -> str:
-    """Where the first difference appears, in a sentence."""
+    """Return a sentence about the submodule where the first difference appears."""
     return (
         f"The first submodule that differs is {found.module} ({found.cls}): its inputs agree to "
         f"{number(found.input_max_rel)}, its output is off by {number(found.max_rel)}."
@@ -152,13 +152,13 @@ def divergence(found: Divergence) -> str:
 
 
 def attention(call: AttentionCall) -> str:
-    """What serves attention, and on what: `splash: queries [2, 16, 512, 128], 54 calls`."""
+    """Return the kernel and shapes: `splash: queries [2, 16, 512, 128], 54 calls`."""
     shapes = f"queries {list(call.query)}, keys {list(call.key)}"
     return f"{call.kernel}: {shapes}, {plural(call.calls, 'call')}"
 
 
 def attention_detail(call: AttentionCall) -> str:
-    """Why, with which mask, spread how, and where."""
+    """Return why the kernel was chosen, the mask, how it is spread, and the call's place."""
     module = f"first {call.module}" if call.module else ""
     mask = f"mask: {call.mask}" if call.mask else ""
     parts = (call.reason, mask, call.spread, module, place(call.file, call.line))
@@ -166,12 +166,12 @@ def attention_detail(call: AttentionCall) -> str:
 
 
 def blocks(found: RepeatedBlocks) -> str:
-    """Which blocks are alike: `layers.0 to layers.31, 32 blocks`."""
+    """Return which blocks are alike: `layers.0 to layers.31, 32 blocks`."""
     return f"{found.first} to {found.last}, {plural(found.count, 'block')}"
 
 
 def blocks_detail(found: RepeatedBlocks) -> str:
-    """How often one was traced for all, or why each was traced by itself."""
+    """Return how often one was traced for all, or why each was traced by itself."""
     traced = f"{found.traced} traced, {plural(found.reused, 'call')} without tracing again"
     again = found.changed and f"traced again for a change of {found.changed}"
     by_itself = found.reason and f"by itself: {found.reason}"
@@ -180,7 +180,7 @@ def blocks_detail(found: RepeatedBlocks) -> str:
 
 
 def facts(report: "PortReport") -> list[str]:
-    """Where the class is, and its size."""
+    """Return the file and size of the model's class."""
     found = [short_path(report.class_file)] if report.class_file else []
     for noun, num, num_bytes in (
         ("parameter", report.num_parameters, report.parameter_bytes),
@@ -192,5 +192,5 @@ def facts(report: "PortReport") -> list[str]:
 
 
 def versions(report: "PortReport") -> list[str]:
-    """`torch 2.13.0` and so on."""
+    """Return package versions such as `torch 2.13.0`."""
     return [f"{name} {version}" for name, version in report.versions.items()]

@@ -15,7 +15,7 @@ from tpuport.model.report_svg import ErrorScale
 if TYPE_CHECKING:
     from tpuport.model.report import PortReport
 
-_SWARM_FROM = 9  # with fewer values the rows alone show all there is
+_SWARM_FROM = 9  # with fewer values the rows alone show everything
 _WORST_ROWS = 10
 _OPEN_REWRITES = 4
 _LARGEST_CONSTANTS = 12
@@ -25,7 +25,7 @@ _TOKENS = re.compile(r"\w+|\s+|[^\w\s]")
 
 
 def to_html(report: "PortReport") -> str:
-    """The report as a page to open from disk or to attach; its policy forbids it to load anything.
+    """Return the report as a page to open from disk or attach; its policy forbids loading anything.
 
     Names, paths and source lines are shown as text, whatever they contain.
     """
@@ -42,12 +42,12 @@ def to_html(report: "PortReport") -> str:
 
 
 def style() -> str:
-    """The style sheet of port reports."""
+    """Return the style sheet of port reports."""
     return files("tpuport.model").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def sections_of(report: "PortReport") -> list[Markup]:
-    """The parts of a report, to stand in a page about several."""
+    """Return the parts of a report, for a page about several reports."""
     parts = [tag("section", tag("h3", title), body) for _, title, _, body in _sections(report)]
     return [_verdict(report), *parts]
 
@@ -71,7 +71,7 @@ def _verdict(report: "PortReport") -> Markup:
 
 
 def _sections(report: "PortReport") -> Iterator[tuple[str, str, str | None, Markup]]:
-    """Anchor, title, the words that link to it, and body of each section with something to show."""
+    """Yield the anchor, title, link text and body of each section that is not empty."""
     scale = svg.scale_of(report.parity, report.divergences)
     if report.divergences:
         body = join(_divergence(found, scale) for found in report.divergences)
@@ -111,7 +111,7 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
     if report.attention:
         body = join(_item(fmt.attention(a), "", fmt.attention_detail(a)) for a in report.attention)
         summary = plural(len(report.attention), "sort of attention")
-        yield "attention", "What attention is computed by", summary, body
+        yield "attention", "Attention kernels", summary, body
     if report.blocks:
         body = join(_item(fmt.blocks(b), "", fmt.blocks_detail(b)) for b in report.blocks)
         summary = f"{plural(len(report.blocks), 'set')} of blocks that are alike"
@@ -122,7 +122,7 @@ def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]
     if report.retraces:
         body = join(_retrace(retrace) for retrace in report.retraces)
         summary = plural(len(report.retraces), "retrace")
-        yield "retraces", "What made it compile again", summary, body
+        yield "retraces", "Causes of retraces", summary, body
     if report.constants:
         total = fmt.size(sum(c.bytes for c in report.constants))
         title = "Constants passed as arguments"
@@ -194,7 +194,7 @@ def _parity(report: "PortReport", scale: ErrorScale) -> Markup:
 
 
 def _value(p: Parity, scale: ErrorScale) -> Markup:
-    """One row of the dot plot, which opens to the numbers behind it."""
+    """Return one row of the dot plot, which opens to the numbers behind it."""
     error, allowed = fmt.error_and_limit(p)
     row = tag(
         "summary",
@@ -249,7 +249,7 @@ def _rewrites(rewrites: Sequence[Rewrite]) -> Markup:
 
 
 def _diff(before: str, after: str) -> Markup:
-    """Both versions side by side, line facing line, with what changed inside a line marked."""
+    """Return both versions side by side, aligned by line, with changes inside a line marked."""
     old, new = before.strip("\n").splitlines(), after.strip("\n").splitlines()
     left: list[Markup] = []
     right: list[Markup] = []
@@ -271,7 +271,7 @@ def _line(text: str | None, kind: str, change: str, marked: Markup | None) -> Ma
 
 
 def _inside(was: str, now: str) -> tuple[Markup, Markup] | None:
-    """Two lines with the tokens that differ marked, or None where little is shared."""
+    """Return two lines with the differing tokens marked, or None where little is shared."""
     a, b = _TOKENS.findall(was), _TOKENS.findall(now)
     matcher = difflib.SequenceMatcher(None, a, b, False)
     if matcher.ratio() < 0.4:

@@ -1,4 +1,4 @@
-"""The records that a port report is made of: one frozen dataclass for each sort of finding."""
+"""The records in a port report: one frozen dataclass for each sort of finding."""
 
 import dataclasses
 import math
@@ -22,20 +22,20 @@ class Parity:
     """One value of the ported model against the same value of eager PyTorch.
 
     Attributes:
-        path: Which value, such as `output.logits` or `grad.layers.0.weight`.
-        kind: What sort of value it is.
+        path: The name of the value, such as `output.logits` or `grad.layers.0.weight`.
+        kind: The sort of value.
         shape: Shape in eager PyTorch.
         dtype: Dtype in eager PyTorch, such as `float32`.
         max_abs: Largest `|got - expected|`. Elements that are the same NaN or infinity count as 0,
             and one that is not finite on one side only counts as infinity.
-        max_rel: `max_abs / max|expected|`: relative to the size of the whole value.
+        max_rel: `max_abs / max|expected|`: relative to the largest element of the value.
         where: Index of the worst element.
         expected: Worst element in eager PyTorch.
         got: Worst element in the port.
         tolerance: Largest accepted `max_rel`.
-        atol: Largest `max_abs` accepted whatever `max_rel` is, for a value that is zero but for
+        atol: Largest `max_abs` accepted whatever `max_rel` is, for a value that is zero except for
             rounding (the gradient of a bias ahead of a normalisation).
-        problem: Why the two cannot be compared (another shape or dtype, a missing value), or empty.
+        problem: Why the two cannot be compared (other shape or dtype, a missing value), or empty.
     """
 
     path: str
@@ -67,11 +67,11 @@ class Parity:
         """Compare two arrays element by element, in float64.
 
         Args:
-            path: Which value this is.
-            expected: What eager PyTorch gives, of any shape and any real, integer, bool or complex
+            path: The name of the value.
+            expected: Eager PyTorch's value, of any shape and any real, integer, bool or complex
                 dtype. A complex array is compared as its real view (a last dim of size 2).
-            got: What the port gives. Another shape or dtype is recorded as a `problem`.
-            kind: What sort of value it is.
+            got: The port's value. A different shape or dtype is recorded as a `problem`.
+            kind: The sort of value.
             tolerance: Largest accepted error relative to `max|expected|`.
             atol: Largest accepted absolute error, whatever the relative one.
             dtype: Name to report where numpy's own would mislead (a bfloat16 value that was
@@ -100,14 +100,14 @@ class Parity:
 
     @property
     def used(self) -> float:
-        """Share of the tolerance used: 0 is identical, 1 the limit, inf cannot be accepted."""
+        """Return the share of the tolerance used: 0 is identical, 1 the limit, inf a failure."""
         if self.problem or not _same_sort(self.expected, self.got):
             return math.inf
         return min(_share(self.max_rel, self.tolerance), _share(self.max_abs, self.atol))
 
     @property
     def ok(self) -> bool:
-        """Whether the port reproduces this value; a NaN where eager is finite never is."""
+        """Return whether the port reproduces this value; a NaN where eager is finite never does."""
         return self.used <= 1
 
 
@@ -139,7 +139,7 @@ class ShimUse:
 
     Attributes:
         name: The shim.
-        target: Qualified name of what it stood in for.
+        target: Qualified name of the function that it replaced.
         reason: Why the original cannot run under a trace.
         calls: How often it was reached while tracing.
     """
@@ -153,11 +153,11 @@ class ShimUse:
 
 @dataclass(frozen=True)
 class RegisteredOp:
-    """An ATen op that torchax does not lower, or lowers wrongly, and tpuport's own lowering served.
+    """An ATen op that tpuport lowers itself, because torchax does not or lowers it wrongly.
 
     Attributes:
-        name: Such as `aten.hann_window.default`.
-        reason: What torchax does with it.
+        name: The op, such as `aten.hann_window.default`.
+        reason: The behavior of torchax's own lowering.
         calls: How often it was reached while tracing.
     """
 
@@ -174,7 +174,7 @@ class Retrace:
     Attributes:
         method: The traced method, such as `forward`.
         index: Which trace of the method this was; the first retrace is 2.
-        causes: What changed, such as `args[0]: float32[2, 16] -> float32[3, 16]`.
+        causes: The changes, such as `args[0]: float32[2, 16] -> float32[3, 16]`.
     """
 
     method: str
@@ -188,9 +188,9 @@ class HoistedConstant:
 
     Attributes:
         origin: `file:line` that made it.
-        shape: Its shape.
-        dtype: Its dtype.
-        bytes: Its size.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
+        bytes: The tensor's size.
     """
 
     origin: str
@@ -226,14 +226,14 @@ class AttentionCall:
         file: Path of the file that calls it.
         line: Line of the call, counted from 1.
         module: Fqn of the first module that calls it there.
-        kernel: What serves it: splash, dense (a faster one, where every query sees the same keys),
+        kernel: The implementation: splash, dense (faster, if every query sees the same keys),
             blockwise, or full (the matrix of scores).
-        reason: Why it is that.
+        reason: Why that one was chosen.
         mask: The structure of its mask, such as `causal, padded keys`.
-        spread: What lies over which axes of a mesh, such as `heads over tensor`.
+        spread: What is sharded over which mesh axes, such as `heads over tensor`.
         query: Shape of the queries.
         key: Shape of the keys.
-        calls: How often.
+        calls: How often it was called.
     """
 
     file: str
@@ -258,9 +258,9 @@ class RepeatedBlocks:
         last: Fqn of the last.
         count: How many there are.
         traced: How many had to be traced.
-        reused: How many calls used what another was traced to.
+        reused: How many calls reused the trace of another.
         reason: Why one was traced by itself, if one was.
-        changed: What had changed outside of the blocks, so that one was traced anew.
+        changed: What had changed outside of the blocks, so that one was retraced.
     """
 
     first: str
@@ -286,7 +286,7 @@ class Timing:
 
     @property
     def total(self) -> float:
-        """Seconds over all stages."""
+        """Return the seconds over all stages."""
         return sum(getattr(self, stage) for stage in STAGES)
 
 
@@ -323,7 +323,7 @@ Record = (
 
 
 def to_plain(value: object) -> Any:
-    """JSON-ready form of records, containers and scalars.
+    """Return the JSON-ready form of records, containers and scalars.
 
     A float that JSON cannot hold becomes `"nan"`, `"inf"` or `"-inf"`, which `float` reads back.
     """
@@ -341,7 +341,7 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(record: type[_R], data: Mapping[str, Any]) -> _R:
-    """A record from its `to_plain` form."""
+    """Return a record from its `to_plain` form."""
     restored = {
         name: float(data[name])
         if annotation is float
@@ -357,7 +357,7 @@ def from_plain(record: type[_R], data: Mapping[str, Any]) -> _R:
 def _worst_element(
     expected: np.ndarray, got: np.ndarray
 ) -> tuple[float, float, tuple[int, ...], tuple[float, float]]:
-    """Largest absolute error, the same relative to the value, its index, and both elements."""
+    """Return the largest absolute error, the relative one, its index, and both elements."""
     error, want, have = _errors(expected, got)
     if not error.size:
         return 0.0, 0.0, (), (0.0, 0.0)
@@ -369,7 +369,7 @@ def _worst_element(
 
 
 def _errors(expected: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Element-wise error, and both sides in float64; arrays of one shape and dtype."""
+    """Return the element-wise error and both sides in float64; the dtypes and shapes are equal."""
     if np.iscomplexobj(expected):
         expected, got = (np.stack([np.real(x), np.imag(x)], axis=-1) for x in (expected, got))
     want, have = expected.astype(np.float64), got.astype(np.float64)
@@ -387,14 +387,14 @@ def _array_label(array: np.ndarray) -> str:
 
 
 def _same_sort(expected: float, got: float) -> bool:
-    """Whether both are finite, both NaN, or both the same infinity."""
+    """Return whether both are finite, both NaN, or both the same infinity."""
     if math.isfinite(expected) or math.isfinite(got):
         return math.isfinite(expected) and math.isfinite(got)
     return expected == got or (math.isnan(expected) and math.isnan(got))
 
 
 def _share(error: float, limit: float) -> float:
-    """`error / limit`, where no error fits any limit and NaN fits none."""
+    """Return `error / limit`, where no error fits any limit and NaN fits none."""
     if error == 0:
         return 0.0
     return error / limit if limit > 0 and not math.isnan(error) else math.inf

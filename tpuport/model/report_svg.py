@@ -22,11 +22,11 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class ErrorScale:
-    """Where an error goes on a log axis, with bins at the ends for 0 and for infinity.
+    """The log axis on which errors are placed, with bins at the ends for 0 and for infinity.
 
     Args:
-        errors: What the axis has to show.
-        limits: The tolerances it has to show.
+        errors: The errors to show.
+        limits: The tolerances to show.
     """
 
     def __init__(self, errors: Sequence[float], limits: Sequence[float]) -> None:
@@ -38,7 +38,7 @@ class ErrorScale:
         self.right = 100 - (_EDGE if any(not v < math.inf for v in errors) else 2.0)
 
     def at(self, error: float) -> float:
-        """Position of an error, in percent of the width."""
+        """Return the position of an error, in percent of the width."""
         if error == 0:
             return self.left / 2
         if not error < math.inf:
@@ -47,18 +47,18 @@ class ErrorScale:
         return self.left + (self.right - self.left) * share
 
     def limit(self, tolerance: float) -> float:
-        """Position of a tolerance; nothing but identical values fit a tolerance of 0."""
+        """Return the position of a tolerance; only identical values fit a tolerance of 0."""
         return self.left if tolerance == 0 else min(self.at(tolerance), self.right)
 
     def grid(self, height: float) -> Markup:
-        """A hairline at every decade."""
+        """Return a hairline at every decade."""
         return join(
             _line(self.at(10.0**exponent), 0, height, class_="grid")
             for exponent in range(self.low, self.high + 1)
         )
 
     def ticks(self, y: float) -> Markup:
-        """The labels under the axis."""
+        """Return the labels under the axis."""
         every = math.ceil((self.high - self.low + 1) / _MAX_TICKS)
         first = self.high - every * ((self.high - self.low) // every)
         labels = [
@@ -74,14 +74,14 @@ class ErrorScale:
 
 
 def scale_of(parity: Sequence[Parity], divergences: Sequence[Divergence]) -> ErrorScale:
-    """The one axis that every error of a report is drawn on."""
+    """Return the one axis on which all errors of a report are drawn."""
     errors = [plotted(p) for p in parity]
     errors += [e for d in divergences for e in (d.max_rel, d.input_max_rel)]
     return ErrorScale(errors, [p.tolerance for p in parity])
 
 
 def swarm(parity: Sequence[Parity], scale: ErrorScale) -> Markup:
-    """Every value as a dot at its error, one lane a kind, with the tolerances of the lane."""
+    """Return a dot at each value's error, one lane a kind, with the tolerances of the lane."""
     lanes, top = [], 0.0
     for kind, group in by_kind(list(parity)).items():
         lane, height = _lane(kind, group, scale)
@@ -97,7 +97,7 @@ def swarm(parity: Sequence[Parity], scale: ErrorScale) -> Markup:
 
 
 def track(error: float, look: str, scale: ErrorScale, *, limit: float | None = None) -> Markup:
-    """One row of a dot plot: a dot at its error, and the tolerance where there is one."""
+    """Return one row of a dot plot: a dot at its error, and the tolerance if there is one."""
     parts = [scale.grid(16), _line_h(0, 100, 8, class_="axis")]
     if limit is not None:
         at = scale.limit(limit)
@@ -107,12 +107,12 @@ def track(error: float, look: str, scale: ErrorScale, *, limit: float | None = N
 
 
 def axis(scale: ErrorScale) -> Markup:
-    """The tick labels under a column of tracks."""
+    """Return the tick labels under a column of tracks."""
     return _svg(18, scale.ticks(13), class_="track", label="logarithmic axis of relative error")
 
 
 def stacked_bar(amounts: Sequence[tuple[str, float]], label: str, *, height: int = 28) -> Markup:
-    """One bar cut into `(class, amount)` pieces, all of them visible."""
+    """Return one bar cut into `(class, amount)` pieces, all of them visible."""
     total = sum(amount for _, amount in amounts)
     parts, left = [], 0.0
     for name, amount in amounts:
@@ -132,7 +132,7 @@ def stacked_bar(amounts: Sequence[tuple[str, float]], label: str, *, height: int
 
 
 def bar(share: float, label: str) -> Markup:
-    """One horizontal bar that fills this share of the width."""
+    """Return one horizontal bar that fills this share of the width."""
     filled = tag(
         "rect", x="0", y="3", width=_pc(max(100 * share, 0.4)), height="10", rx="2", class_="bar"
     )
@@ -140,7 +140,7 @@ def bar(share: float, label: str) -> Markup:
 
 
 def _lane(kind: str, group: Sequence[Parity], scale: ErrorScale) -> tuple[Markup, float]:
-    """One kind's dots, stacked where they would overlap, and the height they take."""
+    """Return the dots of one kind, stacked where they would overlap, and their height."""
     columns = _columns(sorted(group, key=lambda p: scale.at(plotted(p))), scale)
     tallest = max(len(column) for _, column in columns)
     step = min(_STEP, _MAX_STACK / tallest)
@@ -167,7 +167,7 @@ def _lane(kind: str, group: Sequence[Parity], scale: ErrorScale) -> tuple[Markup
 
 
 def _columns(ordered: Sequence[Parity], scale: ErrorScale) -> list[tuple[float, list[Parity]]]:
-    """Dots that would overlap, gathered in columns at the middle of their positions, in percent.
+    """Gather dots that would overlap in columns at the middle of their positions, in percent.
 
     Source: Wilkinson, Dot plots, The American Statistician 53(3), 1999. A dot moves by less than
     its own radius, and never to the other side of a tolerance: a column is of one look.
@@ -186,14 +186,14 @@ def _columns(ordered: Sequence[Parity], scale: ErrorScale) -> list[tuple[float, 
 
 
 def look(parity: Parity) -> str:
-    """Class of a value's dot: `ok`, `bad`, or `ring` where its absolute error was accepted."""
+    """Return the class of a dot: `ok`, `bad`, or `ring` if the absolute error was accepted."""
     if not parity.ok:
         return "bad"
     return "ring" if parity.max_rel > parity.tolerance else "ok"
 
 
 def plotted(parity: Parity) -> float:
-    """The error a dot stands for; values that cannot be compared stand at the far right."""
+    """Return the error to plot; values that cannot be compared go to the far right."""
     return math.inf if parity.problem or math.isnan(parity.max_rel) else parity.max_rel
 
 
@@ -215,7 +215,7 @@ def _dot(x: float, y: float, class_: str, *, radius: float = _DOT, title: str = 
 
 
 def _wash(left: float, top: float, bottom: float) -> Markup:
-    """The region beyond a tolerance."""
+    """Return the shaded region beyond a tolerance."""
     return tag(
         "rect",
         x=_pc(left),

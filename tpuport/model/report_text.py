@@ -24,7 +24,7 @@ _MARKS = {"agrees": ("✔", "green"), "differs": ("✘", "red"), "not verified":
 
 
 def render(report: "PortReport") -> RenderableType:
-    """The report as a rich renderable. Names and source lines are never read as rich markup."""
+    """Return the report as a rich renderable; names and source lines are never read as markup."""
     blocks: list[RenderableType] = [_verdict(report)]
     for title, body in _sections(report):
         blocks += [Text(""), Text(title, style="bold"), Padding(body, (0, 0, 0, 2))]
@@ -45,7 +45,7 @@ def _verdict(report: "PortReport") -> RenderableType:
 
 
 def _sections(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
-    """Title and body of each section that has something to show."""
+    """Yield the title and body of each section that is not empty."""
     if report.notes:
         yield "Notes", _rows([("-", note) for note in report.notes])
     if report.parity:
@@ -148,7 +148,7 @@ def _rows(rows: Sequence[tuple[str, ...]]) -> RenderableType:
 
 
 def _items(items: Sequence[tuple[str, str]]) -> RenderableType:
-    """A line for each title, and its detail indented below."""
+    """Return a line for each title, with its detail indented below."""
     lines: list[RenderableType] = []
     for title, detail in items[:MAX_ROWS]:
         lines += [_text(title), Padding(_text(detail, "dim"), (0, 0, 0, 4))]
@@ -168,5 +168,5 @@ def _grid(gap: int) -> Table:
 
 
 def _text(content: str, style: str = "") -> Text:
-    """Text that folds rather than losing its end."""
+    """Return text that folds instead of losing its end."""
     return Text(visible(content), style=style, overflow="fold")

@@ -1,4 +1,4 @@
-"""One call to trace, and what a trace of it gave."""
+"""One call to trace, and the outcome of its trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from tpuport.source import live
 
 @dataclass
 class Outcome:
-    """What one trace of a program gave. Arrays are tracers of the enclosing jax trace."""
+    """The outcome of one trace of a program. Arrays are tracers of the enclosing jax trace."""
 
     out_leaves: list[Any]
     out_spec: structure.Spec
@@ -33,13 +33,13 @@ class Outcome:
     put_leaves: list[Any] = field(default_factory=list)
     put_metas: list[Any] = field(default_factory=list)
     host_paths: list[str] = field(default_factory=list)
-    # Outputs by number that are an argument (by number) or state (by name), or a view of it.
+    # By output index: outputs that are an argument (by index) or state (by name), or a view of one.
     out_aliases: "dict[int, Alias]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Whose memory an output shares, and which part of it."""
+    """A description of the memory that an output shares, and of its part in it."""
 
     of: int | str
     is_same: bool
@@ -53,16 +53,16 @@ class Request:
     """One call to trace.
 
     Attributes:
-        method: name of the module's method ("forward" goes through `__call__`, hooks included).
-        values: state by name.
-        key: base key of the program's randomness, or None if it may not draw any.
-        leaves: argument arrays (a key array for a `torch.Generator`).
-        metas: for each leaf a meta tensor, or the class of a generator.
-        spec: the arguments' structure.
-        hoist: given a host constant, may return an array to use instead of embedding it.
-        checks: collect the conditions of lifted checks.
-        known: state whose value may be used as a Python number, if the trace cannot do without.
-        known_leaves: the arguments' values where they are known, likewise.
+        method: Name of the module's method ("forward" goes through `__call__`, hooks included).
+        values: State by name.
+        key: Base key of the program's randomness, or None if it may not draw any.
+        leaves: Argument arrays (a key array for a `torch.Generator`).
+        metas: For each leaf a meta tensor, or the class of a generator.
+        spec: The arguments' structure.
+        hoist: For a host constant, returns an array to use instead of embedding it, or None.
+        checks: Whether to collect the conditions of lifted checks.
+        known: State whose concrete value may be read if the trace needs it.
+        known_leaves: Concrete values of arguments, for the same use.
     """
 
     method: str
@@ -78,9 +78,9 @@ class Request:
 
     @property
     def candidates(self) -> list[int]:
-        """Arguments whose value may be read while tracing.
+        """Return the arguments whose value may be read while tracing.
 
-        Small integer or boolean ones, the smallest first.
+        These are small and of integer or boolean dtype, the smallest first.
         """
         found = [
             (meta.numel(), index)
@@ -90,7 +90,7 @@ class Request:
         return [index for _, index in sorted(found)]
 
     def host_leaf(self, index: int) -> torch.Tensor:
-        """The argument as a plain CPU tensor."""
+        """Return the argument as a plain CPU tensor."""
         return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
 
 

@@ -17,23 +17,23 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def scan(body: Body, carry: Any, xs: Any, *, remat: bool = False) -> tuple[Any, Any]:
-    """`for x in xs: carry, y = body(carry, x)`, all y stacked.
+    """Run `for x in xs: carry, y = body(carry, x)`, and stack all y.
 
     The body is traced and compiled once, however many rounds there are.
 
     Args:
-        body: draws no random numbers and writes to nothing but what it makes; what it carries keeps
+        body: Must draw no random numbers and write only to tensors that it makes; the carry keeps
             its structure, shapes and dtypes.
-        carry: tensors in dicts, lists, tuples or dataclasses.
-        xs: tensors likewise, each (rounds, ...); a round gets them without that dim.
-        remat: compute a round's values again in the backward pass instead of keeping them.
+        carry: Tensors in dicts, lists, tuples or dataclasses.
+        xs: Tensors likewise, each (rounds, ...); a round gets them without that dim.
+        remat: Compute a round's values again in the backward pass instead of keeping them.
 
     Returns:
-        What is carried after the last round, and all y, each (rounds, ...).
+        The carry after the last round, and all y, each (rounds, ...).
 
     Raises:
-        UsageError: there is no round, or tensors differ in how many there are.
-        PortError: the body does what it must not, in a program.
+        UsageError: There is no round, or tensors differ in their number of rounds.
+        PortError: In a program, the body breaks one of these conditions.
     """
     leaves, spec = structure.flatten(xs, leaf=_is_tensor)
     counts = {len(leaf) for leaf in leaves}
@@ -61,7 +61,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 class _Scan:
-    """One loop in a program."""
+    """One `lax.scan` in a program."""
 
     def __init__(self, trace: Trace, body: Body, carry: Any, remat: bool) -> None:
         self.trace, self.body, self.remat = trace, body, remat
@@ -73,7 +73,7 @@ class _Scan:
         self.y_metas: list[torch.Tensor] = []
 
     def run(self, leaves: list[torch.Tensor], spec: structure.Spec) -> tuple[Any, Any]:
-        """What is carried in the end, and all y."""
+        """Run the loop; return the final carry and all y."""
         self.given, self.given_spec = [meta_of(leaf[0]) for leaf in leaves], spec
         step = jax.checkpoint(self._step) if self.remat else self._step
         first = [value_of(leaf) for leaf in self.carried]
@@ -120,5 +120,5 @@ def _refused(what: str) -> Exception:
     return port_error(
         f"the body of a scan {what}",
         code="TPU104",
-        remedy="give back what changes as part of what is carried, in the same shapes and dtypes",
+        remedy="return what changes as part of the carry, in the same shapes and dtypes",
     )

@@ -1,4 +1,4 @@
-"""Where user code sees traced tensors."""
+"""The device that user code sees traced tensors on."""
 
 import contextlib
 import threading
@@ -10,18 +10,21 @@ _SEEN = threading.local()
 
 
 def seen_device() -> torch.device | None:
-    """The device on which code of this thread sees traced tensors, None for where they are."""
+    """Return the device that this thread's code sees on traced tensors, or None if unset."""
     return getattr(_SEEN, "device", None)
 
 
 def set_seen_device(device: torch.device | None) -> None:
-    """Let code of this thread see traced tensors on a device."""
+    """Set the device that this thread's code sees on traced tensors."""
     _SEEN.device = device
 
 
 @contextlib.contextmanager
 def where_they_are() -> Iterator[None]:
-    """Torch's own code makes tensors beside them, and has no device to make them on."""
+    """Show the real device inside.
+
+    Torch's own code makes tensors on the device that it sees, and the emulated one does not exist.
+    """
     device = seen_device()
     set_seen_device(None)
     try:

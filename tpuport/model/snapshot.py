@@ -1,4 +1,4 @@
-"""The mutable Python state that a path of a program may change, to be put back before another."""
+"""A copy of mutable Python state, to restore it before another path of a program is traced."""
 
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -9,7 +9,7 @@ from tpuport.model import structure
 
 
 class _Slots(MutableMapping[str, Any]):
-    """The attributes that an object keeps in `__slots__`, as a dict over them."""
+    """The attributes that an object keeps in `__slots__`, as a mutable mapping."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -31,8 +31,8 @@ class _Slots(MutableMapping[str, Any]):
 
 
 class Snapshot:
-    """The mutable Python state below some roots (module attributes, containers), to be put back
-    before another path.
+    """The mutable Python state below some roots (module attributes, containers), saved to be
+    restored.
     """
 
     def __init__(self, roots: list[Any]) -> None:
@@ -72,7 +72,7 @@ class Snapshot:
             self._save(child, seen, depth + 1)
 
     def restore(self) -> None:
-        """Put every container and attribute back."""
+        """Restore every container and attribute."""
         for target, kind, content in self.saved:
             if kind == "list":
                 if len(target) != len(content) or any(
@@ -92,7 +92,7 @@ class Snapshot:
                     target[name] = value
 
     def changes(self) -> list[Any]:
-        """The current contents of what can be restored, for comparing two paths."""
+        """Return what has changed since the snapshot, to compare or apply it."""
         found: list[Any] = []
         for target, kind, content in self.saved:
             if kind == "dict":
@@ -108,7 +108,7 @@ class Snapshot:
         return found
 
     def apply(self, changes: list[Any]) -> None:
-        """Put changes (from `changes`) in force."""
+        """Apply changes that `changes` returned."""
         for (target, kind, _), change in zip(self.saved, changes, strict=True):
             if not change:
                 continue

@@ -1,4 +1,4 @@
-"""A module's state: every tensor that hangs on it by name, and what a call changed."""
+"""A module's state: every tensor that it refers to by name, and what a call changed."""
 
 import copy
 import types
@@ -13,13 +13,13 @@ from tpuport.model.cloning import Cloner
 from tpuport.model.hooks import hooks_of, kept_hooks, refuse_handles
 from tpuport.model.tensor import TracedTensor, meta_of
 
-# What torch keeps on every module: its own bookkeeping, hooks included.
+# Attributes that torch keeps on every module for itself, hooks included.
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
 
 
 @dataclass
 class StateTree:
-    """Everything on a module that a call may read or change, taken apart.
+    """The state of a module that a call may read or change, flattened.
 
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
     `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
@@ -39,11 +39,11 @@ class StateTree:
 def named_owners(
     module: torch.nn.Module, *, repeated: bool = False
 ) -> list[tuple[str, torch.nn.Module]]:
-    """Each submodule with its fqn, in the order of `named_modules`, which takes much longer.
+    """Return each submodule with its fqn, like `named_modules`, but much faster.
 
     Args:
-        module: any module; it comes first, with an empty fqn.
-        repeated: give one that is held in several places for each of them, not for the first only.
+        module: Any module; it comes first, with an empty fqn.
+        repeated: Return a module that is held in several places once for each, not only once.
     """
     found: list[tuple[str, torch.nn.Module]] = []
     seen: set[int] = set()
@@ -67,12 +67,12 @@ def state_tree(
     *,
     objects: bool = False,
 ) -> StateTree:
-    """Take a module's state apart, by name.
+    """Flatten a module's state, by name.
 
     Args:
-        module: any module.
+        module: Any module.
         number_names: Python numbers (by name) that count as leaves.
-        objects: take objects apart that hold no tensor, too, so that a change in one is seen.
+        objects: Flatten objects without tensors too, so that a change in one is seen.
     """
     tree = StateTree({}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
@@ -85,7 +85,7 @@ def state_tree(
                 return
         tree.leaves[name] = value
 
-    # Not under the modes of a running trace: it is asked for the sizes of tensors only.
+    # Without this, reading a tensor's size would go through the modes of a running trace.
     with torch._C.DisableTorchFunction():
         _take_apart(tree, leaf, module, number_names, objects)
     return tree
@@ -98,7 +98,7 @@ def _take_apart(
     number_names: set[str] | frozenset[str],
     objects: bool,
 ) -> None:
-    # All of a model at each trace: names of this function are found sooner.
+    # This runs over the complete model at each trace: local names are faster than attributes.
     owners, values, statics = tree.owners, tree.values, tree.statics
     for fqn, owner in named_owners(module):
         tree.modules[fqn] = id(owner)
@@ -120,7 +120,7 @@ def _take_apart(
             value = held[name]
             kind = type(value)
             if kind is tuple and set(map(type, value)) == {int}:
-                kind = int  # the shape of a norm: as exact
+                kind = int  # the shape of a norm: comparing it is as exact
             if kind in _EXACT and not number_names:
                 full = prefix + name
                 owners[full], values[full] = (fqn, name), value
@@ -129,7 +129,7 @@ def _take_apart(
                 _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
 
 
-# Types whose values are the same if they are equal.
+# Types whose values are interchangeable if they are equal.
 _EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
 
@@ -173,8 +173,10 @@ def _state_leaf(value: Any) -> bool:
 
 @dataclass
 class PythonChanges:
-    """Attributes of modules that a call bound anew, tensors in them as placeholders; and by fqn
-    what modules have of hooks whose hooks are others.
+    """The Python attributes and hooks of modules that a call changed.
+
+    Traced tensors in the new values are placeholders. `hooks` has, by fqn, all hook attributes of
+    modules whose hooks changed.
     """
 
     names: list[str]
@@ -188,7 +190,7 @@ class PythonChanges:
 
     @property
     def causes(self) -> list[str]:
-        """What is another now, by name."""
+        """Return the names of what changed."""
         if not self.hooks:
             return self.names
         first, more = next(iter(self.hooks)) or "the model", len(self.hooks) - 1
@@ -196,7 +198,9 @@ class PythonChanges:
 
     @property
     def host_state(self) -> dict[str, torch.Tensor]:
-        """New values of parameters and buffers that depend on no input: no program returns them."""
+        """Return new values of parameters and buffers that depend on no input: no program returns
+        them.
+        """
         held = {n: v.value if isinstance(v, _Buffer) else v for n, v in self.after.items()}
         return {
             name: value
@@ -207,11 +211,9 @@ class PythonChanges:
         }
 
     def apply(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Put the changes in force on a module of the same structure.
+        """Apply the changes to a module of the same structure, and return the module to use.
 
-        Gives the module to use from here on.
-
-        A call that exchanged submodules gives another module, of the structure that it left.
+        A call that exchanged submodules returns another module, with the new structure.
         """
         if self.replacement is not None:
             return self.replacement
@@ -236,7 +238,7 @@ class PythonChanges:
         return module
 
     def put_hooks(self, module: torch.nn.Module) -> None:
-        """Put the hooks in force on a module of the same structure."""
+        """Set the changed hooks on a module of the same structure."""
         for fqn, kept in self.hooks.items():
             module.get_submodule(fqn).__dict__.update(
                 {name: copy.copy(value) for name, value in kept.items()}
@@ -253,12 +255,12 @@ class _Buffer:
 def python_changes(
     before: StateTree, after: StateTree, module: torch.nn.Module
 ) -> PythonChanges | None:
-    """What a call changed in the Python state of a module, or None.
+    """Return what a call changed in the Python state of a module, or None.
 
     Args:
-        before: the state tree of the traced copy before the call.
-        after: of the same copy after it.
-        module: that copy.
+        before: The state tree of the traced copy before the call.
+        after: The state tree of the same copy after the call.
+        module: The traced copy.
     """
     names = [
         name
@@ -296,10 +298,7 @@ _ABSENT = object()
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor as it is.
-
-    A traced one as an empty tensor on the meta device with its sizes and dtype.
-    """
+    """Return a host tensor unchanged, and a traced one as a meta tensor like it."""
     if not isinstance(tensor, TracedTensor):
         return tensor
     meta = meta_of(tensor)

@@ -1,8 +1,8 @@
-"""Taking tensors out of any Python structure, and putting others back.
+"""Flattening of any Python structure into leaves, and rebuilding it around other leaves.
 
-Works for what research code passes around: lists, tuples, named tuples, dicts and their subclasses
-(transformers' ModelOutput), UserDict (BatchFeature), dataclasses, and plain objects that hold
-tensors (key-value caches). Shared references stay shared.
+This works for what research code passes around: lists, tuples, named tuples, dicts and their
+subclasses (transformers' ModelOutput), UserDict (BatchFeature), dataclasses, and plain objects that
+hold tensors (key-value caches). Shared references stay shared.
 """
 
 import decimal
@@ -26,18 +26,18 @@ ATOMS = (
 )  # fmt: skip
 
 
-# Values of exactly these types hold nothing: a quick test for the most common ones.
+# Values of exactly these types refer to no others: a quick test for the most common ones.
 ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether `value` crosses the jit boundary as an array (or a generator as its key)."""
+    """Return whether `value` crosses the jit boundary as an array (or a generator as its key)."""
     return isinstance(value, (torch.Tensor, jax.Array, torch.Generator))
 
 
 @functools.lru_cache(maxsize=1024)
 def _slot_names(kind: type) -> tuple[str, ...]:
-    """The names in `__slots__` of a class and of its bases."""
+    """Return the names in `__slots__` of a class and of its bases."""
     names: list[str] = []
     for cls in kind.__mro__:
         slots: Any = cls.__dict__.get("__slots__", ())
@@ -46,7 +46,7 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """The attributes that an object keeps in `__slots__`."""
+    """Return the attributes that an object keeps in `__slots__`."""
     names = _slot_names(type(value))
     if not names:
         return {}
@@ -54,17 +54,17 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """All attributes that an object holds itself."""
+    """Return all attributes in an object's `__dict__` and `__slots__`."""
     held = getattr(value, "__dict__", None)
     return (dict(held) if isinstance(held, dict) else {}) | slots_of(value)
 
 
 @dataclass
 class Spec:
-    """A structure with its leaves taken out: rebuild it around other leaves with `rebuild`.
+    """A structure without its leaves, like a jax treedef: `rebuild` puts other leaves in.
 
     `key` is a hashable description of everything that is not a leaf, equal for structures that
-    trace to the same program. `containers` are the objects taken apart, by their number in `node`.
+    trace to the same program. `containers` are the flattened objects, by their index in `node`.
     """
 
     node: Any
@@ -75,11 +75,11 @@ class Spec:
 
 
 class Flattener:
-    """Takes values apart, remembering what it has seen.
+    """A depth-first flattening of values, which remembers shared objects.
 
     Args:
-        leaf: says what a leaf is.
-        objects: take apart plain objects and numpy arrays that hold no tensor too, so that the
+        leaf: Returns whether a value is a leaf.
+        objects: Flatten plain objects and numpy arrays without tensors too, so that the
             rebuilt structure shares nothing that a call could change.
     """
 
@@ -94,9 +94,9 @@ class Flattener:
         self.bearing: dict[int, bool] = {}
 
     def visit(self, value: Any, path: str) -> tuple[Any, Any]:
-        """(node, key) of a value."""
+        """Return the (node, key) of a value."""
         if self.leaf(value):
-            # Numbers that are leaves are values, not objects: equal ones are not one leaf.
+            # Number leaves have no identity: two equal ones are two leaves.
             shared = is_leaf(value)
             known = self.seen.get(id(value)) if shared else None
             if known is None:
@@ -126,7 +126,7 @@ class Flattener:
         return self.container(value, path, index)
 
     def container(self, value: Any, path: str, index: int) -> tuple[Any, Any]:
-        """(node, key) of what a container holds now."""
+        """Return the (node, key) of a container's current content."""
         kind = type(value)
         if isinstance(value, np.ndarray):
             return ("array", index, value.copy()), (kind, _hashable(value, self.keep))
@@ -165,7 +165,7 @@ class Flattener:
         return node, key
 
     def _bears(self, value: Any, depth: int) -> bool:
-        """Whether a tensor hangs somewhere below an object that is not a container."""
+        """Return whether there is a tensor somewhere below an object that is not a container."""
         if self.leaf(value):
             return True
         if isinstance(value, (*ATOMS, torch.nn.Module, np.ndarray)) or depth > 6:
@@ -186,14 +186,14 @@ class Flattener:
         return self.bearing[id(value)]
 
 
-# Objects of these packages are taken as they are: their state is not all in attributes.
+# Objects of these packages are atomic: their state is not all in attributes.
 OPAQUE = frozenset(
     "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
 )
 
 
 def is_plain(value: Any) -> bool:
-    """Whether all that an object is can be read from its attributes (or it is a numpy array)."""
+    """Return whether an object's attributes are all its state (or it is a numpy array)."""
     kind = type(value)
     if kind is np.ndarray:
         return value.dtype != object
@@ -201,7 +201,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_open(value: Any) -> bool:
-    """Whether what code reads of an object is in its attributes, or most of it."""
+    """Return whether all or most of what code reads of an object is in its attributes."""
     if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
         return False
     return type(value).__module__.split(".")[0] not in OPAQUE
@@ -209,12 +209,12 @@ def is_open(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _blank_of(kind: type) -> Callable[..., Any]:
-    """What makes an empty object of a class without running the class's own `__new__`."""
+    """Return the function that makes an empty object without running the class's own `__new__`."""
     return next(base for base in kind.__mro__ if _is_written_in_c(base)).__new__
 
 
 def _is_written_in_c(kind: type) -> bool:
-    """Whether a class, not one below it, was made by C code, which may keep state of its own."""
+    """Return whether C code made this class (not a base), so that it may keep hidden state."""
     if not kind.__flags__ & _HEAP_TYPE or getattr(kind.__new__, "__self__", None) is kind:
         return True
     methods = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -231,7 +231,7 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
         keep.append(value.__self__)
         return (value.__func__, id(value.__self__))
     if isinstance(value, weakref.ref):
-        # Its equality is that of what it refers to: for a tensor, an elementwise comparison.
+        # Comparing it would compare its referent, elementwise for a tensor.
         keep.append(value)
         return (weakref.ref, id(value))
     if isinstance(value, slice):
@@ -239,9 +239,9 @@ def _hashable(value: Any, keep: list[Any]) -> Any:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return type(value)
     if isinstance(value, (float, complex, np.generic, decimal.Decimal)):
-        return (value, repr(value))  # zeros of two signs are equal, and so are 1.0 and 1.00
+        return (value, repr(value))  # 0.0 == -0.0, and 1.0 == Decimal("1.00")
     if isinstance(value, (int, str, bytes)) and not isinstance(value, enum.Enum):
-        held = getattr(value, "__dict__", None)  # of a class of the user's
+        held = getattr(value, "__dict__", None)  # of a user's subclass
         return (value, _hashable(tuple(held.items()), keep)) if held else value
     try:
         hash(value)
@@ -258,7 +258,7 @@ def flatten(
     path: str = "",
     objects: bool = False,
 ) -> tuple[list[Any], Spec]:
-    """Take the leaves out of any structure.
+    """Flatten any structure into leaves and a `Spec`.
 
     Returns:
         The leaves in order of first appearance (a tensor held twice is one leaf), and the `Spec`
@@ -275,7 +275,7 @@ def flatten_with_paths(
     path: str = "",
     objects: bool = False,
 ) -> tuple[list[Any], Spec, list[str]]:
-    """`flatten`, with the Python path of each leaf ("logits", "[0].keys")."""
+    """Flatten a structure, and return the Python path of each leaf too ("logits", "[0].keys")."""
     flattener = Flattener(leaf, objects=objects)
     node, key = flattener.visit(value, path)
     spec = Spec(node, key, len(flattener.leaves), flattener.keep, flattener.containers)
@@ -283,15 +283,15 @@ def flatten_with_paths(
 
 
 def rebuild(spec: Spec, leaves: list[Any], made: dict[int, Any] | None = None) -> Any:
-    """The structure of `spec` around other leaves, in new containers.
+    """Return the structure of `spec` around other leaves, in new containers.
 
-    `made` receives the new containers by their number.
+    `made` receives the new containers by their index.
     """
     return rebuild_node(spec.node, leaves, {} if made is None else made)
 
 
 def rebuild_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
-    """`rebuild` of a part of a structure, of which `made` are the containers there are already."""
+    """Rebuild a part of a structure; `made` has the containers that exist already."""
     tag, what = node[0], node[1]
     if tag == "leaf":
         return leaves[what]
@@ -330,16 +330,16 @@ def _rebuild_container(node: Any, build: Callable[[Any], Any], made: dict[int, A
 
 
 def set_item(target: Any, name: Any, value: Any) -> None:
-    """Set an item of a dict.
+    """Set an item of a dict without calling a subclass's `__setitem__`.
 
-    A subclass's own `__setitem__` may mirror, check or reject: the mirror is in the attributes.
+    That may mirror, check or reject the item; a mirror is restored with the attributes.
     """
     setter = OrderedDict.__setitem__ if isinstance(target, OrderedDict) else dict.__setitem__
     setter(target, name, value)
 
 
 def statics_of(spec: Spec) -> list[Any]:
-    """The values of a structure that are taken as they are."""
+    """Return the values in a structure that are neither leaves nor containers."""
     found: list[Any] = []
     stack: list[Any] = [spec.node]
     while stack:
@@ -352,7 +352,7 @@ def statics_of(spec: Spec) -> list[Any]:
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure with `fn` applied to every tensor or jax array."""
+    """Return the same structure with `fn` applied to every tensor or jax array."""
     leaves, spec = flatten(value)
     if not leaves:
         return value

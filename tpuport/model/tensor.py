@@ -1,10 +1,9 @@
 """The tensor that user code holds while its program is traced, and afterwards as a result.
 
 A `TracedTensor` is a torch wrapper subclass around a `jax.Array` (a tracer during tracing). Its
-torch-side metadata (dtype, sizes, strides, storage offset) is what eager PyTorch would have, so
-code that asks `.dtype`, `.stride()` or `is_contiguous()` takes the path that it takes in eager; its
-value lives in a `Storage` shared by all of its views, so an in-place write through any of them is
-seen by all the others, as in PyTorch.
+torch metadata (dtype, sizes, strides, storage offset) are those of eager PyTorch, so code that
+reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views of a tensor share a
+`Storage` with its value, so an in-place write through one is seen by the others, as in PyTorch.
 """
 
 import itertools
@@ -30,7 +29,7 @@ SERIALS = itertools.count()
 class Storage:
     """The value behind a tensor and all of its views; `version` counts the writes.
 
-    `stride` is torch's layout of the tensor that made it (its value is held in logical order).
+    `stride` is the torch layout of the tensor that made it (the value is in logical order).
     """
 
     __slots__ = ("__weakref__", "serial", "stride", "trace", "value", "version")
@@ -45,7 +44,7 @@ class Storage:
             trace.created(self)
 
     def set(self, value: jax.Array) -> None:
-        """Replace the value; every view re-reads it on next use."""
+        """Replace the value; every view reads it again on next use."""
         if self.trace is not None:
             self.trace.writing(self)
         self.value = value
@@ -56,12 +55,12 @@ class TracedTensor(backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
 
     is_traced = True
-    # Sizes that depend on data, by dim: the physical size is an upper bound, elements past the size
-    # are meaningless.
+    # Sizes that depend on data, by dim. The physical size is an upper bound; elements past the size
+    # are padding.
     _extents: dict[int, Any] | None = None
     # The smallest and largest value that an integer tensor can hold, where an op guarantees it.
     _bounds: tuple[int, int] | None = None
-    # The boolean tensor that this one negates, and its value then.
+    # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
 
@@ -74,7 +73,7 @@ class TracedTensor(backend.TorchaxTensor):
         value: jax.Array | None = None,
         frozen: bool = False,
     ) -> "TracedTensor":
-        """Wrap `storage` read through `chain`; `meta` gives dtype, sizes, strides and offset."""
+        """Wrap `storage` read through `chain`; `meta` has the dtype, sizes, strides and offset."""
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             meta.size(),
@@ -82,7 +81,7 @@ class TracedTensor(backend.TorchaxTensor):
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
             device="cpu",  # pyright: ignore[reportArgumentType]  (torch takes a name)
-            requires_grad=False,
+            requires_grad=False,  # jax differentiates, so torch must record nothing
         )
 
     def __init__(
@@ -107,7 +106,7 @@ class TracedTensor(backend.TorchaxTensor):
     # -- value -------------------------------------------------------------------------------------
 
     def _region(self) -> int:
-        """The nested stretch of the trace that is running now."""
+        """Return the nested trace (region) that is running now."""
         trace = self._storage.trace
         return 0 if trace is None else trace.regions[-1]
 
@@ -122,7 +121,7 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def _elem(self) -> jax.Array:
-        """The current value, re-read from the storage if another alias wrote to it."""
+        """Return the current value, read again from the storage if another alias wrote to it."""
         storage = self._storage
         if self._cached_version == storage.version and self._is_alive(self._cached_region):
             return self._cached  # type: ignore[return-value]
@@ -149,12 +148,12 @@ class TracedTensor(backend.TorchaxTensor):
             self._keep(value)
 
     def jax(self) -> jax.Array:
-        """The value as a jax array (a tracer while a program is being traced)."""
+        """Return the value as a jax array (a tracer while a program is traced)."""
         return self._elem
 
     @property
     def is_concrete(self) -> bool:
-        """Whether the value is known now (not a tracer)."""
+        """Return whether the value is concrete (not a tracer)."""
         return not isinstance(self._elem, jax.core.Tracer)
 
     # -- torch surface -----------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The sizes, those that depend on data as traced integers."""
+        """Return the sizes, those that depend on data as traced integers."""
         return torch.Tensor.size(self) if self._extents is None else self._logical()
 
     def _logical(self) -> torch.Size:
@@ -180,14 +179,14 @@ class TracedTensor(backend.TorchaxTensor):
         return torch.Size(sizes)
 
     def size(self, dim: int | None = None) -> Any:
-        """The sizes, or the size of one dim; a traced integer where it depends on data."""
+        """Return the sizes, or the size of one dim; a traced integer where it depends on data."""
         if self._extents is None:
             return torch.Tensor.size(self) if dim is None else torch.Tensor.size(self, dim)
         shape = self._logical()
         return shape if dim is None else shape[dim]
 
     def numel(self) -> Any:
-        """The number of elements; a traced integer where a size depends on data."""
+        """Return the number of elements; a traced integer where a size depends on data."""
         if self._extents is None:
             return torch.Tensor.numel(self)
         total: Any = 1
@@ -198,9 +197,9 @@ class TracedTensor(backend.TorchaxTensor):
     nelement = numel
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """`expand` to another tensor's sizes, of which C++ would see the padded ones.
+        """Expand to another tensor's sizes, of which C++ would see the padded ones.
 
-        A method, because torch's own Python functions call it where no mode sees it.
+        This is a method because torch's own Python functions call it where no mode sees it.
         """
         if self._extents is None and getattr(other, "_extents", None) is None:
             return torch.Tensor.expand_as(self, other)
@@ -213,31 +212,31 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def bound_shape(self) -> torch.Size:
-        """The physical sizes: those of `shape`, upper bounds where a size depends on data."""
+        """Return the physical sizes: `shape` with upper bounds where a size depends on data."""
         return torch.Tensor.size(self)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """The number of dims."""
+        """Return the number of dims."""
         return self.dim()
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype that eager PyTorch gives (jax may hold int64 as int32)."""
+        """Return the dtype that eager PyTorch has (jax may store int64 as int32)."""
         return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The CPU, as in eager, while a program is traced; `jax:0` for a computed value.
+        """Return the CPU while a program is traced, as in eager; `jax:0` for a computed value.
 
-        Both are the accelerator where one is emulated.
+        If an accelerator is emulated, return that in both cases.
         """
         where = "cpu" if self._storage.trace is not None else "jax:0"
         return seen_device() or torch.device(where)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether gradients flow through this tensor."""
+        """Return whether gradients flow through this tensor."""
         return not self._frozen and self.dtype.is_floating_point
 
     @requires_grad.setter
@@ -247,7 +246,7 @@ class TracedTensor(backend.TorchaxTensor):
     def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch has this name)
         self, requires_grad: bool = True
     ) -> "TracedTensor":
-        """Stop gradients through this tensor from here on when `requires_grad` is False."""
+        """Stop gradients through this tensor from here on if `requires_grad` is False."""
         if not requires_grad and not self._frozen:
             self.write(jax.lax.stop_gradient(self._elem))
         self._frozen = not requires_grad
@@ -255,22 +254,22 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def grad(self) -> None:  # type: ignore[override]
-        """None: gradients are taken by jax, not collected on tensors."""
+        """Return None: jax returns gradients, it does not collect them on tensors."""
         return None
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """None: there is no graph of torch's autograd."""
+        """Return None: there is no torch autograd graph."""
         return None
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """True: there is no graph of torch's autograd."""
+        """Return True: there is no torch autograd graph."""
         return True
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The tensor without its gradient; assigning replaces the value and keeps the gradient."""
+        """Return the tensor without its gradient; assignment keeps the gradient."""
         return self.detach()
 
     @data.setter
@@ -280,7 +279,7 @@ class TracedTensor(backend.TorchaxTensor):
         old = self._elem
         if not isinstance(value, TracedTensor):
             value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
-        # Autograd does not see the assignment: the gradient stays that of the value before.
+        # Autograd does not see the assignment: the gradient is still that of the old value.
         step = ViewStep(lambda v: replace_value(old, v), replace_value)
         same = value.dtype == self.dtype and old.shape == value._elem.shape
         self._storage = value._storage
@@ -290,10 +289,10 @@ class TracedTensor(backend.TorchaxTensor):
         self._cached_version = -1
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The value on the host, in the torch dtype.
+        """Return the value on the host, in the torch dtype.
 
         Raises:
-            PortError: while the program is being traced (there is no value yet).
+            PortError: The program is being traced (there is no value yet).
         """
         del force
         return to_cpu(self).numpy()
@@ -303,13 +302,13 @@ class TracedTensor(backend.TorchaxTensor):
         return array if dtype is None else array.astype(dtype)
 
     def tolist(self) -> Any:
-        """The value as nested lists of Python numbers (traced numbers while tracing)."""
+        """Return the value as nested lists of Python numbers (traced numbers while tracing)."""
         if self._storage.trace is not None:
             return tolist(self)
         return to_cpu(self).tolist()
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A plain CPU tensor, or, while tracing, the tensor itself (nothing leaves the device)."""
+        """Return a plain CPU tensor or, while tracing, the tensor itself (it stays on device)."""
         del args, kwargs
         return self if self._storage.trace is not None else to_cpu(self)
 
@@ -334,27 +333,27 @@ class TracedTensor(backend.TorchaxTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return to_cpu(self).__reduce_ex__(protocol)
 
-    # torch's own again, not those of torchax's class.
+    # These are torch's own methods; torchax's class overrides them.
     type_as: Any = torch.Tensor.type_as
     flatten: Any = torch.Tensor.flatten
     detach: Any = torch.Tensor.detach
     __setitem__: Any = torch.Tensor.__setitem__
 
     def dim(self) -> int:
-        """The number of dims."""
+        """Return the number of dims."""
         return torch.Tensor.dim(self)
 
     def torch(self) -> torch.Tensor:
-        """A plain CPU torch tensor with the same value and dtype."""
+        """Return a plain CPU torch tensor with the same value and dtype."""
         return to_cpu(self)
 
 
 def wrap(
     value: jax.Array, dtype: torch.dtype | None = None, *, trace: Any = None, frozen: bool = False
 ) -> TracedTensor:
-    """A fresh contiguous tensor around `value`.
+    """Return a fresh contiguous tensor around `value`.
 
-    `dtype` where torch's differs from jax's (int64 held as int32).
+    Pass `dtype` where torch's differs from jax's (int64 stored as int32).
     """
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
     meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
@@ -362,7 +361,7 @@ def wrap(
 
 
 def meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the sizes, strides and dtype of `tensor`."""
+    """Return a meta tensor with the sizes, strides and dtype of `tensor`."""
     return torch.empty_strided(
         torch.Tensor.size(tensor), tensor.stride(), dtype=tensor.dtype, device="meta"
     )
@@ -372,7 +371,7 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
     """Copy a computed tensor to a plain CPU tensor of its torch dtype.
 
     Raises:
-        PortError: if the value is a tracer.
+        PortError: The value is a tracer.
     """
     value = tensor._elem
     if isinstance(value, jax.core.Tracer):

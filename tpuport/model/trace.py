@@ -1,4 +1,4 @@
-"""One trace of one program: its randomness, the host constants it met, and what it wrote."""
+"""One trace of one program: its random keys, its host constants, and its recorded effects."""
 
 import contextlib
 import weakref
@@ -25,8 +25,8 @@ from tpuport.shim import Shim
 class KeyStream:
     """Numbered keys from one base key: the n-th random op of a program folds n into the base.
 
-    `count` is traced after a branch or loop that draws a number of times that depends on data. In
-    a stretch that stands for several (repeated blocks) numbers count from `start`.
+    `count` is traced after a branch or loop whose number of draws depends on data. In a block that
+    is traced once for several, numbers count from `start`.
     """
 
     base: jax.Array
@@ -36,11 +36,11 @@ class KeyStream:
 
     @property
     def number(self) -> int | jax.Array:
-        """The number of the next key."""
+        """Return the number of the next key."""
         return self.count if self.start is None else self.start + self.count
 
     def next(self) -> jax.Array:
-        """A key never handed out before by this stream."""
+        """Return a key that this stream has never returned before."""
         self.used = True
         key = jax.random.fold_in(self.base, self.number)
         self.count += 1
@@ -49,9 +49,9 @@ class KeyStream:
 
 @dataclass(eq=False)
 class Effects:
-    """What a stretch of a trace created and wrote.
+    """The storages and numbers that a part of a trace created, and the storages that it wrote.
 
-    Regions (checkpoint, cond) turn it into outputs.
+    Regions (checkpoint, cond) turn them into outputs.
     """
 
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
@@ -69,14 +69,14 @@ class Check:
 
 
 def no_policy(fqn: str) -> str | None:
-    """What modules have unless a program says otherwise."""
+    """Return None: the default is that no module has a remat policy."""
     del fqn
     return None
 
 
 @dataclass
 class HostConstant:
-    """A CPU tensor that met a traced one and so became part of the program."""
+    """A CPU tensor that met a traced one in an op and so became part of the program."""
 
     tensor: torch.Tensor
     value: jax.Array
@@ -84,9 +84,9 @@ class HostConstant:
 
 
 class Trace:
-    """State of one trace.
+    """The state of one trace.
 
-    `keys` is None for a program that was given no key: a random op is then an error.
+    `keys` is None for a program that was called without a key: a random op is then an error.
     """
 
     def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
@@ -96,8 +96,8 @@ class Trace:
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
         self.effects: list[Effects] = []
-        # The nested stretches that are running: a value cached in one may be a tracer that dies
-        # with it.
+        # The nested traces that are running: a value cached in one may be a tracer that dies with
+        # it.
         self.regions: list[int] = [0]
         self.count_regions = 0
         self.counters = counters or Counters()
@@ -110,7 +110,7 @@ class Trace:
         self.dispatch_mode: Any = None
         self.function_mode: Any = None
         self.closed = False
-        # Storages of host tensors made in this trace, kept alive so that none is taken for another.
+        # Storages of host tensors made in this trace, kept alive so that no address is reused.
         self.made: dict[int, Any] = {}
         # Whether a number or size that depends on data has come up; until then no op needs to look
         # for one.
@@ -118,20 +118,20 @@ class Trace:
         # Whether any traced value was made a Python number.
         self.has_numbers = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
-        # What masks of attention consist of, by the id of the array.
+        # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}
-        # Arrays that stand for int64 and are narrower, by id: nothing of them is kept alive.
+        # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
         self._int64: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.guards = Guards()
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
         self.placement: Placement | None = None
-        # Activations that were given a place, noted while a block is traced as a function.
+        # Activations that were given a spec, recorded while a block is traced as a function.
         self.places: list[tuple[str, str, int]] | None = None
         self.blocks: Any = None
-        # What is told which code runs, while a block is traced as a function.
+        # Recorder of the code that runs, while a block is traced as a function.
         self.outside: Any = None
-        # The block that is traced for all that are like it, and the name of them all.
+        # The block that is traced for its family, and the name of the family.
         self.standing_for: tuple[str, str] | None = None
         self.mesh: jax.sharding.Mesh | None = None
         # The platform that the program will run on: "cpu", "tpu".
@@ -144,7 +144,7 @@ class Trace:
         self.first_serial = 0
 
     def scope_of(self, name: str) -> str:
-        """What a module's instructions are named after in the compiled program."""
+        """Return the scope that a module's instructions are named after in the compiled program."""
         if self.standing_for is not None:
             block, all_blocks = self.standing_for
             if name == block or name.startswith(block + "."):
@@ -152,39 +152,39 @@ class Trace:
         return name
 
     def note_int64(self, value: Any) -> None:
-        """Note that a traced array stands for one of int64."""
+        """Record that a traced array represents an int64 array."""
         if isinstance(value, Tracer):
             self._int64[id(value)] = value
 
     def holds_int64(self, value: Any) -> bool:
-        """Whether an array is known to stand for one of int64."""
+        """Return whether an array is known to represent an int64 array."""
         return value is not None and self._int64.get(id(value)) is value
 
     # -- effects -----------------------------------------------------------------------------------
 
     def created(self, storage: Storage) -> None:
-        """Note a storage that came into being."""
+        """Record a new storage."""
         for effects in self.effects:
             effects.created[storage.serial] = weakref.ref(storage)
             if effects.held is not None:
                 effects.held.append(storage)
 
     def created_number(self, node: Any) -> None:
-        """Note a traced number that came into being."""
+        """Record a new traced number."""
         for effects in self.effects:
             effects.numbers.append(weakref.ref(node))
             if effects.held is not None:
                 effects.held.append(node)
 
     def writing(self, storage: Storage) -> None:
-        """Note a storage about to be written, with its value before."""
+        """Record a storage that is about to be written, with its old value."""
         for effects in self.effects:
             if storage.serial not in effects.created and storage.serial not in effects.before:
                 effects.before[storage.serial] = (storage, storage.value, storage.version)
 
     @contextlib.contextmanager
     def recording(self, *, hold: bool = False) -> Iterator[Effects]:
-        """Record what happens inside the block.
+        """Record the effects inside the block.
 
         `hold` keeps every storage that it creates alive.
         """
@@ -198,20 +198,20 @@ class Trace:
         finally:
             self.effects.remove(effects)
             self.regions.pop()
-            # Those made inside die with the stretch.
+            # Counts computed inside are inner tracers, which must not leave the nested trace.
             self.mask_counts = counts
 
     # -- randomness --------------------------------------------------------------------------------
 
     @property
     def streams(self) -> list[KeyStream]:
-        """The program's own stream of keys and those of generators among its arguments."""
+        """Return the program's own key stream and those of the generators among its arguments."""
         own = [] if self.keys is None else [self.keys]
         return own + list(self.generators.values())
 
     @property
     def draws(self) -> list[int | jax.Array]:
-        """How often each stream has been drawn from."""
+        """Return how often each stream has been drawn from."""
         return [stream.count for stream in self.streams]
 
     @draws.setter
@@ -220,8 +220,9 @@ class Trace:
             stream.count = count
 
     def next_key(self, generator: torch.Generator | None) -> jax.Array:
-        """The key for the next random op, from `generator`'s stream if it was an argument of the
-        program.
+        """Return the key for the next random op.
+
+        It is from `generator`'s stream if that was an argument of the program.
         """
         if generator is not None:
             ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
@@ -236,7 +237,7 @@ class Trace:
         return self.keys.next()
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
-        """Note that the program fails with `error` when `failed`; the first failing check wins."""
+        """Record that the program fails with `error` if `failed`; the first failing check wins."""
         self.checks.append(Check(error, site))
         if self.error_code is not None:
             code = self.error_code.value
@@ -245,7 +246,7 @@ class Trace:
     # -- host constants ----------------------------------------------------------------------------
 
     def constant(self, tensor: torch.Tensor) -> jax.Array:
-        """The jax value of a host tensor, made once per tensor however often it is used."""
+        """Return the jax value of a host tensor, made once for each version of the tensor."""
         known = self.constants.get(id(tensor))
         if known is not None and known.version == tensor._version:
             return known.value
@@ -259,10 +260,7 @@ class Trace:
         return value
 
     def note_made(self, value: Any) -> None:
-        """Note host tensors that this trace made.
-
-        A write to one of them is nobody else's business.
-        """
+        """Record host tensors that this trace made: a write to one of them is not seen outside."""
         if isinstance(value, torch.Tensor):
             if not isinstance(value, TracedTensor):
                 storage = value.untyped_storage()
@@ -272,26 +270,25 @@ class Trace:
                 self.note_made(item)
 
     def is_foreign(self, tensor: Any) -> bool:
-        """Whether a host tensor was there before the trace.
+        """Return whether a host tensor existed before the trace.
 
-        State, which a write must not change now.
+        Such a tensor is state, which a write must not change while tracing.
         """
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
             return False
         return tensor.untyped_storage()._cdata not in self.made
 
     def note_reads(self, operands: Iterable[Any]) -> None:
-        """Note which operands of an operation on the host came from outside the trace."""
+        """Record which operands of an operation on the host came from outside the trace."""
         for operand in operands:
             if self.is_foreign(operand):
                 self.guards.note_tensor(operand)
 
     def promote(self, tensor: torch.Tensor) -> TracedTensor:
-        """Make the storage of a host tensor a traced one.
+        """Make the storage of a host tensor a traced one, to write a traced value to it.
 
-        It is about to be written with a traced value.
-
-        Every alias of it (PyTorch knows them by storage) reads the traced value from here on.
+        Every alias of the tensor (PyTorch knows them by storage) reads the traced value from then
+        on.
         """
         key = tensor.untyped_storage()._cdata
         if key not in self.promoted:
@@ -304,9 +301,9 @@ class Trace:
         return self.alias(tensor)  # type: ignore[return-value]
 
     def alias(self, tensor: torch.Tensor) -> TracedTensor | None:
-        """The traced stand-in of a host tensor.
+        """Return the traced tensor that replaces a host tensor, or None.
 
-        A weight of the model, or one whose storage was promoted.
+        The host tensor is a weight of the model, or its storage was promoted.
         """
         known = self.substitutes.get(id(tensor))
         if known is not None or not self.promoted:
@@ -321,22 +318,22 @@ class Trace:
 
 @dataclass
 class Counters:
-    """What the report says happened, by name."""
+    """The counts that the report shows, by name."""
 
     ops: dict[str, int] = field(default_factory=dict)
     shims: dict[str, int] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)
 
     def copy(self) -> "Counters":
-        """What has happened so far."""
+        """Return a copy of the counts so far."""
         return Counters(dict(self.ops), dict(self.shims), list(self.attention))
 
     def become(self, other: "Counters") -> None:
-        """Forget what has happened since a copy was made."""
+        """Reset the counts to those of an earlier copy."""
         self.ops, self.shims, self.attention = other.ops, other.shims, other.attention
 
     def since(self, before: "Counters") -> "Counters":
-        """What has happened since a copy was made."""
+        """Return the counts since a copy was made."""
         ops, shims = (
             {name: count - then.get(name, 0) for name, count in now.items()}
             for now, then in ((self.ops, before.ops), (self.shims, before.shims))
@@ -344,7 +341,7 @@ class Counters:
         return Counters(ops, shims, self.attention[len(before.attention) :])
 
     def add(self, other: "Counters") -> None:
-        """Count what is done once more."""
+        """Add the counts of another run."""
         for ours, theirs in ((self.ops, other.ops), (self.shims, other.shims)):
             for name, count in theirs.items():
                 ours[name] = ours.get(name, 0) + count

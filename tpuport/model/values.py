@@ -1,4 +1,4 @@
-"""The jax values behind an op's operands, and traced tensors around its results."""
+"""The jax values of an op's operands, and traced tensors around its results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +26,17 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors and traced numbers among an op's arguments."""
+    """Return the tensors and traced numbers among an op's arguments."""
     found: list[torch.Tensor] = []
     map_tensors(found.append, [*args, *kwargs.values()])
     return found
 
 
 def value_of(tensor: Any) -> jax.Array:
-    """The jax value of any tensor: traced, promoted host tensor, or host constant.
+    """Return the jax value of any tensor: traced, promoted host tensor, or host constant.
 
     Raises:
-        PortError: the tensor was left over by an earlier trace.
+        PortError: The tensor is left over from an earlier trace.
     """
     if isinstance(tensor, numbers.SYMBOLIC):
         return numbers.node_value(tensor)
@@ -63,7 +63,7 @@ def value_of(tensor: Any) -> jax.Array:
 
 
 def _stopped(tensor: TracedTensor) -> jax.Array:
-    """The value cut off from gradients, for use under `torch.no_grad()`; made once per value."""
+    """Return the value without gradients, for use under `torch.no_grad()`; made once per value."""
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor._elem
     version = tensor._storage.version
@@ -75,7 +75,7 @@ def _stopped(tensor: TracedTensor) -> jax.Array:
 
 
 def grad_frozen(tensors: list[torch.Tensor]) -> bool:
-    """Whether no gradient flows into the result of an op on these operands."""
+    """Return whether no gradient flows into the result of an op on these operands."""
     if not torch.is_grad_enabled():
         return True
     return all(not isinstance(t, TracedTensor) or t._frozen for t in tensors)
@@ -84,7 +84,7 @@ def grad_frozen(tensors: list[torch.Tensor]) -> bool:
 def wrap_as(
     func: Any, value: jax.Array, meta: torch.Tensor, trace: Trace | None, frozen: bool
 ) -> TracedTensor:
-    """Wrap a lowered value with torch's own metadata, and hold the lowering to it."""
+    """Wrap a lowered value with torch's own metadata, and check the lowering against it."""
     value = jnp.asarray(value)
     if value.shape != meta.shape:
         msg = f"the lowering of {func} gave shape {value.shape}, torch gives {tuple(meta.shape)}"

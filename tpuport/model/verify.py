@@ -1,6 +1,4 @@
-"""Running eager PyTorch beside the port, on the same inputs and the same random numbers, and
-comparing everything.
-"""
+"""Comparison of a port with eager PyTorch, on the same inputs and the same random numbers."""
 
 import contextlib
 from collections.abc import Callable
@@ -34,7 +32,7 @@ from tpuport.shim import installed
 
 
 class SameNumbers(TorchDispatchMode):
-    """Runs eager torch with the random numbers that a ported program draws from `key`."""
+    """A mode in which eager torch draws the random numbers that a port draws from `key`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,7 +53,7 @@ class SameNumbers(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
         own = generator is not None and generator._cdata not in self.generators
-        # Tagged as random though it draws nothing: torch takes it for dropout 0 only, and its
+        # Torch tags it as random, but it draws nothing: torch uses it only with dropout 0. Its
         # backward needs the logsumexp that the real kernel returns.
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             return func(*args, **kwargs)
@@ -91,9 +89,9 @@ class SameNumbers(TorchDispatchMode):
 
 
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
-    """A copy of a module to run eagerly.
+    """Copy a module to run it eagerly.
 
-    Parameters shared (or fresh leaves if `trainable`), buffers copied.
+    Parameters are shared (or fresh leaves if `trainable`), buffers are copied.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,8 +105,9 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
 
 
 class Verifier:
-    """Compares each method's first call with eager PyTorch, and names the first module that
-    differs.
+    """A comparison of each method's first call with eager PyTorch.
+
+    It finds the first module that differs.
     """
 
     def __init__(
@@ -127,7 +126,9 @@ class Verifier:
         *,
         trainable: bool = False,
     ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
-        """Run eager: the output, the module after the call, and the arguments after the call."""
+        """Run eager; return the output, the module after the call, and the arguments after the
+        call.
+        """
         with self.ported.report.timed("observe"):
             module, casting = None, self.ported._program.casting
             function: Callable[..., Any]
@@ -136,6 +137,7 @@ class Verifier:
             out: Any = None
             # Most models draw no random numbers: try without the mode that supplies them first.
             modes: list[Any] = [contextlib.nullcontext(), SameNumbers(key)]
+            # A generator among the arguments needs the mode in any case.
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported._eager(), trainable=trainable)
@@ -167,7 +169,7 @@ class Verifier:
         if self.rtol is not None:
             return accepted
         accepted = max(accepted, self._coarsest)
-        # A backward pass rounds at each step what was rounded at each step before it.
+        # The backward pass rounds at each step what the forward pass has rounded already.
         lower = accepted > RTOL[torch.float32] and kind == "gradient"
         return 3 * accepted if lower else accepted
 
@@ -190,8 +192,7 @@ class Verifier:
             want_torch = to_torch(want)
             have_torch = to_torch(have)
             if isinstance(have, jax.Array):
-                # State is held as jax holds it (64-bit types in 32 bits); tensors carry torch's own
-                # dtype.
+                # State has jax's dtypes (64-bit ones in 32 bits); tensors have torch's own dtype.
                 have_torch = have_torch.to(want_torch.dtype)
             records.append(
                 Parity.compare(
@@ -208,12 +209,12 @@ class Verifier:
 
 
 def _put_on_accelerator(module: torch.nn.Module | None, target: Any, given: Any) -> None:
-    """Where code sees traced tensors on an accelerator, eager's are there too."""
+    """Tag eager's tensors as on the accelerator if code sees traced tensors there."""
     if seen_device() is None:
         return
     leaves = structure.flatten(given)[0]
     if module is not None:
-        # What the copy shares with the user's module (torch's distributions) stays where it is.
+        # What the copy shares with the user's module (torch's distributions) must not be tagged.
         own = {id(leaf) for leaf in state_tree(target).leaves.values()}
         leaves += [leaf for leaf in state_tree(module).leaves.values() if id(leaf) not in own]
     for leaf in leaves:
@@ -235,13 +236,13 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
 
 
 def host_arguments(value: Any, mode: SameNumbers) -> Any:
-    """Copies of call arguments as plain CPU tensors; generators stand for the program's streams."""
+    """Copy call arguments to plain CPU tensors, and replace generators by the program's streams."""
 
     leaves, spec = structure.flatten(value, objects=True)
     made = []
     for leaf in leaves:
         if isinstance(leaf, torch.Generator):
-            # Compared with the stream that the port uses for the same argument.
+            # The stand-in draws from the stream that the port uses for the same argument.
             stand_in = type(leaf)()
             seed = torch.empty((), dtype=torch.int64).random_(generator=_fork(leaf)).item()
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
@@ -268,8 +269,9 @@ def _fork(generator: torch.Generator) -> torch.Generator:
 def gradient_parity(
     verifier: Verifier, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array
 ) -> list[Parity]:
-    """Compare the gradients of a fixed random projection of all floating outputs, for every
-    trainable parameter.
+    """Compare the gradients of a fixed random projection of all floating outputs.
+
+    Every trainable parameter is compared.
     """
     ported = verifier.ported
     out, module, _ = verifier.reference(method, args, kwargs, key, trainable=True)
@@ -307,8 +309,8 @@ def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> l
     """Compare gradients with eager's.
 
     Args:
-        verifier: what compares.
-        pairs: for each parameter its name, eager's gradient and the port's.
+        verifier: The verifier that compares.
+        pairs: For each parameter its name, eager's gradient and the port's.
     """
     largest = max((float(g.abs().max()) for _, g, _ in pairs if g.numel()), default=0.0)
     noise = 1e-5 * max(1.0, verifier._coarsest / RTOL[torch.float32])
@@ -316,8 +318,8 @@ def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> l
     for name, want, got in pairs:
         if isinstance(got, jax.Array):
             got = got.astype(backend.jax_dtype(want.dtype))
-        # Against the largest gradient: one that is zero but for rounding has no relative error of
-        # its own.
+        # The absolute limit depends on the largest gradient, because one that is zero except for
+        # rounding has no useful relative error.
         records += verifier.compare("gradient", f"grad.{name}", want, got, noise * largest)
     return records
 

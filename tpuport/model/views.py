@@ -1,8 +1,7 @@
 """View operations: how each reads from its base and writes back to it.
 
-Every view op of ATen that returns an alias is here; the write-back of the ones without a simple
-inverse goes through the flat indices of the view in its base, computed by torch itself on an
-integer tensor.
+Every view op of ATen that returns an alias is here. If it has no simple inverse, the write-back
+uses the flat indices of the view in its base, which torch itself computes on an integer tensor.
 """
 
 import itertools
@@ -41,7 +40,7 @@ Builder = TypeVar("Builder", bound=ViewBuilder)
 def view(*ops: Any) -> Callable[[Builder], Builder]:
     """Register the builder of one or more view ops.
 
-    Called as builder(base_meta, out_meta, *args, **kwargs).
+    It is called as builder(base_meta, out_meta, *args, **kwargs).
     """
 
     def register(builder: Builder) -> Builder:
@@ -106,9 +105,9 @@ def _alias(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
 
 @jax.custom_jvp
 def replace_value(old: jax.Array, new: jax.Array) -> jax.Array:
-    """`new` in value, `old` in gradient.
+    """Return the value of `new` with the gradient of `old`.
 
-    What a write that autograd does not see does to a tensor.
+    This is the effect of a write that autograd does not see.
     """
     del old
     return new
@@ -141,7 +140,7 @@ def _expand(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) ->
 
 
 def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
-    """A basic index: contiguous ranges go through lax.slice, which keeps the program small."""
+    """Return a basic index: contiguous ranges use lax.slice, which keeps the program small."""
     starts, limits, strides, dropped = [], [], [], []
     for dim, part in enumerate(index):
         if isinstance(part, int):
@@ -182,10 +181,10 @@ def _index_step(index: tuple[Any, ...], shape: Sequence[int]) -> ViewStep:
 def _spaced_write(
     base: jax.Array, new: jax.Array, starts: Sequence[int], strides: Sequence[int]
 ) -> jax.Array:
-    """`base` with `new` at every n-th place.
+    """Return `base` with `new` at every n-th position.
 
-    Spread out and chosen by position, not scattered: a scatter is slow on TPU, and the partitioner
-    exchanges its whole operand where a dim is spread over a mesh.
+    This pads and selects instead of scattering: a scatter is slow on TPU, and the SPMD partitioner
+    exchanges its complete operand if a dim is sharded.
     """
     config, places = [], jnp.ones((), jnp.bool_)
     for dim, (start, step) in enumerate(zip(starts, strides, strict=True)):
@@ -289,6 +288,7 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
     flat = flat.astype(np.int32)
 
     def forward(v: jax.Array) -> jax.Array:
+        # All indices are in range: "clip" only saves the masking of jnp.take's default mode.
         return jnp.take(v.reshape(-1), flat, mode="clip")
 
     def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
@@ -300,7 +300,7 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
 def _box_step(
     numel: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> ViewStep | None:
-    """A strided window that is a box in the storage seen with one dim for each stride.
+    """Return a strided window that is a box in the storage, seen with one dim for each stride.
 
     `x[..., 0::2]` of a contiguous x is one: index 0 of a last dim of size 2. None if it is no box.
     """
@@ -332,9 +332,9 @@ def _box_step(
 
 
 def strided_step(numel: int, size: Sequence[int], stride: Sequence[int], offset: int) -> ViewStep:
-    """A strided window into a flat storage of `numel` elements.
+    """Return a strided window into a flat storage of `numel` elements.
 
-    Contiguous windows and permutations of them become slice, reshape and transpose; the rest a
+    Contiguous windows and permutations of them become slice, reshape and transpose; others become a
     gather.
     """
     size, stride = tuple(size), tuple(stride)

@@ -1,4 +1,4 @@
-"""Writes in place: an op runs without side effects, and its result replaces the target's value."""
+"""In-place writes: an op's functional form runs, and its result replaces the target's value."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpuport.model.values import flat, grad_frozen, value_of, write
 
 
 def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op that writes to its operands, by its form without side effects."""
+    """Run an op that writes to its operands, by its functional form."""
     if info.functional is None:
         raise port_error(
             f"{func} writes in place and has no form without side effects",
@@ -46,7 +46,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
-    """What eager refuses, and meta tensors do not: a write to elements that share memory."""
+    """Refuse a write to elements that share memory, as eager does and meta tensors do not."""
     sizes = torch.Tensor.size(target)
     shared = any(s == 0 and n > 1 for s, n in zip(target.stride(), sizes, strict=True))
     if not shared or func._opname in ("fill_", "zero_"):
@@ -81,5 +81,5 @@ def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if trace is not None and trace.dynamic and involved(args, kwargs):
         return
     if func._opname in ("index_put_", "masked_scatter_", "_index_put_impl_"):
-        return  # with a mask the number of rows is not known
+        return  # the number of rows that a mask selects is not known
     meta.infer(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike: of one class and structure, with state of the same shapes."""
+"""The families of blocks that are alike: of one class and structure, with state of equal shapes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tpuport.model.hooks import HOOKS
 from tpuport.model.state import named_owners, state_tree
 from tpuport.model.tensor import TracedTensor
 
-# Fewer are not worth a loop.
+# Fewer blocks are not worth a loop.
 MIN_BLOCKS = 3
 
 
@@ -22,13 +22,13 @@ class Member:
     """One block of a family.
 
     Attributes:
-        fqn: its name in the model.
-        module: the block.
-        family: the blocks that it is like.
-        modules: the block and the modules in it, each with its name within the block.
-        held: what they held when the trace began.
-        state: its tensors by their name within the block.
-        varying: what may differ between the family's blocks, by (module, attribute).
+        fqn: Its name in the model.
+        module: The block.
+        family: The blocks that it is like.
+        modules: The block and the modules in it, each with its name within the block.
+        held: Records of what they held when the trace began.
+        state: Its tensors by their name within the block.
+        varying: Attributes that differ between the family's blocks, by (module, attribute).
     """
 
     fqn: str
@@ -41,13 +41,13 @@ class Member:
 
     @property
     def everyone(self) -> str:
-        """The name of it and of those like it: `layers.*`."""
+        """Return the name of the family's blocks, such as `layers.*`."""
         prefix, dot, _ = self.fqn.rpartition(".")
         return f"{prefix}{dot}*"
 
     @property
     def has_hooks(self) -> bool:
-        """Whether calls of it, or of a module in it, run code that is not its own."""
+        """Return whether calls of it, or of a module in it, run hooks."""
         of_all = torch.nn.modules.module
         if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
             return True
@@ -55,7 +55,7 @@ class Member:
 
     @property
     def is_changed(self) -> bool:
-        """Whether its modules hold something else than when the trace began."""
+        """Return whether the content of its modules has changed since the trace began."""
         return not is_unchanged(self.held)
 
 
@@ -64,9 +64,9 @@ class Family:
     """Blocks that are alike, in the order of their calls in a plain loop.
 
     Attributes:
-        members: the blocks.
-        attributes: names of Python attributes in which they differ, by (module, attribute); a
-            block's code may read them, and then only blocks with the same value are alike.
+        members: The blocks.
+        attributes: Names of Python attributes in which they differ, by (module, attribute). If a
+            block's code reads them, only blocks with the same values are alike.
     """
 
     members: list[Member] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Family:
 
 @dataclass
 class _Outline:
-    """What two blocks must share, and the attributes in which they may differ."""
+    """The facts that two blocks must share, and the attributes in which they may differ."""
 
     modules: list[tuple[str, torch.nn.Module]]
     key: Any
@@ -83,11 +83,11 @@ class _Outline:
 
 
 def families(module: torch.nn.Module, leaves: Iterable[Any]) -> list[Family]:
-    """The blocks of a model that are alike, in its lists and sequences of modules.
+    """Find the blocks of a model that are alike, in its lists, sequences and dicts of modules.
 
     Args:
-        module: the traced copy of a model: its state is traced tensors.
-        leaves: that state.
+        module: The traced copy of a model: its state is traced tensors.
+        leaves: That state.
     """
     found: list[Family] = []
     watcher = Watcher()
@@ -105,7 +105,7 @@ def families(module: torch.nn.Module, leaves: Iterable[Any]) -> list[Family]:
 
 
 def _keeps_statistics(module: torch.nn.Module) -> bool:
-    """Whether it writes a buffer at each call."""
+    """Return whether the module writes a buffer at each call."""
     norm = isinstance(module, torch.nn.modules.batchnorm._NormBase)
     return norm and module.training and bool(module.track_running_stats)
 
@@ -113,7 +113,7 @@ def _keeps_statistics(module: torch.nn.Module) -> bool:
 def _families(
     blocks: list[tuple[str, torch.nn.Module]], watcher: Watcher, views: bool
 ) -> Iterator[Family]:
-    """Those of some blocks that are alike."""
+    """Yield the families among some blocks."""
     outlined: dict[Any, list[tuple[str, torch.nn.Module, _Outline]]] = {}
     for fqn, block in blocks:
         outline = _outline(block, views) if any(block.children()) else None
@@ -150,11 +150,11 @@ def _state(modules: list[tuple[str, torch.nn.Module]]) -> dict[str, TracedTensor
 
 
 def _outline(block: torch.nn.Module, views: bool) -> _Outline | None:
-    """What decides whether a block is like another; None for one that has to run by itself.
+    """Return what decides whether a block is like another, or None for one that must run by itself.
 
     Args:
-        block: the block.
-        views: whether some state of the model is a view.
+        block: The block.
+        views: Whether some state of the model is a view.
     """
     shared = set()
     plain: dict[tuple[str, str], Any] = {}
@@ -170,7 +170,7 @@ def _outline(block: torch.nn.Module, views: bool) -> _Outline | None:
         parts.append((fqn, cls, module.training))
         for holder in (module._parameters, module._buffers):
             parts += [(fqn, name, _kind(value)) for name, value in holder.items()]
-        # Containers name what they hold by attributes of their own.
+        # Containers name their children by attributes of their own.
         for name, value in module.__dict__.items():
             if name not in OWN:
                 plain[fqn, name] = value
@@ -180,7 +180,7 @@ def _outline(block: torch.nn.Module, views: bool) -> _Outline | None:
 
 
 def _kind(value: Any) -> Any:
-    """What of a parameter or buffer shapes the code that runs."""
+    """Return the properties of a parameter or buffer that affect the code that runs."""
     if not isinstance(value, torch.Tensor):
         return type(value)
     held = vars(value)

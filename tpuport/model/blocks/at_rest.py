@@ -1,8 +1,8 @@
-"""The weights of blocks that are alike, kept as one array each: what a loop over them reads.
+"""Stacked weights of repeated blocks: one array each, which a loop over the blocks reads.
 
-A stack's name holds the numbers of its blocks where each weight's own fqn has one:
+A stack's name has the numbers of its blocks in the place of each weight's own one:
 `layers[0:32].mlp.up_proj.weight` is `layers.0.mlp.up_proj.weight` to `layers.31.mlp...`. Blocks
-that have names instead of numbers are all named: `layers[first|second|third].weight`.
+that have names instead of numbers are all listed: `layers[first|second|third].weight`.
 """
 
 import re
@@ -24,7 +24,7 @@ _STACK = re.compile(r"\[(?:(\d+):(\d+)|([^\[\]|:<>\s]+(?:\|[^\[\]|:<>\s]+)+))\]"
 
 
 def members_of(name: str) -> list[str]:
-    """The fqns that a stack's name stands for, in order; empty for any other name."""
+    """Return the fqns that are in a stack of this name, in order; empty for any other name."""
     found = _STACK.search(name)
     if found is None:
         return []
@@ -34,10 +34,10 @@ def members_of(name: str) -> list[str]:
 
 
 def stack_names(module: torch.nn.Module) -> list[str]:
-    """The stacks that a model's parameters can be kept in.
+    """Return the names of the stacks that a model's parameters can be kept in.
 
     Args:
-        module: the model. Neighbours in a list, sequence or dict of modules stack where they are of
+        module: The model. Neighbours in a list, sequence or dict of modules stack if they are of
             one class and their parameters have the same names, shapes, dtypes and `requires_grad`.
     """
     names: list[str] = []
@@ -59,7 +59,7 @@ def stack_names(module: torch.nn.Module) -> list[str]:
 
 
 def _numbers(names: list[str]) -> str:
-    """What stands in a stack's name for those of its blocks."""
+    """Return the part of a stack's name that lists its blocks."""
     first = int(names[0]) if names[0].isdecimal() else 0
     if names == [str(first + i) for i in range(len(names))]:
         return f"[{first}:{first + len(names)}]"
@@ -67,7 +67,7 @@ def _numbers(names: list[str]) -> str:
 
 
 def _runs(blocks: list[torch.nn.Module]) -> Iterable[tuple[int, int, Any]]:
-    """Neighbours with the same parameters: from, to, what they are."""
+    """Yield runs of neighbours with the same parameters: from, to, the parameters' description."""
     kinds = [_kind(block) for block in blocks]
     first = 0
     for index in range(1, len(blocks) + 1):
@@ -87,14 +87,14 @@ def _kind(block: torch.nn.Module) -> Any:
 
 
 def stack(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """State with some of it stacked.
+    """Stack some of the state.
 
     Args:
-        values: arrays or `jax.ShapeDtypeStruct` by fqn. Shardings stay; the new first dim has none.
-        names: the stacks to make; those whose members are not in `values` are left out.
+        values: Arrays or `jax.ShapeDtypeStruct` by fqn. Shardings stay; the new first dim has none.
+        names: The stacks to make; those whose members are not in `values` are left out.
 
     Returns:
-        The stacks by name, and everything else as it was.
+        The stacks by name, and everything else unchanged.
     """
     rest, made = dict(values), {}
     for name in names:
@@ -121,7 +121,7 @@ def stacked_leaf(values: list[Any]) -> Any:
 
 
 def unstack(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State by fqn: each stack taken apart (while tracing: read by a loop as it is)."""
+    """Return the state by fqn, each stack split (while tracing by one equation, see `parts_of`)."""
     out: dict[str, Any] = {}
     for name, value in values.items():
         members = members_of(name)
@@ -142,11 +142,11 @@ def _shape_of_part(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes by fqn as changes of the stacks that hold those names.
+    """Return changes by fqn as changes of the stacks that contain those names.
 
     Args:
-        changed: new values by fqn.
-        values: the state before, with its stacks.
+        changed: New values by fqn.
+        values: The state before, with its stacks.
     """
     owners = {
         member: (name, index) for name in values for index, member in enumerate(members_of(name))
@@ -162,14 +162,14 @@ def restack(changed: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def refuse_stacks(values: Mapping[str, Any], what: str) -> None:
-    """Refuse what needs each weight by itself.
+    """Refuse an operation that needs each weight by itself.
 
     Args:
-        values: state by name.
-        what: what is asked for, for the message.
+        values: State by name.
+        what: The operation, for the message.
 
     Raises:
-        UsageError: some of it is stacked.
+        UsageError: Some of the state is stacked.
     """
     name = next((name for name in values if members_of(name)), None)
     if name is not None:

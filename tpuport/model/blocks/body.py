@@ -48,15 +48,15 @@ def trace_block(
     """Trace a block as a pure function.
 
     Args:
-        trace: the running trace.
-        member: the block.
-        given: the arguments of its call.
-        run: makes the call, given positional and keyword arguments.
-        withhold: note which attributes it reads, of those in which blocks differ.
+        trace: The running trace.
+        member: The block.
+        given: The arguments of its call.
+        run: Makes the call, given positional and keyword arguments.
+        withhold: Record which attributes it reads, of those in which blocks differ.
 
     Raises:
-        NotPure: it writes state or arguments, keeps values elsewhere, reads ones of elsewhere, or
-            changes something there.
+        NotPure: The block writes state or arguments, keeps values elsewhere, reads traced values
+            from elsewhere, or changes something there.
     """
     snapshot = Snapshot([member.module, given.spec.containers])
     is_kept = False
@@ -64,7 +64,8 @@ def trace_block(
         entry, changed = _trace_once(trace, member, given, run, withhold)
         if changed is None:
             return entry
-        # It may have kept what it found out, for all blocks: then the next time it does not.
+        # The first call may have cached something for all blocks; a second one then changes
+        # nothing.
         again, still = _trace_once(trace, member, given, run, withhold)
         if still is not None or not again.is_like(entry):
             raise NotPure(f"it changes Python state outside of its modules: {still or changed}")
@@ -78,7 +79,7 @@ def trace_block(
 def _trace_once(
     trace: Trace, member: Member, given: Arguments, run: Callable[..., Any], withhold: bool
 ) -> tuple[Entry, str | None]:
-    """A block as a function, and what it changed outside of its modules, if anything."""
+    """Trace a block once; return the function and what it changed outside of its modules."""
     outside = _outside_of(member, given)
     promoted, checks, counted = dict(trace.promoted), len(trace.checks), trace.counters.copy()
     before = state_tree(member.module, objects=True)
@@ -109,13 +110,13 @@ def _trace_once(
             closed, shape = jax.make_jaxpr(body, return_shape=True)(*inputs)
         _check_pure(trace, member, before, result, closed.consts)
         if outside.tells_memory and given.has_views:
-            raise NotPure("it may ask where an argument lies in memory, which is a view")
+            raise NotPure("it may ask where an argument that is a view is stored in memory")
     finally:
-        # What is left of a block that was not pure would be tracers of a trace that has ended.
+        # A block that was not pure may have left tracers of a trace that has ended.
         trace.promoted.clear()
         trace.promoted.update(promoted)
         del trace.checks[checks:]
-        # Each call that it stands for is counted by itself.
+        # Each call that reuses the function is counted separately.
         counts = trace.counters.since(counted)
         trace.counters.become(counted)
     assert result.spec is not None
@@ -138,22 +139,22 @@ def _trace_once(
 
 
 def _outside_of(member: Member, given: Arguments) -> Outside:
-    """What is to note what the block reads of elsewhere.
+    """Return the recorder of what the block reads from outside.
 
     Raises:
-        NotPure: it reads what cannot be looked at again.
+        NotPure: The block reads an iterator, which cannot be inspected.
     """
     statics = structure.statics_of(given.spec)
     outside = Outside((m for _, m in member.modules), statics, _call.__code__)
     if outside.iterator is not None:
         name = name_of(outside.iterator, outside.noted)
-        raise NotPure(f"it reads {name}, and what that gives next cannot be seen")
+        raise NotPure(f"it reads {name}, whose next value cannot be known")
     return outside
 
 
 @contextlib.contextmanager
 def _seen_by(trace: Trace, outside: Outside) -> Iterator[None]:
-    """Let it see the code that runs inside."""
+    """Let `outside` see the code that runs inside."""
     around, trace.outside = trace.outside, outside
     try:
         yield
@@ -164,7 +165,7 @@ def _seen_by(trace: Trace, outside: Outside) -> Iterator[None]:
 def _placed(
     trace: Trace, member: Member, places: list[tuple[str, str, int]]
 ) -> list[tuple[str, str, int, Any]]:
-    """The activations that were given a place, by their module within the block."""
+    """Return the activations that were given a spec, by their module within the block."""
     if trace.placement is None:
         return []
     return [
@@ -174,8 +175,9 @@ def _placed(
 
 
 def _held_by(given: Arguments) -> list[Any]:
-    """What the key of a call refers to by address, without its tensors: kept alive, they would be
-    taken for results of what the call stands in.
+    """Return what the key of a call refers to by address.
+
+    The tensors are left out: kept alive, they would look like values that outlive the call.
     """
     taken_apart = {id(container) for container in given.spec.containers.values()}
     return [
@@ -186,9 +188,9 @@ def _held_by(given: Arguments) -> list[Any]:
 
 
 def _named(closed: Any, treedef: Any, inputs: tuple[Any, ...]) -> Callable[..., Any]:
-    """A traced block as a call of a function by the name of `NAME`.
+    """Return a traced block as a call of a jitted function named `NAME`.
 
-    The first call is kept as an equation, of which the others are copies: passing `jit` again would
+    The first call is kept as an equation that the other calls copy: tracing `jit` again would
     take several times as long.
     """
     function = jaxpr_as_fun(closed)
@@ -204,7 +206,8 @@ def _named(closed: Any, treedef: Any, inputs: tuple[Any, ...]) -> Callable[..., 
 
     def run(*inputs: Any) -> Any:
         values = jax.tree.leaves(inputs)
-        # On a mesh whose axes are part of types, values of one shape may differ.
+        # On a mesh with explicit axes the sharding is part of the type, so one shape may have
+        # several types.
         is_same = [jax.typeof(value) for value in values] == kinds
         return jax.tree.unflatten(treedef, (again if is_same else called)(*values))
 
@@ -212,7 +215,7 @@ def _named(closed: Any, treedef: Any, inputs: tuple[Any, ...]) -> Callable[..., 
 
 
 def inputs_of(trace: Trace, member: Member, given: Arguments) -> tuple[Any, ...]:
-    """What the function of a block takes for one call."""
+    """Return the inputs of a block's function for one call."""
     state = [strong(leaf._storage.value) for leaf in member.state.values()]
     values = [
         given.recipes[i].inputs if i in given.recipes else strong(value_of(leaf))
@@ -231,7 +234,7 @@ def _call(
     run: Callable[..., Any],
     result: _Result,
 ) -> list[jax.Array]:
-    """Make the call on stand-ins of its arguments; the values of its results."""
+    """Make the call on stand-ins of its arguments; return the values of its results."""
     rest = iter(
         given.recipes[i].made(value) if i in given.recipes else value
         for i, value in enumerate(values)
@@ -260,13 +263,13 @@ def _call(
         result.outputs.append(description)
         outputs += value
     _check_results(result, out_leaves)
-    # These hold the results, which nothing may hold when this is over.
+    # These hold the results, and `_check_gone` must find no references to them.
     result.spec.keep, result.spec.containers = [], {}
     return outputs
 
 
 def is_frozen(leaf: TracedTensor) -> bool:
-    """Whether no gradient flows into what a block computes of a tensor here."""
+    """Return whether no gradient flows through this tensor into what a block computes."""
     return leaf._frozen or not torch.is_grad_enabled()
 
 
@@ -281,7 +284,7 @@ def _stand_in(trace: Trace, leaf: TracedTensor, value: jax.Array) -> TracedTenso
 def _described(
     leaf: Any, member: Member, given: list[Any], result: _Result
 ) -> tuple[tuple[Any, ...], list[jax.Array]]:
-    """How a leaf of the result is made outside, and its value if it is a new one."""
+    """Describe how a leaf of the result is made outside, and return its value if it is new."""
     for index, argument in enumerate(given):
         if leaf is argument:
             return ("argument", index), []
@@ -302,9 +305,9 @@ def _described(
 
 
 def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
-    """Let go of host tensors that the block made and wrote traced values to, if it alone knew them.
+    """Forget host tensors that the block made and wrote traced values to, if it alone holds them.
 
-    Dropout's mask is one: it is made empty, and filled in place.
+    Dropout's mask is one: it is made empty and filled in place.
     """
     for key in trace.promoted.keys() - before.keys():
         tensor, storage = trace.promoted.pop(key)
@@ -317,7 +320,7 @@ def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
 
 
 def _check_gone(result: _Result) -> None:
-    """Note values that outlive the call: something of elsewhere holds them."""
+    """Record values that outlive the call because something outside holds them."""
     assert result.effects is not None
     if any(not _is_gone(storage) for storage in result.effects.created.values()):
         result.changed = result.changed or "it keeps a tensor elsewhere than in its results"
@@ -327,7 +330,7 @@ def _check_gone(result: _Result) -> None:
 
 def _is_gone(held: weakref.ref[Any]) -> bool:
     if held() is not None:
-        # A cycle may hold it, and garbage waits while a trace runs: what it made is all young.
+        # Collection is off while a trace runs. All objects of the trace are in generation 0.
         gc.collect(0)
     return held() is None
 
@@ -361,7 +364,7 @@ def _state_held(member: Member, values: list[jax.Array]) -> Iterator[None]:
     storages = [leaf._storage for leaf in member.state.values()]
     saved = [(storage.value, storage.version) for storage in storages]
     for storage, value in zip(storages, values, strict=True):
-        # Not `set`: this is no write of the program. The version keeps cached values apart.
+        # Not `set`: this is no write of the program. The new version keeps cached values apart.
         storage.value, storage.version = value, storage.version + 1
     try:
         yield
@@ -372,7 +375,7 @@ def _state_held(member: Member, values: list[jax.Array]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(trace: Trace, bases: list[jax.Array], starts: list[Any]) -> Iterator[None]:
-    """Let random numbers count from a traced start inside."""
+    """Count random numbers from a traced start inside."""
     streams: list[KeyStream] = trace.streams
     saved = [(stream.base, stream.count, stream.start) for stream in streams]
     for stream, base, start in zip(streams, bases, starts, strict=True):
@@ -386,7 +389,7 @@ def _streams(trace: Trace, bases: list[jax.Array], starts: list[Any]) -> Iterato
 
 @contextlib.contextmanager
 def _noting(trace: Trace, member: Member, places: list[tuple[str, str, int]]) -> Iterator[None]:
-    """Note which activations are given a place on the mesh, and name what runs after all blocks."""
+    """Record which activations get a spec, and name what runs after all blocks of the family."""
     outer, trace.places = trace.places, places
     block, trace.standing_for = trace.standing_for, (member.fqn, member.everyone)
     try:

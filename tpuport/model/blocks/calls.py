@@ -1,4 +1,4 @@
-"""Calls of blocks that are alike: the first is traced as a pure function, the others reuse it."""
+"""Calls of repeated blocks: the first is traced as a pure function, the others reuse it."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from tpuport.model.plan import Restart, Undecided
 from tpuport.model.tensor import Storage, TracedTensor
 from tpuport.model.trace import Trace
 
-# What a block may raise on stand-ins of its arguments.
+# Exceptions that a block may raise on stand-ins of its arguments.
 _FAULTS = (
     *(Undecided, TpuportError, RuntimeError, TypeError, ValueError, LookupError, AttributeError),
     *(AssertionError, ArithmeticError),
@@ -35,14 +35,14 @@ _FAULTS = (
 
 @dataclass
 class BlockRecord:
-    """What became of the blocks of one family.
+    """A record of how the blocks of one family were traced.
 
     Attributes:
-        names: the fqns of the blocks.
-        traced: how often a block was traced as a function.
-        reused: how many calls reused one.
-        reason: why blocks were traced each by itself, if they were.
-        changed: what of elsewhere had changed, so that one was traced anew.
+        names: The fqns of the blocks.
+        traced: How often a block was traced as a function.
+        reused: How many calls reused one.
+        reason: Why blocks were traced one by one, if they were.
+        changed: What had changed outside of the block, so that it was retraced.
     """
 
     names: list[str]
@@ -56,9 +56,9 @@ class BlockCalls:
     """The repeated blocks of a model in one trace.
 
     Args:
-        trace: the running trace.
-        module: the traced copy of the model.
-        leaves: the state of it.
+        trace: The running trace.
+        module: The traced copy of the model.
+        leaves: The leaves of its state.
     """
 
     def __init__(self, trace: Trace, module: torch.nn.Module, leaves: Iterable[Any]) -> None:
@@ -68,7 +68,7 @@ class BlockCalls:
         self.known: dict[Any, list[Entry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
         self.recipes = Recipes(NAME)
-        # Else each size that a tensor is asked for passes the modes of the trace.
+        # Without this, reading a tensor's size would go through the modes of the trace.
         with torch._C.DisableTorchFunction():
             found = families(module, leaves)
         for family in found:
@@ -83,13 +83,11 @@ class BlockCalls:
         kwargs: dict[str, Any],
         run: Callable[..., Any],
     ) -> Any:
-        """Call a block: as a function that is known already, as one that is traced now, or as it
-        is if it is none.
-        """
+        """Call a block: reuse its trace, trace it now, or inline it if it is impure."""
         record = self.records[id(member.family)]
         apart = self.trace.explorer.plan.apart
         first = member.family.members[0].fqn
-        # Hooks may come while the model runs: transformers' that collect hidden states do.
+        # Hooks may be added while the model runs: transformers does so to collect hidden states.
         if first in apart:
             taken = apart[first]
         elif member.is_changed:
@@ -123,20 +121,20 @@ class BlockCalls:
     def _traced(
         self, member: Member, given: Arguments, run: Callable[..., Any], *, withhold: bool = True
     ) -> Entry:
-        """A block as a function.
+        """Trace a block as a function.
 
         Raises:
-            Restart: it is none; with its family apart.
+            Restart: It is not pure; its family is to be traced one by one.
         """
         try:
             return trace_block(self.trace, member, given, run, withhold=withhold)
         except NotPure as error:
             reason = str(error)
         except _FAULTS as error:
-            # Either the stand-ins of this call are at fault or the code itself is: then it
-            # fails again as it is, with the message that belongs there.
+            # Either the stand-ins of this call are at fault or the code itself is. In the second
+            # case it fails again when it runs inline, with the message that belongs there.
             reason = f"it raised {type(error).__name__}"
-        # What it did to anything outside of the model is undone by starting again.
+        # Tracing again from the start undoes what the block did outside of the model.
         raise self._apart(member, reason)
 
     def _apart(self, member: Member, reason: str) -> Restart:
@@ -146,32 +144,32 @@ class BlockCalls:
     def _compare(
         self, entry: Entry, member: Member, given: Arguments, run: Callable[..., Any]
     ) -> None:
-        """Trace a block that a function is to stand for, and see that it does the same.
+        """Trace a block that is about to reuse a function, and check that both are the same.
 
-        What its code reads is watched (`Outside`); this finds what could not be.
+        What its code reads is recorded (`Outside`); this finds what recording missed.
 
         Raises:
-            Restart: it does something else.
+            Restart: The block computes something else.
         """
-        # With its attributes at hand: code can find out unnoticed that one is hidden.
+        # Its attributes are not hidden here: code can detect a hidden one without reading it.
         if not self._traced(member, given, run, withhold=False).is_like(entry):
             first = member.family.members[0].fqn
-            raise self._apart(member, f"it does something else than {first}, and nothing says why")
+            raise self._apart(member, f"it differs from {first}, for no recorded reason")
 
     def release(self) -> None:
-        """Drop what belongs to the trace; the records stay."""
+        """Drop what belongs to the trace; the records are kept."""
         self.members.clear()
         self.known.clear()
 
     def _policies(self, member: Member) -> tuple[str | None, ...]:
-        """The remat policies of a block and what is in it."""
+        """Return the remat policies of a block and of the modules in it."""
         if id(member) not in self.policies:
             fqns = (f"{member.fqn}.{name}" if name else member.fqn for name, _ in member.modules)
             self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
     def _fits(self, entry: Entry, member: Member, given: Arguments) -> bool:
-        """Whether a function stands for a block, too."""
+        """Return whether a traced function may be reused for this block."""
         placement = self.trace.placement
         return (
             _reads_the_same(entry, member)
@@ -208,7 +206,7 @@ class BlockCalls:
 
 
 def _lasts(entry: Entry, family: Family) -> LastCalls:
-    """The calls of a function for other blocks than the one that was traced."""
+    """Return the order of a function's calls for blocks other than the one that was traced."""
     if entry.lasts is None:
         alike = [m.fqn for m in family.members if _reads_the_same(entry, m)]
         places = {fqn: place for place, fqn in enumerate(alike)}
@@ -226,10 +224,10 @@ def _reads_the_same(entry: Entry, member: Member) -> bool:
 def take_apart(
     trace: Trace, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
 ) -> tuple[Arguments, Any] | str:
-    """A call's arguments and what a function is traced for; why it cannot be one where it cannot.
+    """Return a call's arguments and the key of its function, or why the call cannot be a function.
 
-    It cannot with traced numbers, sizes that depend on data, generators, iterators, arrays of jax,
-    weights of the block itself, and containers that hold more than their items.
+    It cannot be one with traced numbers, sizes that depend on data, generators, iterators, jax
+    arrays, weights of the block itself, and containers that hold more than their items.
     """
     leaves, spec = structure.flatten((args, kwargs), leaf=program_leaf, objects=True)
     reason = _why_not_static(spec)
@@ -265,7 +263,7 @@ def take_apart(
 
 
 def _why_not_static(spec: structure.Spec) -> str | None:
-    """Why what is no tensor among arguments does not say what a call does, None if it does."""
+    """Return why the non-tensor arguments do not determine a call, or None if they do."""
     if any(is_iterator(value) for value in structure.statics_of(spec)):
         return "it is called with an iterator"
     if any(_has_attributes(container) for container in spec.containers.values()):
@@ -274,7 +272,7 @@ def _why_not_static(spec: structure.Spec) -> str | None:
 
 
 def _why_no_input(trace: Trace, member: Member, leaf: TracedTensor) -> str | None:
-    """Why a traced argument cannot be an input of a block's function, None if it can."""
+    """Return why a traced argument cannot be an input of a block's function, or None if it can."""
     if leaf._storage.trace is not trace:
         return "it is called with a tensor of another program"
     if extents_of(leaf):
@@ -287,13 +285,13 @@ def _why_no_input(trace: Trace, member: Member, leaf: TracedTensor) -> str | Non
 
 
 def _has_attributes(container: Any) -> bool:
-    """Whether a container has attributes, which a copy of it would not have."""
+    """Return whether a container has attributes, which a copy of it would not have."""
     sequence = isinstance(container, (list, tuple, set, frozenset, deque))
     return sequence and bool(structure.attributes_of(container))
 
 
 def _recipes(given: Arguments, recipes: Recipes) -> dict[int, Recipe]:
-    """The masks among the arguments, which attention is to know the structure of."""
+    """Return the recipes of the masks among the arguments; attention needs their structure."""
     found = {}
     for index, leaf in enumerate(given.traced):
         frozen = leaf._frozen or not leaf.dtype.is_floating_point

@@ -1,4 +1,4 @@
-"""A block that was traced as a pure function: what it is called with, and what it gives."""
+"""A block that was traced as a pure function: its arguments, its results and its assumptions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,57 +19,59 @@ NAME = "tpuport_block"
 
 
 def strong(value: Any) -> Any:
-    """A value without jax's weak type: torch's dtypes are kept beside it, and loops keep theirs."""
+    """Return a value without jax's weak type: torch tracks dtypes itself, and loops need a fixed
+    one.
+    """
     if getattr(jax.typeof(value), "weak_type", False):
         return jax.lax.convert_element_type(value, jax.typeof(value).dtype)
     return value
 
 
 class NotPure(Exception):
-    """A block does something that a pure function of its inputs cannot; the text says what."""
+    """An error for a block that is no pure function of its inputs; the text gives the reason."""
 
 
 @dataclass
 class Arguments:
-    """A call's arguments, taken apart."""
+    """The flattened arguments of a call."""
 
     leaves: list[Any]
     spec: structure.Spec
-    # By number of those that are traced: masks, and what they are computed from.
+    # By index into `traced`: recipes of masks, which say what they are computed from.
     recipes: dict[int, Recipe] = field(default_factory=dict)
 
     @property
     def traced(self) -> list[TracedTensor]:
-        """Those that are inputs of the function."""
+        """Return the leaves that are inputs of the function."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TracedTensor)]
 
     @property
     def has_views(self) -> bool:
-        """Whether one of them is a view."""
+        """Return whether one of them is a view."""
         return any(leaf._chain for leaf in self.traced)
 
 
 @dataclass
 class Entry:
-    """A block that was traced as a pure function, and what holds for every block it stands for.
+    """A block traced as a pure function, and what holds for every block that reuses it.
 
     Attributes:
-        run: the function, of state, arguments, and the base key and first number of each stream.
-        program: it as a `ClosedJaxpr`.
-        outputs: for each leaf of the result an input ("argument" or "state", which), a host tensor
-            ("host", it), or ("value", its meta tensor, whether frozen, its bounds).
-        spec: the result's structure.
-        draws: how many random numbers it draws from each stream.
-        read: the attributes that its code read and that other blocks may have otherwise.
-        places: the activations that it gave a place on the mesh: module within the block, side,
+        run: The function, of state, arguments, and the base key and first number of each stream.
+        program: The function as a `ClosedJaxpr`.
+        outputs: For each leaf of the result an input ("argument" or "state", which), a host tensor
+            ("host", tensor), or ("value", its meta tensor, whether frozen, its bounds).
+        spec: The result's structure.
+        draws: How many random numbers it draws from each stream.
+        read: The attributes that its code read and in which other blocks may differ.
+        places: The activations that it gave a spec: module within the block, side,
             number of dims, spec.
-        counts: what the report counts of it.
-        outside: what its code may read from outside of the block, as it was.
-        keep: what the key of the arguments refers to by address.
-        tells_views: whether its code may tell a view from a tensor of its own.
-        noted: all attributes that its code read, of those that were hidden from it.
-        fqn: the block that was traced.
-        lasts: its calls for other blocks.
+        counts: What the report counts of it.
+        outside: What its code may read from outside of the block, with the values at trace time.
+        keep: The objects that the key of the arguments refers to by address.
+        tells_views: Whether its code may tell a view from a tensor of its own.
+        noted: All attributes that its code read, of those that were hidden from it.
+        fqn: The block that was traced.
+        lasts: The order of its calls for other blocks.
     """
 
     run: Callable[..., Any]
@@ -88,7 +90,7 @@ class Entry:
     lasts: LastCalls | None = None
 
     def is_like(self, other: "Entry") -> bool:
-        """Whether another trace gave the same function."""
+        """Return whether another trace resulted in the same function."""
         ours, theirs = (
             (e.spec.key, e.draws, [place[:3] for place in e.places]) for e in (self, other)
         )
@@ -100,7 +102,7 @@ class Entry:
 
 
 def _plain(output: tuple[Any, ...]) -> list[Any]:
-    """What an output is, its meta tensor in numbers."""
+    """Return an output in comparable form, its meta tensor as shape, strides and dtype."""
     if output[0] != "value":
         return list(output)
     _, meta, frozen, bounds = output

@@ -1,7 +1,8 @@
-"""A module's attributes while its block is traced: some are hidden, and tell when they are read.
+"""A proxy for a module's `__dict__` that records reads of chosen attributes.
 
-Python looks attributes up in a module's dict without asking it; what it does not find there,
-`nn.Module.__getattr__` looks for among the buffers. Code that reads the dict itself asks.
+Python looks an attribute up in a module's dict without calling overridden methods of the dict. What
+it does not find there, `nn.Module.__getattr__` looks for among the buffers, where the read is seen.
+Code that reads the dict itself does call the methods.
 """
 
 import sys
@@ -14,7 +15,7 @@ _ABSENT = object()
 
 
 class Buffers(dict[str, Any]):
-    """A module's buffers, and beside them the attributes that are hidden."""
+    """A module's buffers, and the hidden attributes in addition."""
 
     def __init__(self, buffers: Any, hidden: dict[str, Any], read: Callable[[str], None]) -> None:
         super().__init__(buffers)
@@ -33,12 +34,12 @@ class Buffers(dict[str, Any]):
 class Held(dict[str, Any]):
     """The dict of a module of which some attributes are hidden.
 
-    To tpuport's own code it is a dict of the others.
+    To tpuport's own code it is a dict of the attributes that are not hidden.
 
     Args:
-        attributes: all of the module's attributes, in order.
-        names: those to hide.
-        read: is told each name that is read.
+        attributes: All of the module's attributes, in order.
+        names: The names of those to hide.
+        read: Called with each name that is read.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class Held(dict[str, Any]):
         super().__setitem__("_buffers", Buffers(self.buffers, self.hidden, read))
 
     def whole(self) -> dict[str, Any]:
-        """All attributes as they are now, in order."""
+        """Return all current attributes, in order."""
         own = dict(dict.items(self)) | {"_buffers": self.buffers}
         return {
             n: (own if n in own else self.hidden)[n] for n in dict.fromkeys([*self.order, *own])
         }
 
     def _shown(self) -> dict[str, Any]:
-        """What there is for the code that asks, without a note that it read any of it."""
+        """Return what the calling code may see, without recording a read."""
         if sys._getframe(2).f_globals.get("__name__", "").startswith("tpuport."):
             return dict(dict.items(self))
         return self.whole()
@@ -73,7 +74,7 @@ class Held(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict's."""
+        """Return an attribute, as `dict.get` does."""
         return self[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
@@ -83,7 +84,7 @@ class Held(dict[str, Any]):
         return len(self._shown())
 
     def keys(self) -> Any:
-        """As a dict's: names are the same for all blocks."""
+        """Return the names, as `dict.keys` does; they are the same for all blocks."""
         return self._shown().keys()
 
     def _all_read(self, shown: dict[str, Any]) -> dict[str, Any]:
@@ -93,15 +94,15 @@ class Held(dict[str, Any]):
         return shown
 
     def values(self) -> Any:
-        """As a dict's; every attribute is read."""
+        """Return the values, as `dict.values` does; every attribute counts as read."""
         return self._all_read(self._shown()).values()
 
     def items(self) -> Any:
-        """As a dict's; every attribute is read."""
+        """Return the items, as `dict.items` does; every attribute counts as read."""
         return self._all_read(self._shown()).items()
 
     def copy(self) -> dict[str, Any]:
-        """As a dict's; every attribute is read."""
+        """Return a copy, as `dict.copy` does; every attribute counts as read."""
         return self._all_read(self._shown())
 
     def __eq__(self, other: object) -> bool:
@@ -120,7 +121,7 @@ class Held(dict[str, Any]):
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """All attributes of a module, none of them read by code of its own."""
+    """Return all attributes of a module without recording a read."""
     held = module.__dict__
     return held.whole() if type(held) is Held else held
 
@@ -129,12 +130,12 @@ def hide(module: torch.nn.Module, names: set[str], read: Callable[[str], None]) 
     """Hide some attributes of a module.
 
     Args:
-        module: the module. Some of its attributes may be hidden already: they stay so.
-        names: the attributes.
-        read: is told each name that is read.
+        module: The module. If some of its attributes are hidden already, they stay hidden.
+        names: The attributes.
+        read: Called with each name that is read.
 
     Returns:
-        What `show` puts back.
+        The dict that `show` puts back.
     """
     before = module.__dict__
     outer = before if type(before) is Held else None
@@ -150,7 +151,7 @@ def hide(module: torch.nn.Module, names: set[str], read: Callable[[str], None]) 
 
 
 def show(module: torch.nn.Module, before: dict[str, Any]) -> None:
-    """Put a module's dict back, with what was set meanwhile."""
+    """Put a module's dict back, with the attributes that were set meanwhile."""
     held: Any = module.__dict__
     object.__setattr__(module, "__dict__", before)
     whole = held.whole()

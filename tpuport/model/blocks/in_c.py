@@ -1,4 +1,4 @@
-"""State that objects do not keep in attributes: of classes that are written in C."""
+"""State that objects of classes written in C keep outside of their attributes."""
 
 import functools
 import operator
@@ -13,7 +13,7 @@ import torch
 
 from tpuport.model import structure
 
-# What another object of its class is told apart by, as plain values and containers.
+# The state that distinguishes objects of a class, as plain values and containers.
 _READS: dict[type, Any] = {
     functools.partial: lambda value: [value.func, value.args, value.keywords],
     types.MappingProxyType: lambda value: [list(value), list(value.values())],
@@ -28,10 +28,10 @@ _READS: dict[type, Any] = {
 
 
 def state_in_c(value: Any) -> list[Any] | None:
-    """What an object holds beside its attributes; None if nothing is known of that.
+    """Return the state of an object that is not in its attributes, or None if it is unknown.
 
     Args:
-        value: an object, neither a container nor an array.
+        value: An object, neither a container nor an array.
     """
     for kind, read in _READS.items():
         if isinstance(value, kind):
@@ -42,12 +42,12 @@ def state_in_c(value: Any) -> list[Any] | None:
         view = memoryview(value)
     except (TypeError, ValueError, BufferError):
         return _reduced(value)
-    # Of a bytearray, an array, ctypes, a mapped file.
+    # A bytearray, an array, a ctypes object or a mapped file.
     return [view.format, view.shape, view.strides, view.tobytes()]
 
 
 def _reduced(value: Any) -> list[Any] | None:
-    """What the class says itself, if it is written in C: dates and decimals, for example."""
+    """Return the state from `__reduce__` of a class written in C, such as dates and decimals."""
     kind = type(value)
     method = kind.__reduce__
     is_own = isinstance(method, types.MethodDescriptorType) and method.__objclass__ is not object
@@ -65,7 +65,7 @@ def _reduced(value: Any) -> list[Any] | None:
 
 
 def same_memory(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of one dtype and shape are the same to the bit, without copies of them."""
+    """Return whether two arrays of one dtype and shape are equal bit by bit; copy nothing."""
     bits = f"u{a.dtype.itemsize}"
     if a.dtype.itemsize in (1, 2, 4, 8) and a.dtype.names is None:
         return bool(np.array_equal(a.view(np.ndarray).view(bits), b.view(np.ndarray).view(bits)))

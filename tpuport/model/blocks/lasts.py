@@ -1,4 +1,4 @@
-"""Which calls that a function stands for are its last ones, as far as their order tells."""
+"""A prediction of which reuse of a traced block is the last, to retrace that one as a check."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 class LastCalls:
     """The calls of one function.
 
-    Kinds of calls that take turns are functions of their own, each with a last call. Which that
-    is, the steps from block to block tell: another as wide as the widest would leave the list.
+    Kinds of calls that alternate are separate functions, each with a last call. The steps from
+    block to block predict it: one more step of the widest size would leave the list.
 
     Attributes:
-        places: the blocks that it may be called for, by fqn, each with its place among them.
-        previous: the place of the block that it was called for last.
-        direction: 1 if they are called in order, -1 if the other way round, 0 as long as only one
-            was called.
-        step: the widest step from one to the next.
-        calls: how often it was called.
-        lasts: how many of these may have been the last of a round.
+        places: The index of each block that may reuse the function, by fqn.
+        previous: The index of the block of the last call.
+        direction: 1 if blocks are called in order, -1 if in reverse, 0 as long as only one was
+            called.
+        step: The widest step from one block to the next.
+        calls: How many calls there were.
+        lasts: How many of these may have been the last of a round.
     """
 
     places: dict[str, int]
@@ -28,14 +28,14 @@ class LastCalls:
     lasts: int = 0
 
     def is_to_compare(self, fqn: str) -> bool:
-        """Note a call.
+        """Record a call, and decide whether to check it.
 
         Args:
-            fqn: the name of the block.
+            fqn: The name of the block.
 
         Returns:
-            Whether to see that the block does what the function does. Of rounds that come again
-            and again it is the first, the second, the fourth, and so on.
+            Whether to check that the block computes what the function does. Of repeated rounds it
+            is the first, the second, the fourth, and so on.
         """
         self.calls += 1
         step = self.places[fqn] - self.previous
@@ -45,6 +45,7 @@ class LastCalls:
         following = self.previous + (self.direction or 1) * self.step
         is_last = not 0 <= following < len(self.places)
         self.lasts += is_last
+        # Due at powers of two, so that many rounds cost few checks.
         is_due = is_last and self.lasts & (self.lasts - 1) == 0
         # Blocks that are called in no order are each called once.
         return is_due or self.calls == len(self.places)

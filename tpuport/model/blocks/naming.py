@@ -1,4 +1,4 @@
-"""What state blocks read, in words: for the reason why one was traced by itself."""
+"""Names of the state that blocks read, for the reason why a block was retraced."""
 
 import functools
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from tpuport.model.blocks.watched import Record, Watcher
 
 
 def changed_name(records: list[Record]) -> str | None:
-    """What is not as it was noted, the first of all; None if everything is.
+    """Return the name of the first recorded value that has changed, or None.
 
     Args:
-        records: what was noted.
+        records: The recorded values.
 
     Returns:
-        Such as "`COUNT` of package.module" or "`count` of a Counter".
+        A text such as "`COUNT` of package.module" or "`count` of a Counter".
     """
     for record in records:
         check, of, was = record
@@ -26,7 +26,7 @@ def changed_name(records: list[Record]) -> str | None:
 
 
 def name_of(value: Any, records: list[Record]) -> str:
-    """Where a value was found, and what it is."""
+    """Return a value's name, its holder and its type."""
     kind = _a(type(value).__name__)
     for _, of, was in records:
         found = next((name for name, one in _named_values(was) if one is value), None)
@@ -61,7 +61,7 @@ def _described(record: Record, records: list[Record]) -> str:
 
 
 def _differing(before: Iterable[tuple[Any, Any]], held: Any) -> Any:
-    """The first name that gives something else now, or is new."""
+    """Return the first name whose value changed or that is new."""
     known = dict(before)
     for name, value in known.items():
         if held.get(name, reads.ABSENT) is not value:
@@ -85,7 +85,7 @@ def _named_values(was: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _holder(of: Any) -> str:
-    """Globals and Python modules and classes by their names, an object by its class."""
+    """Return the name of globals, of a Python module or of a class, else an object's class name."""
     if isinstance(of, dict):
         return str(of["__name__"]) if "__name__" in of else "a dict"
     if isinstance(of, type):

@@ -1,8 +1,8 @@
-"""What the code of a block may read in Python from outside of the block.
+"""A recorder of the Python state outside of a block that the block's code may read.
 
-Globals, what closures hold, default values, attributes of classes, of Python modules and of modules
-of torch that are not in the block, and context variables: all that the code names which a block
-runs. It is noted when a block is traced, and looked at again before another call reuses the trace.
+This covers globals, closure cells, default values, context variables, and attributes of classes, of
+Python modules and of torch modules outside of the block, as far as the code names them. They are
+recorded when a block is traced, and compared before another call reuses the trace.
 """
 
 import builtins
@@ -32,17 +32,17 @@ _SOURCES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class Outside(Watcher):
-    """Notes what lies outside of a block and its arguments, and what its code may read of it.
+    """A recorder of state outside of a block and its arguments that its code may read.
 
     Args:
-        block: the block and all modules in it.
-        arguments: Python values that are handed to it as they are.
-        caller: the code that calls the block.
+        block: The block and all modules in it.
+        arguments: Static Python values that are passed to it.
+        caller: The code that calls the block.
 
     Attributes:
-        found: what was noted.
-        names: what its code reads by name: globals, attributes.
-        iterator: an iterator that its code knows, if any: what it gives next cannot be seen.
+        found: The records.
+        names: The names that its code reads: globals, attributes.
+        iterator: An iterator that its code can reach, if any: its next value cannot be known.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Outside(Watcher):
         self._seen: dict[int, Any] = {}
         self._codes: set[types.CodeType] = set()
         self.names: set[str] = set()
-        # What is read by name (classes, Python modules, modules of torch), and the names.
+        # Objects whose attributes are read by name (classes, modules), and the names.
         self._holders: dict[int, tuple[Any, set[str]]] = {}
         self._globals: set[int] = set()
         # The code of every kind of module that may be called.
         self._forwards: dict[type, Any] = {}
-        # What they gave, by name; and which of the names they have.
+        # The values read from them, by name; and which of the names they have.
         self._given: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._present: list[Record] = []
         for module in block:
             self._see_kind(type(module))
             for name, value in module.__dict__.items():
-                # What these hold is watched for every block (`Member.held`).
+                # Their contents are watched for every block (`Member.held`).
                 if name not in OWN and not self._passes(value):
                     self._of(value, 0)
         for value in arguments:
@@ -80,21 +80,21 @@ class Outside(Watcher):
 
     @property
     def tells_memory(self) -> bool:
-        """Whether the code may ask how a tensor lies in memory."""
+        """Return whether the code may ask for a tensor's memory layout."""
         return not self.names.isdisjoint(reads.OF_MEMORY)
 
     @property
     def noted(self) -> list[Record]:
-        """All that is to be seen again."""
+        """Return all records to compare before a reuse."""
         given = [(reads.gives_the_same, of, items) for of, items in self._given.values()]
         forwards = (reads.have_same_forwards, list(self._forwards), list(self._forwards.values()))
         return [*self.found, *given, *self._present, forwards]
 
     def saw(self, frame: types.FrameType | None) -> None:
-        """Note code that runs, and that no name had led to.
+        """Record code that runs and that no name had led to.
 
         Args:
-            frame: where an operation was called.
+            frame: The frame in which an operation was called.
         """
         known = len(self._codes)
         while frame is not None and frame.f_code is not self.caller:
@@ -110,7 +110,7 @@ class Outside(Watcher):
         if is_library_file(code.co_filename):
             return
         if set(code.co_freevars) - {"__class__"}:
-            # What a closure holds is on its function, which no frame tells.
+            # Closure cells are on the function object, which a frame does not refer to.
             for function in gc.get_referrers(code):
                 if isinstance(function, types.FunctionType):
                     self._see_function(function)
@@ -152,17 +152,17 @@ class Outside(Watcher):
                     self._see(sys.modules.get(module))  # code may import it by itself
 
     def _known(self, holder: Any) -> set[str]:
-        """The names that were looked up in a holder."""
+        """Return the names that were looked up in a holder."""
         return self._holders.setdefault(id(holder), (holder, set()))[1]
 
     def _settle(self) -> None:
-        """Look every name up in all that is read by name, until nothing new is found."""
+        """Look every name up in every holder until nothing new is found."""
         size = None
         while size != (len(self.names), len(self._holders)):
             size = len(self.names), len(self._holders)
             for holder, known in list(self._holders.values()):
                 if id(holder) in self._globals:
-                    continue  # code reads those of them that it names itself
+                    continue  # code reads only those of its globals that it names itself
                 new = self.names - known
                 known |= new
                 for name in new & named(holder).keys():
@@ -221,7 +221,7 @@ class Outside(Watcher):
         return super()._inside(value, depth)
 
     def _is_special(self, value: Any) -> bool:
-        """Note what is neither container nor plain object; False if it is one."""
+        """Record a value that is neither a container nor a plain object; return False otherwise."""
         if id(value) in self._seen:
             return True
         if isinstance(value, contextvars.ContextVar):
@@ -240,7 +240,7 @@ class Outside(Watcher):
         return True
 
     def _see_module(self, module: torch.nn.Module) -> None:
-        """Note a module that is not in the block, and all below it, which code may get to."""
+        """Record a module outside of the block and all its submodules, which code may reach."""
         if id(module) in self._own or id(module) in self._seen:
             return
         for one in reads.submodules(module):
@@ -256,7 +256,7 @@ class Outside(Watcher):
                 self.found.append(self._of_dict(held["_modules"]))
 
     def _see_kind(self, cls: type) -> None:
-        """Note the class of a module."""
+        """Record the class of a module."""
         self._forwards[cls] = reads.forward_of(cls)
         self._see_class(cls, ("forward", *called_by_python(cls)))
 

@@ -1,6 +1,6 @@
-"""The parts of an array along its first dim, as one equation of a program.
+"""A primitive that splits an array along its first dim in one equation.
 
-Slices would be an equation for each part: with many blocks, most of what is traced.
+Slices would be one equation for each part: with many blocks, most of the program.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ UNSTACK.multiple_results = True
 
 
 def parts_of(value: Any) -> list[jax.Array]:
-    """`[value[0], value[1], ...]`, for transformations too.
+    """Return `[value[0], value[1], ...]`; transformations such as `grad` and `vmap` apply.
 
     Args:
-        value: an array of shape [n, ...].
+        value: An array of shape [n, ...].
 
     Returns:
-        Its n parts of shape [...].
+        The n parts of shape [...].
     """
     return UNSTACK.bind(value)
 

@@ -1,4 +1,4 @@
-"""What code reads by name, and of what."""
+"""The names that code reads, and the objects that it reads them from."""
 
 import functools
 import os
@@ -20,17 +20,17 @@ CALLABLES = (
     *(types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(staticmethod, classmethod, property, functools.cached_property),
 )
-# What Python or torch calls of a class that code names.
+# Methods that Python or torch calls on a class that code names.
 OF_CLASSES = tuple("__init__ __new__ __post_init__ forward backward setup_context".split())
-# What reads the environment: a name in the code that may.
+# Names that show that code may read the environment.
 OF_ENVIRONMENT = frozenset("environ environb getenv getenvb expandvars".split())
-# What tells a view from a tensor of its own: stand-ins of arguments are none.
+# Names that tell a view from a tensor with its own storage: stand-ins of arguments are no views.
 OF_MEMORY = frozenset(
     "_base _is_view storage_offset data_ptr storage untyped_storage as_strided is_set_to".split()
 )
-# pytest: an assertion that it rewrote names its state.
+# Pytest is listed because an assertion that it rewrote names its state.
 _LIBRARIES = frozenset("torch torchax jax jaxlib numpy tpuport builtins _pytest pytest".split())
-# What Python calls without a name in the code, but for no computation of a block.
+# Methods that Python calls without a name in the code, but not to compute a block.
 _QUIET = frozenset(
     "__init__ __new__ __repr__ __str__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__"
     " __deepcopy__ __del__ __init_subclass__ __class_getitem__ __sizeof__ __dir__".split()
@@ -41,14 +41,14 @@ is_library_file = functools.cache(is_inside)
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module: str) -> bool:
-    """Whether it is a Python module, by its name, that no model keeps its state in."""
+    """Return whether no model keeps its state in the Python module of this name."""
     name = module.partition(".")[0]
     return name in _LIBRARIES or (name in sys.stdlib_module_names and name != "__main__")
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that code reads: globals, attributes, and those that it may look up by a string."""
+    """Return the names that code reads: globals, attributes, and its identifier strings."""
     names: set[str] = set()
     for one in nested_codes(code):
         names.update(one.co_names)
@@ -58,7 +58,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def called_by_python(cls: type) -> tuple[str, ...]:
-    """The methods of a class that operators call, not code by their name."""
+    """Return the methods of a class that operators call, not code by their name."""
     return tuple(
         name
         for base in cls.__mro__
@@ -69,32 +69,32 @@ def called_by_python(cls: type) -> tuple[str, ...]:
 
 
 def named(holder: Any) -> Any:
-    """What is read by name of globals, a class, a Python module or a module of torch."""
+    """Return the attributes of globals, a class, a Python module or a torch module, by name."""
     if isinstance(holder, dict):
         return holder
     return attributes_of(holder) if isinstance(holder, torch.nn.Module) else vars(holder)
 
 
 def content(cell: Any) -> Any:
-    """What a closure's cell holds."""
+    """Return the content of a closure's cell."""
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is empty
         return ABSENT
 
 
 def environment(of: None) -> dict[str, str]:
-    """The variables of the environment."""
+    """Return the environment variables."""
     return dict(os.environ)
 
 
 def forward_of(cls: type) -> Any:
-    """The code of a kind of modules; None for those of TorchScript, which have none in Python."""
+    """Return the forward function of a module class, or None for TorchScript's, which have none."""
     return getattr(cls, "forward", None)
 
 
 def parts_of_callable(value: Any) -> list[Any]:
-    """The functions and values that a call of something calls and passes on."""
+    """Return the functions and values that a call of this callable uses."""
     match value:
         case types.FunctionType():
             return [value]
@@ -111,13 +111,15 @@ def parts_of_callable(value: Any) -> list[Any]:
 
 
 def wrapped_by(function: types.FunctionType) -> list[Any]:
-    """What a function of a library knows that somebody made it for: a decorator's has no other."""
+    """Return the objects that a library's function wraps: a decorator has no other reference to
+    them.
+    """
     cells = [content(cell) for cell in function.__closure__ or ()]
     return [*cells, function.__dict__.get("__wrapped__")]
 
 
 def submodules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """A module and all below it, none of them asked."""
+    """Return a module and all its submodules without calling their code."""
     stack, seen = [module], set[int]()
     while stack:
         one = stack.pop()
@@ -132,19 +134,19 @@ def submodules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def gives_the_same(holder: Any, given: dict[str, Any]) -> bool:
-    """Whether a holder still gives by name what it gave."""
+    """Return whether a holder still has the same values under these names."""
     held = named(holder)
     now = [held.get(name, ABSENT) for name in given]
     return all(map(is_, now, given.values())) or all(map(same_value, now, given.values()))
 
 
 def have_same_forwards(classes: list[Any], were: list[Any]) -> bool:
-    """Whether kinds of modules, torch's own too, still run the same code."""
+    """Return whether module classes, torch's own too, still have the same forward."""
     return list(map(forward_of, classes)) == were
 
 
 def has_same_names(of: tuple[Any, set[str]], were: tuple[int, set[str]]) -> bool:
-    """Whether a holder has the same ones of some names, of which it may have got more."""
+    """Return whether a holder has the same ones of some names; it may have more others."""
     holder, names = of
-    # Most of the time nothing was added, which is soon seen.
+    # Usually nothing was added, which the length shows at once.
     return len(named(holder)) == were[0] or names & named(holder).keys() == were[1]

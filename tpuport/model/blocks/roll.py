@@ -1,9 +1,9 @@
-"""Calls of one function after another, in a program that was traced, as one `lax.scan`.
+"""Repeated calls of one function in a traced program, turned into one `lax.scan`.
 
 Tracing leaves a chain of calls of the same jaxpr (`body.NAME`), each on its own weights and on the
-results of the one before. A round is what lies from one call to the next. Where rounds do the same,
-one is the body of a loop: what differs (weights, numbers of random keys) is stacked, what is handed
-on is carried, and what all of them read stays outside.
+results of the call before. A round is the stretch from one call to the next. If rounds are equal,
+one becomes the body of a loop. Inputs that differ (weights, numbers of random keys) are stacked,
+results that the next round reads are carried, and inputs that all rounds share stay outside.
 """
 
 import itertools
@@ -22,20 +22,20 @@ from tpuport.model.dead_code import without_dead_code
 
 MIN_ROUNDS = 3
 _MAX_PERIOD = 8
-# A copy of this size costs neither time nor memory that anybody would notice.
+# A copy of this size costs too little time and memory to matter.
 _FEW_BYTES = 16 << 20
 
 
 def roll(closed: Any, *, copies: bool = True, min_rounds: int = MIN_ROUNDS) -> Any:
-    """A program with its repeated blocks as loops.
+    """Return a program with its repeated blocks as loops.
 
     Args:
-        closed: a traced program, a `ClosedJaxpr`.
-        copies: make loops, too, for which more than a little has to be copied into stacks.
-        min_rounds: fewer rounds stay as they are.
+        closed: A traced program, a `ClosedJaxpr`.
+        copies: Make a loop even if more than a little has to be copied into stacks.
+        min_rounds: Fewer rounds are left unrolled.
 
     Returns:
-        A program that computes the same of the same arguments; the one given if nothing repeats.
+        A program that computes the same from the same arguments, or `closed` if nothing repeats.
     """
     jaxpr = closed.jaxpr
     definitions = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -66,9 +66,9 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _without_needless(parts: list[Any], outvars: Any, definitions: dict[Any, Any]) -> list[Any]:
-    """Parts of a program without equations that nothing reads now.
+    """Remove equations that nothing reads after loops were made.
 
-    Those that gave the single weights of stacks are, which would be many more to run.
+    Those that extracted single weights from stacks are such, and there may be very many.
     """
     read = {var for var in outvars if isinstance(var, core.Var)}
     kept: list[Any] = []
@@ -87,7 +87,7 @@ def _without_needless(parts: list[Any], outvars: Any, definitions: dict[Any, Any
 
 
 def _read_by(loop: Loop, definitions: dict[Any, Any]) -> Iterator[Any]:
-    """The variables that a loop needs the values of."""
+    """Return the variables whose values a loop needs."""
     for atom in [*(atom for _, atom in loop.fixed), *(atom for _, atom, _ in loop.carried)]:
         if isinstance(atom, core.Var):
             yield atom
@@ -104,7 +104,7 @@ def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:
 
 
 def _as_function(inputs: list[Any], outputs: list[Any], equations: Sequence[Any]) -> Any:
-    """Equations as a function of some variables that gives others."""
+    """Return a function that computes some variables from others by these equations."""
     effects: set[Any] = set().union(*(eqn.effects for eqn in equations))
     info = api_util.debug_info("repeated blocks", _as_function, (), {})
     piece = core.Jaxpr([], inputs, outputs, list(equations), effects, info.with_unknown_names())
@@ -112,7 +112,7 @@ def _as_function(inputs: list[Any], outputs: list[Any], equations: Sequence[Any]
 
 
 def free_variables(equations: Sequence[Any]) -> list[Any]:
-    """The variables that equations read and do not define, in order."""
+    """Return the variables that equations read and do not define, in order."""
     defined: set[Any] = set()
     free: dict[Any, None] = {}
     for eqn in equations:
@@ -124,7 +124,7 @@ def free_variables(equations: Sequence[Any]) -> list[Any]:
 
 
 def _run_loop(loop: Loop, env: dict[Any, Any], definitions: dict[Any, Any]) -> None:
-    """Run a loop on the values in `env`, and put there what is read of it later."""
+    """Run a loop on the values in `env`, and store the results that are read later."""
     varying = [stacked(atoms, env, definitions) for _, atoms in loop.varying]
     fixed = {var: _value(atom, env) for var, atom in loop.fixed}
     first = [strong(_value(atom, env)) for _, atom, _ in loop.carried]
@@ -153,7 +153,7 @@ def _value(atom: Any, env: dict[Any, Any]) -> Any:
 
 
 def callee(eqn: Any) -> int | None:
-    """Which function of a block an equation calls."""
+    """Return an id of the block function that an equation calls, or None."""
     called = eqn.params.get("jaxpr") if eqn.params.get("name") == NAME else None
     return None if called is None else id(called)
 
@@ -164,13 +164,13 @@ def _copied(loop: Loop, definitions: dict[Any, Any]) -> int:
 
 @dataclass
 class _Search:
-    """Looks for loops in a program.
+    """A search for loops in a program.
 
     Attributes:
-        outvars: what the program gives.
-        definitions: the equation that gives each variable.
-        min_rounds: fewer rounds stay as they are.
-        limit: the bytes that may be copied into stacks, None for any number.
+        outvars: The outputs of the program.
+        definitions: The equation that computes each variable.
+        min_rounds: Fewer rounds are left unrolled.
+        limit: The bytes that may be copied into stacks, None for any number.
     """
 
     outvars: Any
@@ -179,7 +179,7 @@ class _Search:
     limit: int | None
 
     def parts(self, equations: list[Any]) -> list[Any]:
-        """A program's equations in order: lists of them, and loops."""
+        """Split a program's equations, in order, into lists of equations and loops."""
         parts: list[Any] = []
         while True:
             found = self._next(equations)
@@ -189,7 +189,7 @@ class _Search:
             parts += [before, loop]
 
     def _next(self, equations: list[Any]) -> tuple[list[Any], Loop, list[Any]] | None:
-        """The first loop among equations, with those before and after it."""
+        """Find the first loop, and return it with the equations before and after it."""
         places = [i for i, eqn in enumerate(equations) if callee(eqn) is not None]
         callees = [callee(equations[i]) for i in places]
         for position in range(len(places)):
@@ -204,7 +204,7 @@ class _Search:
     def _loop_at(
         self, equations: list[Any], run: list[int], period: int
     ) -> tuple[list[Any], Loop, list[Any]] | None:
-        """The loop of the calls at some places, with the equations before and after it."""
+        """Build a loop of these calls, and return it with the equations before and after it."""
         first = run[0]
         calls = {id(equations[place]) for place in run}
         early, dependent = _divided(equations[first:], calls)
@@ -214,7 +214,7 @@ class _Search:
         for rounds, start in _divisions(before, dependent, at, period):
             held = {var for eqn in before[len(start) :] for var in eqn.outvars}
             if not held.isdisjoint(free_variables(early)):
-                continue  # what comes before the loop would read what is in it
+                continue  # an equation moved before the loop would read a result of the loop
             loop = matched(rounds, self.min_rounds)
             if loop is None or (best is not None and loop.rounds <= best[0].rounds):
                 continue
@@ -223,7 +223,7 @@ class _Search:
         if best is None:
             return None
         loop, rounds, start = best
-        # The last round may have been cut: what is behind it is not in the loop.
+        # The last round may have been cut: its remaining equations run after the loop.
         rest = rounds[loop.rounds - 1][len(loop.body) :]
         rest += [eqn for equations in rounds[loop.rounds :] for eqn in equations]
         loop.note_results(rounds, rest, self.outvars)
@@ -231,22 +231,22 @@ class _Search:
             for eqn in equations[: len(loop.body)]:
                 for var in eqn.outvars:
                     self.definitions.pop(var, None)
-        # What needs no result of the calls may stand before the loop: it may read it.
+        # Equations that need no result of the calls move before the loop, which may read them.
         return start + early, loop, rest
 
 
 def _divisions(
     before: list[Any], dependent: list[Any], at: list[int], period: int
 ) -> Iterator[tuple[list[list[Any]], list[Any]]]:
-    """Ways to divide equations into rounds, with the equations that come before the first.
+    """Yield ways to divide equations into rounds, with the equations before the first round.
 
     A round starts with a call, or ends with one.
 
     Args:
-        before: the equations before the first call.
-        dependent: those from there on that need a result of the calls.
-        at: where in `dependent` each round's first call is.
-        period: how many calls a round has.
+        before: The equations before the first call.
+        dependent: The later equations that need a result of the calls.
+        at: The index in `dependent` of each round's first call.
+        period: How many calls a round has.
     """
     ends = [*at[1:], len(dependent)]
     yield [dependent[a:b] for a, b in zip(at, ends, strict=True)], before
@@ -260,13 +260,13 @@ def _divisions(
 
 
 def _last_call(equations: list[Any], start: int, period: int) -> int:
-    """Where the last of so many calls from `start` on is."""
+    """Return the index of the last of `period` calls from `start` on."""
     calls = (i for i in range(start, len(equations)) if callee(equations[i]) is not None)
     return next(itertools.islice(calls, period - 1, None))
 
 
 def _repeats(callees: Sequence[Any], start: int, min_rounds: int) -> tuple[int, int]:
-    """The period of calls from `start` on that covers the most, and how often it comes."""
+    """Return the period that covers the most calls from `start` on, and its number of rounds."""
     best = (1, 1)
     for period in range(1, _MAX_PERIOD + 1):
         pattern = callees[start : start + period]
@@ -279,7 +279,7 @@ def _repeats(callees: Sequence[Any], start: int, min_rounds: int) -> tuple[int, 
 
 
 def _divided(equations: list[Any], calls: set[int]) -> tuple[list[Any], list[Any]]:
-    """Equations that need none of the calls' results, and those that do (calls included)."""
+    """Split equations into those that need no call's result, and the others (calls included)."""
     results: set[Any] = set()
     early, dependent = [], []
     for eqn in equations:

@@ -1,4 +1,4 @@
-"""Which stretches of a program do the same, each on its own operands."""
+"""Recognition of equal rounds in a program: equal operations on different operands."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,16 +8,16 @@ from jax.extend import core
 
 @dataclass
 class Loop:
-    """Equations that are repeated.
+    """A repeated sequence of equations, the body of a loop.
 
     Attributes:
-        rounds: how often.
-        body: the equations of a round, in variables of the first one and new ones for its inputs.
-        fixed: the variable of an input that every round reads, and what it is outside.
-        varying: that of an input of each round, and what it is for each of them.
-        carried: that of a result of the round before, what it is for the first round, and the
-            variable of that result.
-        results: what is read after the loop: the body's variable, the round (None for the last
+        rounds: The number of rounds.
+        body: The equations of a round, in variables of the first one and new ones for its inputs.
+        fixed: The variable of an input that every round shares, and its value outside.
+        varying: The variable of an input that each round has its own of, and the value for each.
+        carried: The variable of a result of the round before, its value for the first round, and
+            the variable of that result.
+        results: The values read after the loop: the body's variable, the round (None for the last
             round's result that is carried), and the variable outside.
     """
 
@@ -29,12 +29,12 @@ class Loop:
     results: list[tuple[Any, int | None, Any]] = field(default_factory=list)
 
     def note_results(self, rounds: list[list[Any]], rest: list[Any], outvars: Any) -> None:
-        """Find what of the loop is read later.
+        """Find the results of the loop that are read later.
 
         Args:
-            rounds: the equations of each round.
-            rest: the equations after the loop.
-            outvars: what the program gives.
+            rounds: The equations of each round.
+            rest: The equations after the loop.
+            outvars: The outputs of the program.
         """
         defined: dict[Any, tuple[Any, int]] = {}
         for number, equations in enumerate(rounds[: self.rounds]):
@@ -51,12 +51,12 @@ class Loop:
 
 
 def matched(rounds: list[list[Any]], min_rounds: int) -> Loop | None:
-    """The loop of as many rounds as do the same, from the first one on; None if too few do.
+    """Return the loop of all leading rounds that are equal, or None if they are too few.
 
     Args:
-        rounds: the equations of each round, in order. One that goes on where the first has ended
+        rounds: The equations of each round, in order. A round that is longer than the first one
             can only be the last of the loop.
-        min_rounds: how many it takes.
+        min_rounds: The number of rounds that a loop needs.
     """
     first = rounds[0]
     slots: list[list[list[Any]]] = []
@@ -81,12 +81,12 @@ def matched(rounds: list[list[Any]], min_rounds: int) -> Loop | None:
 
 
 def _same_work(ours: list[Any], theirs: list[Any]) -> bool:
-    """Whether two stretches run the same operations on values of the same kinds."""
+    """Return whether two rounds run the same operations on values of the same dtypes and shapes."""
     return len(ours) == len(theirs) and all(map(_same_operation, ours, theirs))
 
 
 def same_kinds(ours: Any, theirs: Any) -> bool:
-    """Whether two equations are of one primitive, with one effect, on values of the same kinds."""
+    """Return whether two equations have equal primitives and effects, and values of equal types."""
     if ours.primitive is not theirs.primitive or len(ours.invars) != len(theirs.invars):
         return False
     if len(ours.outvars) != len(theirs.outvars) or _effects(ours) != _effects(theirs):
@@ -96,7 +96,7 @@ def same_kinds(ours: Any, theirs: Any) -> bool:
 
 
 def _effects(eqn: Any) -> set[Any]:
-    """Its effects; those on an operand (a kernel's reads and writes) by the operand's number."""
+    """Return an equation's effects; those on an operand (a kernel's writes) by operand number."""
     return {
         (type(effect), _place(eqn, effect.input)) if hasattr(effect, "input") else effect
         for effect in eqn.effects
@@ -120,7 +120,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _places(equations: list[Any], number: int) -> dict[Any, tuple[int, tuple[int, int]]]:
-    """The round that defines each variable, and where in it."""
+    """Return the round that defines each variable, and its position in the round."""
     return {
         var: (number, (place, index))
         for place, eqn in enumerate(equations)
@@ -129,13 +129,14 @@ def _places(equations: list[Any], number: int) -> dict[Any, tuple[int, tuple[int
 
 
 _INSIDE, _BEFORE, _OUTSIDE = "inside", "before", "outside"
+# A loop carries results to the next round only.
 _TOO_OLD = ("too old", None)
 
 
 def _operand(
     atom: Any, number: int, places: dict[Any, tuple[int, tuple[int, int]]]
 ) -> tuple[str, Any]:
-    """Where an operand comes from: this round, the one before, or outside."""
+    """Return where an operand is defined: in this round, in the one before, or outside."""
     found = None if isinstance(atom, core.Literal) else places.get(atom)
     if found is None:
         return (_OUTSIDE, atom)
@@ -146,12 +147,13 @@ def _operand(
 
 
 def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) -> bool:
-    """Whether a round's operands come from where those of the rounds before do."""
+    """Return whether a round's operands are defined where those of the earlier rounds are."""
     if not slots:
         return True
     for row, kept in zip(operands, slots, strict=True):
         for (kind, what), seen in zip(row, kept, strict=True):
             earlier = seen[-1]
+            # What later rounds take from the round before, the first one takes from outside.
             if number == 1 and kind == _BEFORE:
                 if earlier[0] != _OUTSIDE:
                     return False
@@ -161,7 +163,7 @@ def _fits(slots: list[list[list[Any]]], operands: list[list[Any]], number: int) 
 
 
 def _loop(first: list[Any], slots: list[list[list[Any]]], count: int) -> Loop:
-    """The loop, with a new variable for each of its inputs."""
+    """Return the loop, with a new variable for each of its inputs."""
     loop = Loop(count, [])
     inputs: dict[Any, Any] = {}
     for eqn, row in zip(first, slots, strict=True):
@@ -174,7 +176,7 @@ def _loop(first: list[Any], slots: list[list[list[Any]]], count: int) -> Loop:
 
 
 def _input(loop: Loop, inputs: dict[Any, Any], first: list[Any], atom: Any, seen: list[Any]) -> Any:
-    """What the body reads in the place of an operand of the first round."""
+    """Return the body's variable or literal for an operand of the first round."""
     kind, what = seen[1] if len(seen) > 1 else seen[0]
     if kind == _INSIDE:
         return atom

@@ -1,4 +1,4 @@
-"""Whether two traces are one program."""
+"""Comparison of two traces: whether they are the same program."""
 
 import dataclasses
 from typing import Any
@@ -14,9 +14,9 @@ from tpuport.model.blocks.rounds import same_kinds
 
 
 def same_program(ours: Any, theirs: Any) -> bool:
-    """Whether two `ClosedJaxpr` compute the same of the same inputs.
+    """Return whether two `ClosedJaxpr` compute the same from the same inputs.
 
-    Functions among an operation's parameters (rules of derivatives) are compared by their code.
+    Functions among an operation's parameters (derivative rules) are compared by their code.
     """
     if len(ours.consts) != len(theirs.consts):
         return False
@@ -27,7 +27,7 @@ def same_program(ours: Any, theirs: Any) -> bool:
 def _same_jaxpr(ours: Any, theirs: Any) -> bool:
     if ours is theirs:
         return True
-    # The variable of theirs that stands for each of ours.
+    # Maps each of our variables to theirs.
     names: dict[Any, Any] = {}
     if not _define((*ours.constvars, *ours.invars), (*theirs.constvars, *theirs.invars), names):
         return False
@@ -100,14 +100,14 @@ def _same_param(a: Any, b: Any) -> bool:
 
 def _same_object(a: Any, b: Any) -> bool:
     if isinstance(a, WrappedFun):
-        # The rule of a derivative, beside the program that it is of.
+        # A derivative rule, which the program next to it defines.
         return _same_param(a.f, b.f)
     if dataclasses.is_dataclass(a) and not isinstance(a, type):
-        # Of Pallas: the programs in it are equal to no others.
+        # Pallas keeps jaxprs in dataclasses, and a jaxpr is equal only to itself.
         fields = [field.name for field in dataclasses.fields(a)]
         return all(_same_param(getattr(a, name), getattr(b, name)) for name in fields)
     if callable(a):
         return getattr(a, "__code__", None) is getattr(b, "__code__", None)
     equal = a == b
-    # An object without an equality of its own says nothing.
+    # An object without its own equality cannot be compared, so it counts as equal.
     return equal if isinstance(equal, bool) and type(a).__eq__ is not object.__eq__ else True

@@ -1,4 +1,4 @@
-"""Whether two Python values are the same for any code that reads them."""
+"""Comparison of two Python values: whether any code that reads them gets the same."""
 
 import struct
 import types
@@ -21,10 +21,10 @@ _EXACT = frozenset(
 
 
 def same_value(a: Any, b: Any, depth: int = 0) -> bool:
-    """Whether two Python values are the same for any code that reads them, but for which they are.
+    """Return whether two Python values are the same for any code but a test of their identity.
 
-    Objects are, if they are of one class and hold the same (attention processors, for example).
-    Numbers are to the bit: 0.0 is not -0.0, and a NaN is one like it.
+    Objects are the same if they have one class and the same content (attention processors, for
+    example). Numbers are compared bit by bit: 0.0 differs from -0.0, and NaNs may be the same.
     """
     if a is b:
         return True
@@ -65,14 +65,14 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if vars(a) or vars(b):
         return False
-    # The trace that may be running has no part in it.
+    # The comparison must not become part of a trace that may be running.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         ours, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
         return torch.equal(ours, theirs)
 
 
 def _same_members(a: Any, b: Any) -> bool:
-    """Sets of plain values: 1, 1.0 and True are equal members of sets, and not the same."""
+    """Compare sets of plain values by type too: as members, 1, 1.0 and True are equal."""
     if structure.attributes_of(a) or structure.attributes_of(b):
         return False
     every = {type(member) for member in (*a, *b)}
@@ -83,7 +83,7 @@ def _same_members(a: Any, b: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """All that is in a container or object, with its names; None for anything else."""
+    """Return all that is in a container or object, with its names; None for anything else."""
     held = structure.attributes_of(value) if not isinstance(value, types.MethodType) else {}
     rest = [list(held), *held.values()] if held else []  # of a subclass
     if isinstance(value, deque):

@@ -1,4 +1,4 @@
-"""One array for what each round of a loop reads of its own."""
+"""Stacks of the values that each round of a loop reads, as one array."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from tpuport.model.blocks.parts import UNSTACK
 
 
 def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) -> Any:
-    """The operands of all rounds as one array with the round as its first dim.
+    """Return the operands of all rounds as one array with the round as its first dim.
 
     Operands that are neighbouring parts of one array are not copied.
 
     Args:
-        atoms: each round's operand.
-        env: the values of variables.
-        definitions: the equation that gives each variable.
+        atoms: The operand of each round.
+        env: The values of variables.
+        definitions: The equation that computes each variable.
     """
     if all(isinstance(atom, core.Literal) for atom in atoms):
         return jnp.asarray([atom.val for atom in atoms], dtype=atoms[0].aval.dtype)
@@ -36,7 +36,7 @@ def stacked(atoms: list[Any], env: dict[Any, Any], definitions: dict[Any, Any]) 
 
 
 def read_for(atoms: list[Any], definitions: dict[Any, Any]) -> list[Any]:
-    """The variables whose values `stacked` reads."""
+    """Return the variables whose values `stacked` reads."""
     part = _one_part(atoms, definitions)
     if part is not None:
         return [part[0]]
@@ -47,7 +47,7 @@ def read_for(atoms: list[Any], definitions: dict[Any, Any]) -> list[Any]:
 
 
 def copied_bytes(atoms: list[Any], definitions: dict[Any, Any]) -> int:
-    """The bytes of an array that `stacked` has to make."""
+    """Return the bytes of the array that `stacked` has to make."""
     if all(isinstance(atom, core.Literal) for atom in atoms):
         return 0
     if _one_part(atoms, definitions) is not None:
@@ -56,12 +56,12 @@ def copied_bytes(atoms: list[Any], definitions: dict[Any, Any]) -> int:
     if converted is not None:
         return copied_bytes(converted[0], definitions)
     aval = atoms[0].aval
-    # The size of a key is its own matter.
+    # A key dtype has no itemsize.
     return len(atoms) * aval.size * getattr(aval.dtype, "itemsize", 8)
 
 
 def _one_part(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The array whose neighbouring parts the operands are, and the first one's index."""
+    """Return the array whose neighbouring parts the operands are, and the first part's index."""
     parts = [_part(a, definitions) for a in atoms if isinstance(a, core.Var)]
     first = parts[0] if parts else None
     if first is None or len(parts) < len(atoms):
@@ -71,7 +71,7 @@ def _one_part(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[Any, int] 
 
 
 def _one_conversion(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[list[Any], Any] | None:
-    """What the operands are conversions of, if all are to one dtype, and that dtype."""
+    """Return the sources and the dtype of operands that are all conversions to one dtype."""
     equations = [definitions.get(a) if isinstance(a, core.Var) else None for a in atoms]
     names = {None if eqn is None else eqn.primitive.name for eqn in equations}
     if names != {"convert_element_type"}:
@@ -83,7 +83,7 @@ def _one_conversion(atoms: list[Any], definitions: dict[Any, Any]) -> tuple[list
 
 
 def _part(atom: Any, definitions: dict[Any, Any]) -> tuple[Any, int] | None:
-    """The stack that an operand is a part of (see `parts_of`), and which part."""
+    """Return the stack that an operand is a part of (see `parts_of`), and the part's index."""
     eqn = definitions.get(atom)
     if eqn is None or eqn.primitive is not UNSTACK:
         return None

@@ -1,7 +1,7 @@
-"""Whether a block is still what it was when the trace began.
+"""Records of what a block holds when the trace begins, to see later whether it has changed.
 
-A model may change its blocks while it runs (`block.scale = i` before a call), and then what was
-traced for one of them does not stand for the others.
+A model may change its blocks while it runs (`block.scale = i` before a call). Then the trace of one
+of them must not be reused for the others.
 """
 
 import enum
@@ -21,9 +21,9 @@ from tpuport.model.blocks.in_c import same_memory, state_in_c
 from tpuport.model.blocks.same_values import same_value
 from tpuport.model.tensor import TracedTensor
 
-# What is to be seen again, and what it was: a check of the two.
+# A check, the object to check, and its recorded content: check(object, content).
 Record = tuple[Callable[[Any, Any], bool], Any, Any]
-# Of these code reads what it names (`Outside`).
+# Types that code reads by name; `Outside` records those.
 _BY_NAME = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
@@ -32,18 +32,18 @@ _MAX_DEPTH = 12
 
 
 class Watcher:
-    """Notes what blocks hold."""
+    """A recorder of what blocks hold."""
 
     def __init__(self) -> None:
-        # What is below an object that several blocks may hold, a configuration for example.
+        # Records below an object that several blocks may hold, a configuration for example.
         self._below: dict[int, tuple[Any, list[Record]]] = {}
 
     def records(self, modules: Iterable[torch.nn.Module]) -> list[Record]:
-        """What modules hold now.
+        """Record what modules hold now.
 
         Args:
-            modules: a block and all modules in it. What else they refer to is noted as deep as
-                containers and objects go, other modules only by which they are.
+            modules: A block and all modules in it. Containers and objects that they refer to are
+                recorded recursively, other modules only by identity.
         """
         found: list[Record] = []
         for module in modules:
@@ -85,7 +85,9 @@ class Watcher:
         return found
 
     def _contents(self, value: Any) -> tuple[list[Record], list[Any]]:
-        """What a value holds beside its attributes: what to see again, and what is in it."""
+        """Return records of a value's content besides its attributes, and the parts of that
+        content.
+        """
         if isinstance(value, np.ndarray):
             layout = value.shape, value.strides, value.dtype
             record = _is_same_array, value, (layout, np.array(value, subok=False))
@@ -102,7 +104,7 @@ class Watcher:
         return ([], []) if inner is None else ([(_is_same_in_c, value, inner)], list(inner))
 
     def _passes(self, value: Any) -> bool:
-        """Whether nothing hangs on a value: a quick test for most of what there is."""
+        """Return whether a value refers to no other objects: a quick test for most values."""
         return type(value) in structure.ATOMIC
 
     def _is_same_dict(self, value: dict[Any, Any], was: tuple[list[Any], list[Any]]) -> bool:
@@ -147,15 +149,15 @@ def _is_same_set(value: set[Any], was: set[Any]) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value gives others one after another, and its attributes do not say which."""
+    """Return whether a value is an iterator whose attributes do not tell what comes next."""
     is_plain = structure.is_open(value) and hasattr(value, "__dict__")
     return hasattr(type(value), "__next__") and not is_plain and not isinstance(value, io.IOBase)
 
 
 def is_unchanged(records: list[Record]) -> bool:
-    """Whether everything is as it was noted."""
+    """Return whether everything still is as it was recorded."""
     return all(check(value, was) for check, value, was in records)
 
 
-# What torch keeps on every module.
+# The attributes that torch keeps on every module.
 OWN = frozenset(torch.nn.Module().__dict__)

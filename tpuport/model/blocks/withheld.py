@@ -1,4 +1,4 @@
-"""Attributes in which blocks differ: which of them the code of a block reads."""
+"""A record of the attributes that a block's code reads, among those in which blocks differ."""
 
 import contextlib
 import functools
@@ -14,9 +14,9 @@ def _note_read(reads: set[tuple[str, str]], fqn: str, name: str) -> None:
 
 @contextlib.contextmanager
 def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
-    """Note which attributes the code inside reads, of those that differ between blocks.
+    """Record which attributes the code inside reads, of those that differ between blocks.
 
-    Those of a block around it are noted, too.
+    Reads for blocks around this one are recorded too.
     """
     by_module: dict[str, set[str]] = {}
     for fqn, name in member.varying:
@@ -25,7 +25,7 @@ def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
     for fqn, module in member.modules:
         names = by_module.get(fqn, set())
         if names or type(module.__dict__) is Held:
-            # An attribute of the class would be found instead, unnoticed.
+            # Python would find an attribute of the class first, and the read would go unrecorded.
             on_class = {name for name in names if hasattr(type(module), name)}
             reads.update((fqn, name) for name in on_class)
             read = functools.partial(_note_read, reads, fqn)
@@ -38,7 +38,7 @@ def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
 
 
 def note_reads(member: Member, reads: set[tuple[str, str]]) -> None:
-    """Note for the blocks around one that its code would have read some of its attributes."""
+    """Record, for the blocks around one, the attributes that its code would have read."""
     modules = dict(member.modules)
     for fqn, name in reads:
         held = modules[fqn].__dict__

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def masked_contraction(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Matrix products that sum over the data-dependent dim: zeros past the real elements."""
+    """Mask the operands of a product over the data-dependent dim: zeros past the real elements."""
     name = func._opname
     if name not in ("mm", "bmm", "addmm"):
         return args
@@ -55,7 +55,7 @@ def _keep(source: Any, physical: Any, without: int) -> Any:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` of at least two dims each.
+    """Return `a @ b` for operands of at least two dims.
 
     The summed dim may depend on data, the same way on both sides.
     """
@@ -73,7 +73,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.einsum` with explicit letters; a summed letter may depend on data."""
+    """Return `torch.einsum` with explicit letters; a summed letter may depend on data."""
     inputs, arrow, output = equation.partition("->")
     if "." in equation or not arrow:
         raise refuse(aten.einsum.default, " with an ellipsis or without an explicit output")
@@ -93,7 +93,7 @@ def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
 
 
 def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of attention with one physical size, checked to have as many rows."""
+    """Give keys and values of attention one physical size; check that their lengths agree."""
     at, to = key.dim() - 2, value.dim() - 2
     left, right = extents_of(key).get(at), extents_of(value).get(to)
     if left is None and right is None:
@@ -118,7 +118,7 @@ def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def key_mask(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The attention mask that also hides keys past their number."""
+    """Return the attention mask that also hides the padding keys."""
     node = extents_of(key).get(key.dim() - 2)
     if node is None:
         return strip(mask) if mask is not None else None

@@ -74,7 +74,7 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("expand")
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat dims of size 1, to sizes that may depend on data."""
+    """Expand dims of size 1, to sizes that may depend on data."""
     base, sizes = args[0], list(args[1])
     lead = len(sizes) - base.dim()
     extents: Extents = {}
@@ -84,13 +84,14 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if own is None and not isinstance(size, torch.SymInt):
             grows = size > 1 and (dim < lead or bound_of(base, dim - lead) == 1)
             if grows and any(size == bound_of(base, d) for d in extents_of(base)):
-                # It may be a padded size that a C++ function has read (torch.meshgrid does).
+                # A C++ function may have read the padded size and passed it here (torch.meshgrid
+                # does).
                 raise refuse(func, " to its largest size")
             physical.append(size)
             continue
         message = f"expand: dim {dim} has another size and is not 1"
         if own is not None:
-            # C++ functions made of others pass the padded size that they read.
+            # Composite C++ functions pass the padded size that they read.
             if isinstance(size, torch.SymInt) or size not in (-1, bound_of(base, dim - lead)):
                 require_equal(own, node_of(size), message)
             extents[dim] = own

@@ -1,4 +1,4 @@
-"""Which way an op on a tensor of data-dependent size goes: by a handler, a general rule, or not."""
+"""Dispatch of ops on tensors of data-dependent size: to a handler, a general rule, or a refusal."""
 
 from typing import Any
 
@@ -49,11 +49,12 @@ _ROWWISE = {
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on tensors of data-dependent size, or NotImplemented where the ordinary way is
-    right.
+    """Run an op on tensors of data-dependent size.
+
+    Return NotImplemented if the ordinary dispatch is right.
 
     Raises:
-        PortError: the op is not known to keep the real elements exact.
+        PortError: The op is not known to keep the real elements exact.
     """
     handler = HANDLERS.get(func._opname)
     if handler is not None:

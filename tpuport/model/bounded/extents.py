@@ -1,7 +1,7 @@
-"""What a data-dependent size is: a count beside an array of the largest size possible.
+"""Data-dependent sizes: a count, next to an array of the largest possible size.
 
-The first `count` elements of the physical array along a dim are the real ones; what the others hold
-is arbitrary.
+The first `count` elements of the physical array along a dim are the real ones. The others are
+padding with arbitrary values.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ Extents = dict[int, NumberNode]
 
 
 def extents_of(tensor: Any) -> Extents:
-    """The data-dependent sizes of a tensor, by dim."""
+    """Return the data-dependent sizes of a tensor, by dim."""
     return (tensor._extents or {}) if isinstance(tensor, TracedTensor) else {}
 
 
 def strip(tensor: Any) -> Any:
-    """The physical array as an ordinary tensor (sharing its storage)."""
+    """Return the physical array as an ordinary tensor (sharing its storage)."""
     if not extents_of(tensor):
         return tensor
     return TracedTensor(
@@ -35,7 +35,7 @@ def strip(tensor: Any) -> Any:
 
 
 def attach(tensor: Any, extents: Extents) -> TracedTensor:
-    """Give a physical tensor its data-dependent sizes; a size known after all trims the array."""
+    """Set the data-dependent sizes of a physical tensor; a size known after all trims it."""
     kept: Extents = {}
     for dim, node in extents.items():
         physical = tensor.bound_shape[dim]
@@ -55,31 +55,31 @@ def attach(tensor: Any, extents: Extents) -> TracedTensor:
 
 
 def node_of(size: Any) -> NumberNode:
-    """A size (Python int or traced) as a node."""
+    """Return a size (Python int or traced) as a node."""
     if isinstance(size, torch.SymInt):
         return size.node
     return NumberNode(int(size), int, int(size), int(size))
 
 
 def count_node(value: Any, high: int, expr: Linear | None = None) -> NumberNode:
-    """A fresh count between 0 and `high`."""
+    """Return a fresh count between 0 and `high`."""
     return NumberNode(value, int, 0, high, expr)
 
 
 def require_equal(a: NumberNode, b: NumberNode, message: str) -> None:
-    """The program fails, as eager does, where two sizes differ."""
+    """Make the program fail, as eager does, if two sizes differ."""
     if a.expr == b.expr:
         return
     raise_if(a.value != b.value, RuntimeError(message))
 
 
 def valid(node: NumberNode, size: int) -> torch.Tensor:
-    """bool[size]: which elements along a dim are real."""
+    """Return bool[size]: which elements along a dim are real."""
     return wrap_now(jnp.arange(size) < node.value)
 
 
 def wrap_now(value: jax.Array, dtype: torch.dtype | None = None) -> TracedTensor:
-    """A fresh traced tensor in the running trace."""
+    """Return a fresh traced tensor in the running trace."""
     return wrap(value, dtype, trace=current(), frozen=True)
 
 
@@ -88,9 +88,7 @@ def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
 
 
 def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """The physical tensor with the elements past its sizes (along `dims`, default all) set to
-    `value`.
-    """
+    """Set the elements past a tensor's sizes to `value`, along `dims` (default all)."""
     plain = strip(tensor)
     for dim, node in extents_of(tensor).items():
         if dims is None or dim in dims:
@@ -100,7 +98,7 @@ def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.
 
 
 def refuse(func: Any, why: str = "") -> Exception:
-    """The error for an op that is not known to keep the real elements exact."""
+    """Return the error for an op that is not known to keep the real elements exact."""
     name = getattr(func, "_opname", None) or getattr(func, "__name__", func)
     return port_error(
         f"{name} on a tensor whose size depends on data{why}",
@@ -113,12 +111,12 @@ def refuse(func: Any, why: str = "") -> Exception:
 
 
 def bound_of(tensor: torch.Tensor, dim: int) -> int:
-    """The physical size of a dim, which bounds the real one."""
+    """Return the physical size of a dim, which bounds the real one."""
     return torch.Tensor.size(tensor)[dim]
 
 
 def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Physical resize along a dim: trimmed, or padded with zeros past the real elements."""
+    """Resize the physical array along a dim: trim it, or pad it with zeros at its end."""
     now = tensor.shape[dim]
     if now > size:
         return tensor.narrow(dim, 0, size)
@@ -130,6 +128,6 @@ def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def note_dynamic(trace: Trace | None) -> None:
-    """From here on ops of this trace are asked whether they involve data-dependent sizes."""
+    """Set the flag that makes ops of this trace check for data-dependent sizes."""
     if trace is not None:
         trace.dynamic = True

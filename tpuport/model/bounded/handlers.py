@@ -1,4 +1,4 @@
-"""The table of handlers of ops on tensors of data-dependent size, and what handlers share."""
+"""The table of handlers of ops on tensors of data-dependent size, and helpers for handlers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def involved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op has an operand of data-dependent size, or a traced size among its arguments."""
+    """Return whether an op has an operand of data-dependent size, or a traced size argument."""
     return any(_involved(a) for a in args) or any(_involved(a) for a in kwargs.values())
 
 
@@ -41,12 +41,12 @@ def _involved(value: Any) -> bool:
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among an op's arguments."""
+    """Return the tensors among an op's arguments."""
     return [t for t in flat(tuple(args), kwargs) if isinstance(t, torch.Tensor)]
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The op on physical arrays."""
+    """Run the op on physical arrays."""
     return call(
         func,
         tuple(map_tensors(strip, a) for a in args),
@@ -55,6 +55,6 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def dim_of(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, default: int = -1) -> int:
-    """The dim among an op's arguments, counted from the front."""
+    """Return the dim among an op's arguments, counted from the front."""
     value = args[position] if len(args) > position else kwargs.get("dim", default)
     return int(value) % max(args[0].dim(), 1)

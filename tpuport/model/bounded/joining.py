@@ -1,4 +1,4 @@
-"""Rows put together: concatenation and padding by data-dependent amounts."""
+"""Concatenation, and padding by data-dependent amounts."""
 
 import math
 from typing import Any
@@ -26,8 +26,9 @@ aten = torch.ops.aten
 
 
 def compacted(keep: jax.Array, bound: int) -> jax.Array:
-    """int32[bound]: positions of the True elements of `keep` (flat) in order; past them, zero."""
+    """Return int32[bound]: positions of the True elements of `keep` (flat) in order, then zeros."""
     flat = keep.reshape(-1)
+    # False elements go out of range, where the scatter drops them.
     target = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, bound)
     return (
         jnp.zeros(bound, jnp.int32)

@@ -1,4 +1,4 @@
-"""Elementwise ops: data-dependent sizes must agree."""
+"""Elementwise ops, whose data-dependent sizes must agree."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ from tpuport.model.values import map_tensors
 
 
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elementwise ops: data-dependent sizes must agree.
+    """Run an elementwise op; data-dependent sizes must agree.
 
-    A static size that meets one must equal it at run time.
+    A static size that is combined with one must equal it at run time.
     """
     tensors = tensors_of(args, kwargs)
     rank = max(t.dim() for t in tensors)

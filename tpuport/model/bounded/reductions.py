@@ -1,4 +1,4 @@
-"""Reductions over a dim of data-dependent size: elements past it hold what changes nothing."""
+"""Reductions over a dim of data-dependent size: the padding is filled with the identity element."""
 
 import math
 from collections.abc import Callable

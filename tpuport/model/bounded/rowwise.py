@@ -1,4 +1,4 @@
-"""Ops whose rows do not see each other: elements along the data-dependent dim stay apart."""
+"""Ops on independent rows: elements along the data-dependent dim do not mix."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ def _traced_sizes(args: tuple[Any, ...]) -> list[torch.SymInt]:
 
 
 def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops that keep elements along the data-dependent dim apart.
+    """Run an op that does not mix elements along the data-dependent dim.
 
-    Which dim it becomes is asked of torch itself.
+    Meta runs of torch itself show which dim of the result it becomes.
     """
     exprs = {node.expr: node for t in tensors_of(args, kwargs) for node in extents_of(t).values()}
     if any(size.node.expr not in exprs for size in _traced_sizes(args)):
@@ -36,6 +36,7 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+# The growth of a dim in meta runs: a prime, so that the growth of the result shows its factor.
 _PERTURB = 7
 
 
@@ -64,14 +65,14 @@ def _meta_run(func: Any, args: Any, kwargs: Any, expr: Linear | None, grow: int)
 
 
 class _Sized(int):
-    """A physical size in an op's arguments that stands for a traced one."""
+    """A physical size in an op's arguments that replaces a traced one."""
 
     expr: Linear | None
     factor: int
 
 
 def physical_sizes(value: Any, args: tuple[Any, ...]) -> Any:
-    """Sizes in an op's arguments with the traced ones as the physical sizes that they stand for."""
+    """Replace traced sizes in an op's arguments by the physical sizes of the same dims."""
     if isinstance(value, (list, tuple)):
         return [physical_sizes(v, args) for v in value]
     if not isinstance(value, torch.SymInt):
@@ -111,15 +112,15 @@ def _attach_grown(
 
 
 def _leads(small: int, large: int, factor: int) -> bool:
-    """Whether the grown dim is the slowest of those merged into one.
+    """Return whether the grown dim is the slowest of those merged into one.
 
-    Then the real elements stay a prefix.
+    Only then do the real elements stay a prefix.
     """
     return factor > 0 and small % factor == 0 and large % factor == 0
 
 
 def scaled_size(node: NumberNode, factor: int) -> NumberNode:
-    """The size of a dim whose elements are `factor` times as many."""
+    """Return the size of a dim with `factor` times as many elements."""
     assert node.expr is not None
     return NumberNode(
         node.value * factor, int, node.low * factor, node.high * factor, node.expr.times(factor)
@@ -166,7 +167,7 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @handles("upsample_nearest1d")
 def _upsample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Interpolation along the last dim, of which the size is static."""
+    """Interpolate along the last dim, whose size is static."""
     if any(dim >= 2 for dim in extents_of(args[0])):
         raise refuse(func, " along that dim")
     return rowwise(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Writing and scattering by boolean masks and index lists of data-dependent length."""
+"""Writes and scatters with boolean masks and index lists of data-dependent length."""
 
 from typing import Any
 
@@ -35,9 +35,9 @@ aten = torch.ops.aten
 
 @handles("index_put", "_unsafe_index_put")
 def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[indices] = values` with masks or index tensors of data-dependent length.
+    """Run `x[indices] = values` with masks or index tensors of data-dependent length.
 
-    Rows past the count write nothing.
+    Indices past the count write nothing.
     """
     target, indices, values = args[0], from_front(args[0], list(args[1])), args[2]
     accumulate = bool(args[3]) if len(args) > 3 else bool(kwargs.get("accumulate", False))
@@ -78,7 +78,7 @@ def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _matched_values(
     values: torch.Tensor, node: NumberNode, bound: int, row_rank: int
 ) -> torch.Tensor:
-    """Values with one row per index, checked against the count."""
+    """Return values with one row per index, checked against the count."""
     if values.dim() <= row_rank or (0 not in extents_of(values) and values.shape[0] == 1):
         return values
     given = extents_of(values).get(0)
@@ -109,7 +109,7 @@ def _put_rows(
     if positions != list(range(positions[0], positions[-1] + 1)):
         raise refuse(aten.index_put.default, " with index tensors apart from each other")
     first = positions[0]
-    # Rows past the count go out of range, where the scatter drops them.
+    # Rows past the count get an index out of range, which the scatter drops.
     moved = [jnp.where(value_of(keep), value_of(indices[d]), array.shape[d]) for d in positions]
     where = (slice(None),) * first + tuple(moved)
     new = value_of(values).astype(array.dtype)
@@ -138,7 +138,7 @@ def _masked_fill(target: torch.Tensor, mask: torch.Tensor, values: torch.Tensor)
 
 @handles("masked_scatter")
 def masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Elements of `source` in order, written where `mask` holds."""
+    """Write elements of `source`, in order, where `mask` holds."""
     target, mask, source = args
     if extents_of(target) or extents_of(mask):
         raise refuse(func)
@@ -170,7 +170,7 @@ def _require_enough(count: NumberNode, available: Any) -> None:
 
 @handles("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_fill")
 def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Scatters along a dim by index rows of data-dependent number.
+    """Scatter along a dim with a data-dependent number of index rows.
 
     Rows past the count add nothing.
     """
@@ -186,7 +186,7 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     keep = valid(node, size)
     shaped = keep.reshape([-1 if d == along else 1 for d in range(plain.dim())])
     extended = torch.cat([target, target.narrow(dim, 0, 1)], dim)
-    # Rows past the count go to an extra row that is cut off again.
+    # Rows past the count go to an extra row that is cut off afterwards.
     moved = torch.where(shaped, plain, torch.full((), target.shape[dim], dtype=plain.dtype))
     rest = [strip(a) if isinstance(a, torch.Tensor) else a for a in args[3:]]
     source = args[3] if len(args) > 3 else None
@@ -211,7 +211,7 @@ def _rows_to(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 @handles("nll_loss_forward")
 def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Negative log likelihood of rows: the ones past the count get the ignored target."""
+    """Compute the negative log likelihood of rows; rows past the count get the ignored target."""
     scores, target, weight, reduction, ignored = args
     node = extents_of(target).get(0) or extents_of(scores).get(0)
     if (

@@ -1,4 +1,4 @@
-"""Reading by boolean masks and index lists of data-dependent length."""
+"""Reads with boolean masks and index lists of data-dependent length."""
 
 from typing import Any
 
@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 
 def traced_mask(value: Any) -> bool:
-    """Whether `value` is a boolean tensor that is traced.
+    """Return whether `value` is a traced boolean tensor.
 
-    Its number of True elements is not known.
+    The number of its True elements is then not known.
     """
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bool, torch.uint8):
         return False
@@ -40,9 +40,10 @@ def traced_mask(value: Any) -> bool:
 
 
 def true_count(mask: torch.Tensor) -> NumberNode:
-    """How many elements of a mask are True.
+    """Return the number of True elements of a mask.
 
-    One number per mask, and size minus it for the negated mask.
+    A mask has one such number however often it is counted. The negated mask has its size minus
+    that.
     """
     trace = current()
     assert trace is not None
@@ -64,8 +65,9 @@ def true_count(mask: torch.Tensor) -> NumberNode:
 
 
 def _positions(mask: torch.Tensor) -> tuple[list[torch.Tensor], NumberNode]:
-    """Index tensors (one a dim of the mask, each int64[bound]) of the True elements, and their
-    number.
+    """Return index tensors of the True elements, and their number.
+
+    There is one index tensor for each dim of the mask, each int64[bound].
     """
     node = true_count(mask)
     array = value_of(filled(mask, False) if extents_of(mask) else mask) != 0
@@ -77,7 +79,7 @@ def _positions(mask: torch.Tensor) -> tuple[list[torch.Tensor], NumberNode]:
 
 @handles("nonzero")
 def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """int64[count, ndim]: coordinates of the elements that are not zero."""
+    """Return int64[count, ndim]: coordinates of the elements that are not zero."""
     source = args[0]
     mask = source if source.dtype is torch.bool else source != 0
     if mask.dim() == 0:
@@ -93,15 +95,16 @@ def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("masked_select")
 def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The elements of `x` where `mask` holds, both broadcast against each other."""
+    """Return the elements of `x` where `mask` holds, both broadcast against each other."""
     source, mask = torch.broadcast_tensors(args[0], args[1])
     return index(aten.index.Tensor, (source, [mask]), {})
 
 
 def expand_masks(indices: list[Any]) -> tuple[list[Any], NumberNode | None, bool]:
-    """Index list with masks replaced by their positions.
+    """Replace the masks in an index list by the positions of their True elements.
 
-    The data-dependent length of the index tensors, if any.
+    Return the list, the data-dependent length of its index tensors (None if there is none), and
+    whether there is one.
     """
     out: list[Any] = []
     node = None
@@ -134,9 +137,9 @@ def expand_masks(indices: list[Any]) -> tuple[list[Any], NumberNode | None, bool
 
 
 def from_front(source: Any, indices: list[Any]) -> list[Any]:
-    """Index tensors into dims whose size depends on data, counted from the front.
+    """Make index tensors into dims of data-dependent size count from the front.
 
-    A negative index counts from the real end; one past it fails the program, as in eager.
+    A negative index counts from the real end; one out of range fails the program, as in eager.
     """
     out: list[Any] = []
     dim = 0
@@ -160,7 +163,7 @@ def from_front(source: Any, indices: list[Any]) -> list[Any]:
 
 @handles("index")
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`x[indices]` with masks or index tensors of data-dependent length."""
+    """Run `x[indices]` with masks or index tensors of data-dependent length."""
     source, indices = args[0], from_front(args[0], list(args[1]))
     expanded, node, dynamic = expand_masks(indices)
     positions = [d for d, item in enumerate(expanded) if item is not None]
@@ -194,7 +197,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cut_to(item: Any, bound: int) -> Any:
-    """An index tensor with a physical size of `bound`."""
+    """Return an index tensor with a physical size of `bound`."""
     if not isinstance(item, torch.Tensor):
         return item
     if not extents_of(item):
@@ -209,7 +212,7 @@ def cut_to(item: Any, bound: int) -> Any:
 
 @handles("index_select")
 def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows by an index list of data-dependent length."""
+    """Select rows by an index list of data-dependent length."""
     source, dim, positions = args[0], args[1] % max(args[0].dim(), 1), args[2]
     result = run(func, (source, dim, positions), {})
     extents = {d: n for d, n in extents_of(source).items() if d != dim}
@@ -220,10 +223,10 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @handles("bincount")
 def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Counts of 0, 1, ...
+    """Count the elements that are 0, 1, and so on.
 
-    Up to the largest value (or `minlength`); the largest must be bounded (an index of topk,
-    argmax).
+    The length is that of the largest value (or `minlength`), so the values must have a known bound,
+    as indices from topk or argmax have.
     """
     source = args[0]
     weights = args[1] if len(args) > 1 else kwargs.get("weights")

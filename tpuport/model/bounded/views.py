@@ -1,4 +1,4 @@
-"""Reshapes, slices, selects and splits, of tensors of data-dependent size or at traced places."""
+"""Reshapes, slices, selects and splits of tensors of data-dependent size, or at traced ends."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @handles("view", "_unsafe_view", "_reshape_alias")
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reshapes: the data-dependent dim may merge with dims after it (or of size 1 before it)."""
+    """Reshape; the data-dependent dim may merge with dims after it (or of size 1 before it)."""
     base = args[0]
     if func._overloadname == "dtype":
         return rowwise(func, args, kwargs)
@@ -45,8 +45,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, int]:
-    """Where a dim goes in a reshape, and by how many elements of later dims each of its elements
-    grew.
+    """Return the dim that a dim becomes in a reshape, and by which factor its size grows.
+
+    The factor is the number of elements of the later dims that merge into it.
     """
     lead = math.prod(shape[:dim])
     running = 1
@@ -62,15 +63,15 @@ def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, 
 
 
 def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberNode:
-    """A slice end as Python clamps it: negative counts from the end, then into [0, size]."""
+    """Clamp a slice end as Python does: negative counts from the end, then into [0, size]."""
     if start is None:
         return default if isinstance(default, NumberNode) else node_of(default)
     if isinstance(start, int):
         start = max(min(start, 2**31 - 1), -(2**31) + 1)
     node = node_of(start)
     if node.high == 0 and node.low < 0:
-        # `x[:-n]` with n = 0 is empty in Python, not all of x: no code means that, so it fails
-        # instead of going two ways.
+        # In Python `x[:-n]` with n = 0 is empty, not all of x. Nobody means that, so the program
+        # fails there and needs no second case.
         message = (
             "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or"
             " everything"
@@ -138,7 +139,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> torch.Tensor:
-    """A view of `length` elements from `low` on, which lie inside the size."""
+    """Return a view of `length` elements from `low` on, which are all inside the size."""
     physical = bound_of(base, dim)
     bound = int(min(physical, max(length.high, 0)))
     length = NumberNode(length.value, int, 0, bound, length.expr)
@@ -182,7 +183,7 @@ def _split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     require_equal(
         starts[-1], size, "split_with_sizes expects split_sizes to sum exactly to the tensor's size"
     )
-    # Known to be equal from here on, so that joining the parts gives the size back.
+    # The last length is derived, so that concatenating the parts gives the known size back.
     lengths[-1] = size.sub(starts[-2])  # type: ignore[attr-defined]
     return [_part(base, dim, low, length) for low, length in zip(starts[:-1], lengths, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Conditions that are a band: a query at place q sees the keys at q + low to q + high."""
+"""Conditions that are a band: a query at position q sees the keys from q + low to q + high."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _COMPARES = ("lt", "le", "gt", "ge")
 
 @dataclass(frozen=True)
 class Band:
-    """Limits of (place of the key - place of the query); None for no limit."""
+    """Limits of (position of the key - position of the query); None for no limit."""
 
     low: int | None = None
     high: int | None = None
@@ -27,20 +27,20 @@ class Band:
         return Band(max(lows, default=None), min(highs, default=None))
 
     def rows(self, num_q: int, num_k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first and the last key that each query sees; none where the first is larger."""
+        """Return the first and the last key that each query sees; none if the first is larger."""
         q = np.arange(num_q)
         low = np.zeros(num_q, int) if self.low is None else np.maximum(0, q + self.low)
         high = np.full(num_q, num_k - 1)
         return low, high if self.high is None else np.minimum(high, q + self.high)
 
     def covers(self, num_q: int, num_k: int) -> bool:
-        """Whether every query sees a key."""
+        """Return whether every query sees a key."""
         low, high = self.rows(num_q, num_k)
         return bool((low <= high).all())
 
 
 def band_of(node: Node, tiles: Tiles) -> Band | None:
-    """The band that a boolean node (batch, heads, queries, keys) is; None for any other."""
+    """Return a boolean node (batch, heads, queries, keys) as a band, or None if it is no band."""
     node = sunk(node)
     if node.name not in _COMPARES:
         return None
@@ -66,7 +66,7 @@ def band_of(node: Node, tiles: Tiles) -> Band | None:
 
 
 def _below(a: int, b: int, c: int, strict: bool) -> Band | None:
-    """a q + b k + c <= 0 (< 0 if strict) as a band."""
+    """Return the condition a q + b k + c <= 0 (< 0 if strict) as a band."""
     c += int(strict)
     if (a, b) == (-1, 1):
         return Band(high=-c)
@@ -74,7 +74,7 @@ def _below(a: int, b: int, c: int, strict: bool) -> Band | None:
 
 
 def _linear(node: Node, tiles: Tiles) -> tuple[int, int, int] | None:
-    """(a, b, c) of an array that is a q + b k + c."""
+    """Return (a, b, c) of an array that is a q + b k + c."""
     if not node.shape:
         value = uniform(node)
         return None if value is None or not _is_whole(value) else (0, 0, int(value))
@@ -92,7 +92,7 @@ def _linear(node: Node, tiles: Tiles) -> tuple[int, int, int] | None:
     if node.name == "neg":
         inner = _linear(node.inputs[0], tiles)
         return None if inner is None else (-inner[0], -inner[1], -inner[2])
-    # Floats hold whole numbers of this size exactly.
+    # Floats represent integers of this size exactly.
     if node.name == "convert_element_type" and node.dtype in (jnp.int32, jnp.int64, jnp.float32):
         return _linear(node.inputs[0], tiles)
     return None

@@ -1,8 +1,8 @@
 """The graph of operations behind a traced array.
 
-A tracer of `jax.jit` knows the equation that made it (`parent`), and one that a nested trace
-(checkpoint, scan) closes over knows what it stands for outside (`get_const`). Neither is public API
-of jax: where they are missing, the array itself is the graph, and only the structure is lost.
+A tracer of `jax.jit` knows the equation that made it (`parent`), and a tracer that a nested trace
+(checkpoint, scan) closes over knows its value outside (`get_const`). Neither is public API of jax.
+If they are missing, the array itself is the graph, and only the structure is lost.
 """
 
 import math
@@ -14,25 +14,25 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-# Calls whose body is read as if it stood there.
+# Calls whose body is read as if it were inlined.
 _BODIES = {
     **{"jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"},
     **{"closed_call": "call_jaxpr", "core_call": "call_jaxpr"},
 }
-# Bodies without the derivative that the call defines.
+# Calls that define a derivative, which reading the body ignores.
 _WITH_RULE = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 
 Made = tuple[Any, Any, "tuple[Node, ...]"]
 
 
 class Node:
-    """One array of the graph; how it is computed is looked up when it is first asked for.
+    """One array of the graph; how it is computed is looked up on first use.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
+        shape: The shape.
+        dtype: The dtype.
         value: The array or tracer, if one exists (none does inside the body of a call).
-        short: The same array in a short form, once that was looked for.
+        short: The same array in a short form, once one was looked for.
     """
 
     short: "Node | None"
@@ -56,65 +56,65 @@ class Node:
 
     @property
     def op(self) -> Any:
-        """The primitive that computes it; None for a leaf."""
+        """Return the primitive that computes it, or None for a leaf."""
         return self._get()[0]
 
     @property
     def name(self) -> str:
-        """The primitive's name, or empty."""
+        """Return the primitive's name, or "" for a leaf."""
         return "" if self.op is None else self.op.name
 
     @property
     def params(self) -> Any:
-        """The primitive's parameters."""
+        """Return the primitive's parameters."""
         return self._get()[1]
 
     @property
     def inputs(self) -> "tuple[Node, ...]":
-        """What it is computed from."""
+        """Return the nodes that it is computed from."""
         return self._get()[2]
 
     def cut(self) -> "Node":
-        """Take the array as it is from here on, however it was computed."""
+        """Make this node a leaf, however it was computed."""
         self._make, self._made = None, (None, None, ())
         return self
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_bool(self) -> bool:
-        """Whether its elements are booleans."""
+        """Return whether the elements are booleans."""
         return self.dtype == np.bool_
 
     def over(self, *inputs: "Node", dtype: Any = None) -> "Node":
-        """The same operation on other inputs that give the same shape."""
+        """Return a node of the same operation on other inputs of the same result shape."""
         op, params, _ = self._get()
         made = (op, params, inputs)
         return Node(self.shape, self.dtype if dtype is None else dtype, None, lambda: made)
 
 
 def computed(op: Any, params: Any, inputs: tuple[Node, ...], aval: Any) -> Node:
-    """A node of one operation."""
+    """Return a node of one operation."""
     made = (op, params, inputs)
     return Node(tuple(aval.shape), aval.dtype, None, lambda: made)
 
 
 def leaf(value: Any) -> Node:
-    """A node for an array that is taken as it is."""
+    """Return a node for an array whose origin is not looked at."""
     aval = jax.typeof(value)
     return Node(tuple(aval.shape), aval.dtype, value)
 
 
 class Graph:
-    """Nodes for the tracers of one mask, made once each.
+    """The nodes for the tracers of one mask, each made once.
 
     Args:
-        frozen: No gradient flows into the mask, so that the body of a function with a derivative of
-            its own may be read.
-        closed: The name of calls whose floating results are taken as they are.
+        frozen: Whether no gradient flows into the mask, so that the body of a function with its own
+            derivative may be read.
+        closed: The name of calls whose floating results become leaves.
     """
 
     def __init__(self, *, frozen: bool, closed: str | None = None) -> None:
@@ -123,7 +123,7 @@ class Graph:
         self._known: dict[int, tuple[Any, Node]] = {}
 
     def of(self, value: Any) -> Node:
-        """The node of an array or tracer, with all that is behind it."""
+        """Return the node of an array or tracer, with the graph behind it."""
         value = _outside(value)
         known = self._known.get(id(value))
         if known is not None:
@@ -150,21 +150,21 @@ class Graph:
         return equation.primitive, equation.params, inputs
 
     def _body(self, equation: Any) -> Any:
-        """The body of a call that can be read in its place, or None."""
+        """Return the body of a call that can be inlined, or None."""
         key = self._bodies.get(equation.primitive.name)
         body = None if key is None else equation.params.get(key)
         return body if body is not None and self._is_plain(body) else None
 
     def _is_plain(self, body: Any) -> bool:
         jaxpr = getattr(body, "jaxpr", body)
-        # An output that is an input or a constant has no equation to stand for it.
+        # An output that is an input or a constant has no equation to make a node of.
         inside = {v for eqn in jaxpr.eqns for v in eqn.outvars}
         return all(v in inside for v in jaxpr.outvars if not hasattr(v, "val")) and all(
             len(eqn.outvars) == 1 or self._body(eqn) is not None for eqn in jaxpr.eqns
         )
 
     def _inlined(self, body: Any, inputs: list[Node]) -> list[Node]:
-        """The nodes of a call's outputs, from the nodes of its operands."""
+        """Return the nodes of a call's outputs, from the nodes of its operands."""
         jaxpr = getattr(body, "jaxpr", body)
         values = [leaf(const) for const in getattr(body, "consts", ())]
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*values, *inputs), strict=True))
@@ -185,7 +185,7 @@ class Graph:
 
 
 def _outside(value: Any) -> Any:
-    """What a tracer stands for: a literal, or what a nested trace closes over."""
+    """Return the outer value of a tracer: a literal, or what a nested trace closes over."""
     while isinstance(value, jax.core.Tracer) and getattr(value, "parent", None) is None:
         find = getattr(value, "get_const", None)
         found = None if find is None else find()

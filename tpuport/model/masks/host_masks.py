@@ -1,4 +1,4 @@
-"""Masks that are known as arrays (the user's code made them on the host), by structure again."""
+"""The structure of masks that are concrete arrays, made on the host by the user's code."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from tpuport.model.masks.short_forms import run_ends
 
 @dataclass
 class HostMask:
-    """What a known mask is.
+    """The structure of a concrete mask.
 
     Attributes:
         band: Limits that hold everywhere.
-        segments: Ids of the queries and of the keys, of which equal ones see each other, or None.
+        segments: Ids of queries and of keys, where equal ids see each other, or None.
     """
 
     band: Band
@@ -22,7 +22,7 @@ class HostMask:
 
 
 def host_mask(seen: np.ndarray) -> HostMask | None:
-    """The structure of a mask [queries, keys]: a band, segments, or both; else None."""
+    """Return the structure of a mask [queries, keys] (a band, segments or both), or None."""
     num_q, num_k = seen.shape
     ends = run_ends(seen)
     if ends is None:
@@ -39,7 +39,7 @@ def host_mask(seen: np.ndarray) -> HostMask | None:
 
 
 def _low(first: np.ndarray, last: np.ndarray) -> int | None:
-    """The limit below that rows with keys, and whose first key is not 0, agree on."""
+    """Return the lower limit shared by rows whose first key is neither 0 nor missing, or None."""
     q = np.arange(len(first))
     limits = np.unique((first - q)[(first > 0) & (last >= first)])
     if len(limits) == 1:
@@ -56,14 +56,14 @@ def _high(first: np.ndarray, last: np.ndarray, num_k: int) -> int | None:
 
 
 def _same(rows: tuple[np.ndarray, np.ndarray], given: tuple[np.ndarray, np.ndarray]) -> bool:
-    """Whether each query sees the same keys; it does not matter where it sees none."""
+    """Return whether each query sees the same keys; limits of queries that see none are ignored."""
     none = [low > high for low, high in (rows, given)]
     equal = (rows[0] == given[0]) & (rows[1] == given[1])
     return bool((equal | (none[0] & none[1])).all())
 
 
 def _segments(first: np.ndarray, last: np.ndarray, band: Band) -> HostMask | None:
-    """Blocks along the diagonal, whole or cut by a band."""
+    """Find blocks along the diagonal, complete or cut by a band."""
     size = len(first)
     for ids, kept in ((first, band if band.low is None else Band(high=band.high)), (last, band)):
         if not (np.diff(ids) >= 0).all():

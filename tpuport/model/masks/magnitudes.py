@@ -1,4 +1,4 @@
-"""How large whole numbers can be: whether a product of them can wrap round to zero."""
+"""Magnitudes of integers, to know whether a product of them can wrap around to zero."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ _INT64 = np.dtype("int64")
 
 
 def most_of_product(node: Node) -> int | None:
-    """The largest magnitude of a product of whole numbers; None if it may wrap round.
+    """Return the largest magnitude of a product of integers, or None if it may wrap around.
 
     Args:
         node: `mul`, or a view of it.
     """
-    # Only what the program computed itself has a torch dtype, no view that is made up here.
+    # Views made here were not computed by the program, so only their base has a torch dtype.
     trace, made = current(), base(node)
     is_int64 = trace is not None and trace.holds_int64(made.value)
     limit = np.iinfo(_INT64 if is_int64 else made.dtype).max
@@ -26,7 +26,7 @@ def most_of_product(node: Node) -> int | None:
 
 
 def _most(node: Node) -> int:
-    """The largest magnitude that elements of a node of whole numbers can have."""
+    """Return the largest magnitude that elements of an integer node can have."""
     found = known_array(node)
     if found is not None:
         return max(abs(int(found.min())), abs(int(found.max()))) if found.size else 0

@@ -1,7 +1,7 @@
-"""How to compute a mask again from short arrays, inside a function that took it as an argument.
+"""Recomputation of a mask from short arrays, inside a function that took it as an argument.
 
-A repeated block is traced as a function of its arguments. A mask among them would be an array
-there, of the scores' size and without a graph: the short arrays behind it go in, in its stead.
+A repeated block is traced as a function of its arguments. A mask among them would be an array of
+the scores' size without a graph, so the short arrays behind it are passed instead.
 """
 
 import math
@@ -19,7 +19,7 @@ from tpuport.model.masks.two_valued import split
 from tpuport.model.trace import current
 
 _MOST_NODES = 100
-# How much shorter than the mask the arrays behind it are to be.
+# How many times shorter than the mask the arrays behind it have to be.
 _SHORTER = 8
 
 
@@ -29,9 +29,9 @@ class Recipe:
 
     Attributes:
         inputs: The short arrays.
-        key: Equal for recipes that compute the same of equal inputs.
-        nodes: What to compute, each after its operands; the last one is the mask.
-        given: The ids of those of them that the inputs are.
+        key: Equal for recipes that compute the same from equal inputs.
+        nodes: The nodes to compute, each after its operands; the last one is the mask.
+        given: The ids of the nodes that are inputs.
     """
 
     inputs: list[Any]
@@ -40,7 +40,7 @@ class Recipe:
     given: frozenset[int]
 
     def made(self, inputs: Sequence[Any]) -> Any:
-        """The mask of these inputs."""
+        """Compute the mask from these inputs."""
         rest, values, trace = iter(inputs), {}, current()
         for node in self.nodes:
             if id(node) in values:
@@ -58,24 +58,25 @@ class Recipe:
 
 
 class Recipes:
-    """The recipes of the masks of one trace, each worked out once.
+    """The recipes of the masks of one trace, each made once.
 
     Args:
-        closed: The name of calls (of repeated blocks) whose floating results are activations: what
-            is behind them is the model so far.
+        closed: The name of calls (of repeated blocks) whose floating results are activations: the
+            graph behind these is the model, not a mask.
     """
 
     def __init__(self, closed: str) -> None:
         self._closed = closed
-        # Not the arrays themselves: jax drops equations whose results nobody holds any more.
+        # Weak references, because jax drops equations whose results nobody refers to any more.
         self._known: dict[tuple[int, bool], tuple[weakref.ref[Any], Recipe | None]] = {}
 
     def of(self, value: Any, *, frozen: bool) -> Recipe | None:
-        """How a traced mask is computed from short arrays; None if it is not, or is no mask.
+        """Return how a traced mask is computed from short arrays, or None if it is not, or is no
+        mask.
 
         Args:
             value: An array or tracer.
-            frozen: No gradient flows into it.
+            frozen: Whether no gradient flows into it.
         """
         if not isinstance(value, jax.core.Tracer) or value.ndim < 2:
             return None
@@ -90,7 +91,7 @@ def _recipe_of(top: Node, frozen: bool) -> Recipe | None:
     if top.op is None or not (top.is_bool or frozen):
         return None
     found = _Collected(top.shape)
-    # First, since it is bounded: the graph behind an activation is long.
+    # This comes first because it is bounded: the graph behind an activation is long.
     if not found.collect(top):
         return None
     if not (top.is_bool or split(top).conditions):
@@ -105,10 +106,10 @@ def _recipe_of(top: Node, frozen: bool) -> Recipe | None:
 
 
 class _Collected:
-    """What a mask is computed from, each node after all that it needs.
+    """The nodes that a mask is computed from, each after its operands.
 
     Attributes:
-        nodes: All of it.
+        nodes: All nodes.
         given: The ids of the nodes that are inputs: traced, and shorter than the mask.
     """
 
@@ -119,7 +120,7 @@ class _Collected:
         self._matrix, self._size = shape[-2:], math.prod(shape)
 
     def collect(self, node: Node) -> bool:
-        """List a node; False if that is too much."""
+        """Add a node and its operands; return False if they are too many."""
         if id(node) in self._seen:
             return True
         self._seen.add(id(node))
@@ -127,7 +128,8 @@ class _Collected:
             return False
         is_traced = isinstance(node.value, jax.core.Tracer)
         is_short = is_traced and node.size * _SHORTER <= self._size
-        # A matrix of queries and keys that all examples share is shorter, too; read is better.
+        # A matrix of queries and keys that all examples share is shorter too, but reading its graph
+        # is better.
         if is_short and (node.op is None or node.shape[-2:] != self._matrix):
             return self._listed(node, given=True)
         if node.op is None:
@@ -154,6 +156,6 @@ def _described(node: Node, numbers: dict[int, int], given: frozenset[int]) -> An
         return ("input", *kind)
     if node.op is None:
         value = np.asarray(node.value)
-        # Long ones are held as one array for equal content (`Hoisted`).
+        # Large ones are one array for equal content (`Hoisted`), so the id is enough.
         return ("known", *kind, value.tobytes() if value.size <= 1024 else id(node.value))
     return (node.name, *kind, str(node.params), tuple(numbers[id(x)] for x in node.inputs))

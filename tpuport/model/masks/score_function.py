@@ -1,4 +1,4 @@
-"""What a function of FlexAttention does to a score, read from its graph."""
+"""The effect of a FlexAttention function on a score, read from its graph."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,12 @@ _MOST_NODES = 2000
 
 @dataclass
 class Changed:
-    """Scores after a function: capped, then with a bias, then hidden where a condition fails.
+    """The effect on scores: a cap, then a bias, then hiding where a condition fails.
 
     Attributes:
         conditions: Boolean nodes.
-        bias: What is added, or None.
-        softcap: Scores s become softcap * tanh(s / softcap), or None.
+        bias: The number that is added, or None.
+        softcap: The cap for which scores s become softcap * tanh(s / softcap), or None.
     """
 
     conditions: list[Node] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Changed:
 
 
 def changed(node: Node, score: Node) -> Changed | None:
-    """What `node` is of `score`; None if it is something else than `Changed` says."""
+    """Return the effect that makes `node` of `score`, or None if `Changed` cannot describe it."""
     node = _plain(node)
     if base(node) is score and node.shape == score.shape:
         return Changed()
@@ -52,7 +52,7 @@ def _added(node: Node, score: Node) -> Changed | None:
         if _depends(bias, score):
             continue
         inner = changed(rest, score)
-        # A bias within a condition is one that is added to what the condition leaves.
+        # A bias inside a condition only matters where the condition holds.
         if inner is None or inner.bias is not None:
             return None
         inner.bias = broadcast(bias, score.shape)
@@ -61,7 +61,7 @@ def _added(node: Node, score: Node) -> Changed | None:
 
 
 def _softcap(node: Node, score: Node) -> float | None:
-    """c of c * tanh(score / c)."""
+    """Return c of c * tanh(score / c)."""
     for factor, other in (node.inputs, node.inputs[::-1]):
         c, rest = uniform(factor), _plain(other)
         if c is None or rest.name != "tanh":
@@ -74,7 +74,7 @@ def _softcap(node: Node, score: Node) -> float | None:
 
 
 def _plain(node: Node) -> Node:
-    """The node without conversions to its own dtype."""
+    """Return the node without conversions from float32 to float32."""
     node = sunk(node)
     while node.name == "convert_element_type" and node.inputs[0].dtype == jnp.float32 == node.dtype:
         node = sunk(node.inputs[0])
@@ -82,9 +82,9 @@ def _plain(node: Node) -> Node:
 
 
 def _depends(node: Node, score: Node) -> bool:
-    """Whether a node may be computed from the score."""
+    """Return whether a node may be computed from the score."""
     seen: set[int] = set()
-    # Kept, so that no id is used twice.
+    # A list that keeps the nodes alive, so that no id is reused.
     found: list[Any] = [node]
     for one in found:
         if one is score or len(found) > _MOST_NODES:

@@ -1,4 +1,4 @@
-"""Known matrices of the scores' size in short: by diagonal, by row, or as one number."""
+"""Short forms of concrete matrices of the scores' size: by diagonal, by row, or as one number."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tpuport.model.masks.graph import Node, computed, leaf
 
 
 class _Diagonals:
-    """An operation of our own: element (i, j) is that of `by_diagonal` at j - i + rows - 1."""
+    """A pseudo-primitive: element (i, j) is element j - i + rows - 1 of `by_diagonal`."""
 
     name = "diagonals"
 
@@ -19,9 +19,9 @@ DIAGONALS: Any = _Diagonals()
 
 
 def short_form(node: Node) -> Node | None:
-    """The same array [1, ..., rows, columns] computed from vectors; None if it has no short form.
+    """Return the same array [1, ..., rows, columns] computed from vectors, or None.
 
-    Positions, distances between them and masks made of them have one.
+    Positions, distances between them and masks made of them have such a form.
     """
     if not hasattr(node, "short"):
         node.short = _found(node)
@@ -45,9 +45,9 @@ def _found(node: Node) -> Node | None:
 
 
 def run_ends(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The first and the last True of each row; None if a row has more than one run of them.
+    """Return the first and the last True of each row, or None if a row has several runs of True.
 
-    A row without any has `len` and -1.
+    A row without any has the number of columns and -1.
     """
     num = seen.shape[1]
     count = seen.sum(1)
@@ -58,7 +58,7 @@ def run_ends(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def runs(seen: np.ndarray, shape: tuple[int, ...]) -> Node | None:
-    """A known boolean matrix as comparisons of places with the ends of each row's run."""
+    """Return a boolean matrix as comparisons of positions with the ends of each row's run."""
     ends = run_ends(seen)
     if ends is None:
         return None

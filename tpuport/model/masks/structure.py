@@ -1,4 +1,4 @@
-"""The structure of one traced mask, as `tpuport.attention.Mask` says it."""
+"""The structure of one traced mask, in the terms of `tpuport.attention.Mask`."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,16 +21,16 @@ assert tile_rules.__name__  # imported for the rules that it registers
 
 @dataclass
 class Structure:
-    """What a mask consists of; all of it holds at once.
+    """The parts of a mask; a key is seen where all of them hold.
 
     Attributes:
         shape: (batch, heads, queries, keys) of the scores.
         band: Limits of how far a key may be from a query.
-        segments: Ids of queries and of keys, of which equal ones see each other, or None.
+        segments: Ids of queries and of keys, where equal ids see each other, or None.
         keys: Conditions on the key alone.
         queries: Conditions on the query alone.
         rest: Any other conditions.
-        bias: What is added to the scores, or None.
+        bias: The number added to the scores, or None.
     """
 
     shape: tuple[int, ...]
@@ -43,27 +43,27 @@ class Structure:
 
     @property
     def limit(self) -> int:
-        """Arrays of at most so many elements are no matrix of scores."""
+        """Return the number of elements up to which an array is no matrix of scores."""
         return self.shape[0] * max(self.shape[2:])
 
     @property
     def tiles(self) -> Tiles:
-        """What computes tiles of its nodes."""
+        """Return a computation of tiles of the nodes."""
         return Tiles(self.limit, lambda node: jnp.asarray(node.value))
 
     def covers(self) -> bool:
-        """Whether it is sure that every query sees a key."""
+        """Return whether every query is sure to see a key."""
         dynamic = self.segments is not None or self.keys or self.queries or self.rest
         return not dynamic and self.band.covers(*self.shape[2:])
 
 
 def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
-    """The structure of a mask array or tracer.
+    """Return the structure of a mask array or tracer.
 
     Args:
         value: Broadcastable to `shape`; booleans, or numbers that are added to the scores.
         shape: (batch, heads, queries, keys).
-        frozen: No gradient flows into it.
+        frozen: Whether no gradient flows into it.
     """
     node = _four(Graph(frozen=frozen).of(value))
     if node.is_bool:
@@ -73,21 +73,21 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
     parts = split(node)
     found = Structure(shape, bias=None if parts.bias is None else _four(parts.bias))
     _sort(found, parts.conditions)
-    # Where a finite number hides, a bias may outweigh it: then what is hidden is seen after all.
+    # A bias may outweigh a finite number that hides, and then the key is seen after all.
     if parts.is_finite and (parts.bias is not None or not found.covers()):
         return Structure(shape, bias=node)
     return found
 
 
 def with_conditions(found: Structure, node: Node) -> Structure:
-    """The structure, and a boolean node that broadcasts to the scores holds too."""
+    """Return the structure with another condition, a boolean node that broadcasts to the scores."""
     found = replace(found, keys=[*found.keys], queries=[*found.queries], rest=[*found.rest])
     _sort(found, conditions(_four(node)))
     return found
 
 
 def _four(node: Node) -> Node:
-    """A node with the four dims of scores: an operand within a mask may have fewer."""
+    """Return a node with the four dims of scores; an operand within a mask may have fewer."""
     return broadcast(node, (1,) * (4 - len(node.shape)) + tuple(node.shape))
 
 
@@ -125,7 +125,9 @@ def _place(found: Structure, part: Node, along: frozenset[int], tiles: Tiles) ->
 
 
 def _place_known(found: Structure, part: Node) -> bool:
-    """A mask that the user's code made as an array on the host."""
+    """Add the structure of a mask that the user's code made on the host; return False if it has
+    none.
+    """
     shown = known_tile(part, [Part(0, n) if d in (Q, K) else ONE for d, n in enumerate(part.shape)])
     known = None if shown is None else host_mask(shown[0, 0])
     if known is None or (known.segments is not None and found.segments is not None):
@@ -138,7 +140,7 @@ def _place_known(found: Structure, part: Node) -> bool:
 
 
 def _segments(part: Node, tiles: Tiles) -> tuple[Node, Node] | None:
-    """The ids of `ids of queries == ids of keys`."""
+    """Return the two sides of a condition `ids of queries == ids of keys`, or None."""
     part = sunk(part)
     if part.name != "eq" or any(
         not (x.is_bool or jnp.issubdtype(x.dtype, jnp.integer)) for x in part.inputs
@@ -153,7 +155,7 @@ def _segments(part: Node, tiles: Tiles) -> tuple[Node, Node] | None:
 
 
 def _vector(node: Node, dim: int, tiles: Tiles) -> Any:
-    """[batch or 1, size of the dim] of a node that varies along no other dims."""
+    """Return [batch or 1, size of the dim] of a node that varies along no other dims."""
     parts = [Part(0, n) if d in (0, dim) else ONE for d, n in enumerate(node.shape)]
     known = known_tile(node, parts)
     value = tiles.tile(node, parts) if known is None else known
@@ -161,7 +163,7 @@ def _vector(node: Node, dim: int, tiles: Tiles) -> Any:
 
 
 def to_mask(found: Structure) -> Mask:
-    """The mask as attention takes it."""
+    """Return the mask in the form that attention takes."""
     num_q, num_k = found.shape[2:]
     low, high = found.band.low, found.band.high
     if high is not None and high >= num_k - 1:
@@ -183,7 +185,7 @@ def to_mask(found: Structure) -> Mask:
 
 
 def _ids(found: Structure) -> tuple[Any, Any]:
-    """Ids [batch, queries] and [batch, keys], or twice None."""
+    """Return ids [batch, queries] and [batch, keys], or (None, None)."""
     if found.segments is None:
         return None, None
     q, k = (
@@ -197,7 +199,7 @@ def _ids(found: Structure) -> tuple[Any, Any]:
 
 
 def _valid(found: Structure, nodes: list[Node], dim: int, size: int) -> Any:
-    """[batch or 1, size]: where all conditions on one dim hold; numpy if they are known."""
+    """Return [batch or 1, size]: where all conditions on a dim hold; numpy if concrete."""
     result = None
     for node in nodes:
         value = _vector(node, dim, found.tiles)
@@ -232,7 +234,7 @@ def _parts(node: Node, places: tuple[Part, Part]) -> list[Part]:
 
 
 def arrays_left(found: Structure) -> list[str]:
-    """Arrays of the scores' size that the mask still needs, each with the operation behind it."""
+    """Return arrays of the scores' size that the mask still needs, each with its operation."""
     left: list[str] = []
 
     def look(node: Node) -> Any:

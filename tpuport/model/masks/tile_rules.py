@@ -1,4 +1,4 @@
-"""How a tile of one operation is computed from tiles of its operands."""
+"""Rules that compute a tile of one operation from tiles of its operands."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -59,10 +59,11 @@ def _diagonals(tiles: Tiles, node: Node, parts: Parts) -> Any:
         return jnp.take(values, ids, mode="clip").reshape(*lead, rows.size, columns.size)
     length = rows.size + columns.size - 1
     first = columns.start - rows.start - rows.size + 1 + most
-    # A slice that reached past an end would be moved back.
+    # Padded, because jax would clamp the start of a slice that reaches past an end.
     values = jnp.pad(values, (length, length))
     near = jax.lax.dynamic_slice_in_dim(values, first + length, length)
-    # Each row is the one above moved right by one: rows of one element less, laid end to end.
+    # Each row is the one above shifted right by one. Concatenated rows that are one element shorter
+    # have that shift.
     flat = jnp.broadcast_to(jnp.pad(near, (0, 1)), (rows.size, length + 1)).reshape(-1)
     moved = flat[: rows.size * length].reshape(rows.size, length)[:, rows.size - 1 :]
     return moved.reshape(*lead, rows.size, columns.size)
@@ -163,7 +164,7 @@ def _reduce(tiles: Tiles, node: Node, parts: Parts) -> Any:
     axes, rest = node.params["axes"], iter(parts)
     inner = [Part(0, n) if d in axes else next(rest) for d, n in enumerate(x.shape)]
     value = tiles.tile(x, inner)
-    # Elements that are alike are one here, and count as many in a sum.
+    # Tiles have size 1 along dims that do not vary; a sum has to count every element.
     shape = [n if d in axes else value.shape[d] for d, n in enumerate(x.shape)]
     return node.op.bind(jnp.broadcast_to(value, shape), **node.params)
 
@@ -185,13 +186,13 @@ def _dot(tiles: Tiles, node: Node, parts: Parts) -> Any:
     return node.op.bind(*values, **node.params)
 
 
-# Rows of a table that is still short beside the scores.
+# Rows of a table that is still small compared with the scores.
 _TABLE = 64
 
 
 @rule("gather")
 def _gather(tiles: Tiles, node: Node, parts: Parts) -> Any:
-    """Rows of a small table, as an embedding takes them."""
+    """Take rows of a small table, as an embedding does."""
     table, ids = node.inputs
     numbers = node.params["dimension_numbers"]
     rank, width = len(parts), len(numbers.offset_dims)
@@ -237,11 +238,11 @@ def _reshape(tiles: Tiles, node: Node, parts: Parts) -> Any:
 def _regroup(
     tiles: Tiles, x: Node, ins: list[int], outs: list[tuple[int, Part]]
 ) -> tuple[list[Part], list[int], Callable[[list[int]], list[int]]]:
-    """How dims of a reshape's operand become dims of its result.
+    """Map dims of a reshape's operand to dims of its result.
 
     Returns:
-        The request for the operand's dims, the sizes that they are to have at least, and the sizes
-        of the result's dims by those sizes (without ones).
+        The request for the operand's dims, the least sizes that they are to have, and a function
+        from these sizes (without ones) to the sizes of the result's dims.
     """
     before = [x.shape[d] for d in ins]
     real = [(n, p) for n, p in outs if n > 1]
@@ -254,7 +255,7 @@ def _regroup(
     moving = [d for d in ins if d in tiles.varying(x)]
     if len(moving) > 1:
         raise Whole
-    # Several dims come from one: its places are sums.
+    # One dim becomes several: its positions are sums of theirs.
     flat: Any = jnp.zeros((1,), jnp.int32)
     for n, part in real:
         flat = (flat[:, None] * n + part.ids[None, :]).reshape(-1)
@@ -267,7 +268,7 @@ def _regroup(
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of dims of two shapes that hold equally many elements."""
+    """Pair the shortest runs of dims of two shapes that have equally many elements."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):

@@ -1,8 +1,8 @@
-"""Any tile of an array, computed from the graph behind it without the array.
+"""Tiles of an array, computed from the graph behind it without the array.
 
-A tile is asked for by one `Part` for each dim. The request is pushed back through the operations
-until it reaches arrays that are short, or whose operation has no rule here; slices of those are
-what the tile is computed from. A dim along which an array does not vary comes back with size 1.
+A tile is requested by one `Part` for each dim. The request is pushed back through the operations
+until it reaches arrays that are short, or whose operation has no rule here. The tile is computed
+from slices of those. A dim along which an array does not vary comes back with size 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class Part:
-    """Which elements of one dim: `size` of them from `start`, or those at `points`."""
+    """A choice of elements along one dim: `size` of them from `start`, or those at `points`."""
 
     start: Any
     size: int
@@ -34,17 +34,17 @@ class Part:
 
     @property
     def ids(self) -> Any:
-        """The places of the elements."""
+        """Return the positions of the elements."""
         if self.points is not None:
             return self.points
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
     def at(self, points: Any) -> "Part":
-        """As many elements at other places."""
+        """Return as many elements at other positions."""
         return Part(0, self.size, points)
 
     def is_whole(self, size: int) -> bool:
-        """Whether these are all elements of a dim, in order."""
+        """Return whether these are all elements of a dim, in order."""
         return self.points is None and isinstance(self.start, int) and self.size == size
 
 
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register how a tile of some operations is computed."""
+    """Register the rule that computes a tile of these operations."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -65,15 +65,15 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 class Whole(Exception):
-    """An operation whose result is needed whole: it has no rule, or not for this case."""
+    """Raised for an operation whose complete result is needed: no rule covers it."""
 
 
 class Tiles:
-    """Computes tiles, each node of one tile once.
+    """A computation of tiles that computes each node of one tile once.
 
     Args:
-        limit: Arrays of at most so many elements are taken as they are.
-        read: Gives the value of a leaf.
+        limit: Arrays of at most so many elements are read, however they were computed.
+        read: Returns the value of a leaf.
     """
 
     def __init__(self, limit: int, read: Callable[[Node], Any]) -> None:
@@ -81,11 +81,11 @@ class Tiles:
         self._known: dict[Any, Any] = {}
 
     def tile(self, node: Node, parts: Parts) -> Any:
-        """A tile of a node; see the module docstring."""
+        """Return a tile of a node; see the module docstring."""
         parts = [ONE if n == 1 else p for n, p in zip(node.shape, parts, strict=True)]
         key = (id(node), tuple((id(p.start), p.size, id(p.points)) for p in parts))
         if key not in self._known:
-            # Kept with what its key names, so that no id is used twice.
+            # The objects in the key are kept alive, so that no id is reused.
             self._known[key] = (self._computed(node, parts), node, parts)
         return self._known[key][0]
 
@@ -106,11 +106,11 @@ class Tiles:
         return picked(self.whole(node), parts)
 
     def operand(self, node: Node, parts: Parts) -> Any:
-        """The tile of an operand of an elementwise operation, which may be a scalar."""
+        """Return the tile of an operand of an elementwise operation, which may be a scalar."""
         return self.tile(node, parts if node.shape else ())
 
     def whole(self, node: Node) -> Any:
-        """The whole array, where nothing else will do."""
+        """Return the complete array, for operations without a rule."""
         if node.value is not None or node.op is None:
             return self._read(node)
         return self._bound(node)
@@ -123,7 +123,7 @@ class Tiles:
         return self._known[key][0]
 
     def varying(self, node: Node) -> frozenset[int]:
-        """The dims along which an array can differ: those that keep their size in its tiles."""
+        """Return the dims along which an array can vary, which keep their size in its tiles."""
         key = (id(node), "varying")
         if key not in self._known:
             shapes = Tiles(self.limit, lambda x: jnp.zeros(x.shape, x.dtype))
@@ -134,14 +134,14 @@ class Tiles:
 
 
 def elementwise(node: Node, operands: list[Any]) -> Any:
-    """The operation on tiles, whose dims of size 1 stand for any size."""
+    """Apply an operation to tiles, whose dims of size 1 broadcast to any size."""
     shape = jnp.broadcast_shapes(*[x.shape for x in operands])
     operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
     return node.op.bind(*operands, **node.params)
 
 
 def picked(value: Any, parts: Parts) -> Any:
-    """These elements of an array; what lies past its end is anything."""
+    """Return these elements of an array; elements past its end are arbitrary."""
     for dim, part in enumerate(parts):
         size = value.shape[dim]
         if size == 1 or part.is_whole(size):
@@ -150,7 +150,7 @@ def picked(value: Any, parts: Parts) -> Any:
             value = jnp.take(value, part.points, axis=dim, mode="clip")
             continue
         if size % part.size:
-            # A slice that reached past the end would be moved back.
+            # Padded, because jax would clamp the start of a slice that reaches past the end.
             pads = [(0, part.size if d == dim else 0) for d in range(value.ndim)]
             value = jnp.pad(value, pads)
         value = jax.lax.dynamic_slice_in_dim(value, part.start, part.size, axis=dim)
@@ -158,11 +158,11 @@ def picked(value: Any, parts: Parts) -> Any:
 
 
 class NotKnownError(Exception):
-    """A value depends on something traced."""
+    """An error for a value that depends on something traced."""
 
 
 class _Known(Tiles):
-    """Computes tiles of what depends on nothing traced."""
+    """A computation of tiles that depend on nothing traced."""
 
     def __init__(self, budget: int) -> None:
         super().__init__(-1, self._array)
@@ -186,18 +186,18 @@ class _Known(Tiles):
         return self._array(node) if node.op is None else self._bound(node)
 
 
-# Elements of arrays to compute, and of those that are there already: a mask of 32768 tokens that
-# the user's code made on the host.
+# Limits on the elements of arrays to compute, and of arrays that exist already, such as a mask of
+# 32768 tokens that the user's code made on the host.
 _LARGEST, _LARGEST_THERE = 1 << 24, 1 << 30
 
 
 def known_tile(node: Node, parts: Parts, budget: int = 200) -> np.ndarray | None:
-    """A tile whose value is known now; None if it depends on something traced.
+    """Return a tile whose value is concrete, or None if it depends on something traced.
 
     Args:
-        node: Of what.
-        parts: Which tile.
-        budget: How many operations are looked at.
+        node: The array.
+        parts: The tile.
+        budget: The number of operations to look at, at most.
     """
     with jax.ensure_compile_time_eval():
         try:

@@ -1,7 +1,7 @@
-"""Masks as conditions: which conditions hold at once where an array says that a key is seen.
+"""Masks as conjunctions of conditions: a key is seen where all of them hold.
 
 A boolean mask is a conjunction of conditions. A mask of numbers that are added to the scores is one
-too if it has two values, 0 and one that leaves a key no weight.
+too if it has two values: 0, and one that leaves a key no weight.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from tpuport.model.masks.magnitudes import most_of_product
 from tpuport.model.masks.tiles import ELEMENTWISE
 from tpuport.model.masks.views import known_array, rebased, sunk, uniform
 
-# A score that is lowered by so much has no weight beside one that is not: to outweigh it, products
-# of queries and keys would have to be about as large, and float32 ends soon after. What hides by
-# less, -1e4 say, is a bias: scores of trained models do reach that. The lowest numbers of float32
-# and bfloat16 lie below, and -1e30 does in either.
+# A score that is lowered by so much has no weight next to one that is not: to outweigh it, products
+# of queries and keys would have to be about as large, near the end of float32. A number that hides
+# by less, say -1e4, is a bias, because scores of trained models do reach that. The lowest numbers
+# of float32 and bfloat16 are below this limit, and so is -1e30.
 _NOTHING = -(2.0**99)
 _FLIPPED = {
     **{"lt": jax.lax.ge_p, "ge": jax.lax.lt_p, "gt": jax.lax.le_p, "le": jax.lax.gt_p},
@@ -30,7 +30,7 @@ _FLIPPED = {
 
 @dataclass
 class Two:
-    """`yes` where every condition holds, `no` elsewhere."""
+    """The two values of an array: `yes` where every condition holds, `no` elsewhere."""
 
     conditions: list[Node]
     yes: Any
@@ -43,9 +43,9 @@ class Split:
 
     Attributes:
         conditions: Boolean nodes.
-        bias: What is added to the scores; None for 0.
-        is_finite: A score without weight is lowered by a finite number: in a row where no condition
-            holds it counts after all.
+        bias: The number added to the scores; None for 0.
+        is_finite: Hidden scores are lowered by a finite number, so in a row where no condition
+            holds they count after all.
     """
 
     conditions: list[Node]
@@ -54,7 +54,7 @@ class Split:
 
 
 def conditions(node: Node) -> list[Node]:
-    """Boolean nodes that hold together exactly where a boolean node does."""
+    """Return boolean nodes that all hold exactly where a boolean node holds."""
     node = sunk(node)
     value = uniform(node)
     if value is not None and bool(value):
@@ -87,14 +87,14 @@ def _negated(node: Node) -> list[Node]:
 
 
 def _is_ordered(compare: Node) -> bool:
-    """Whether a comparison and its opposite cover everything: numbers that cannot be NaN."""
+    """Return whether a comparison or its opposite always holds, because there can be no NaN."""
     return compare.name in ("eq", "ne") or all(
         not jnp.issubdtype(x.dtype, jnp.floating) for x in compare.inputs
     )
 
 
 def inverse(node: Node) -> Node:
-    """The opposite of a boolean node."""
+    """Return the negation of a boolean node."""
     aval = jax.ShapeDtypeStruct(node.shape, np.dtype(bool))
     return computed(jax.lax.not_p, {}, (node,), aval)
 
@@ -112,7 +112,7 @@ def _selected(node: Node) -> list[Node]:
 
 
 def _compared(node: Node) -> list[Node]:
-    """A comparison with a number of what has two values."""
+    """Return the conditions of a comparison of a two-valued array with a number."""
     found = _pointwise(node) if any(not x.is_bool for x in node.inputs) else None
     if node.name == "convert_element_type" and node.inputs[0].is_bool:
         return conditions(node.inputs[0])
@@ -126,7 +126,7 @@ def _compared(node: Node) -> list[Node]:
 
 
 def _product(node: Node) -> list[Node]:
-    """`a * b != 0` of whole numbers, as an outer product of padding masks is asked."""
+    """Return the conditions of `a * b != 0` for integers, an outer product of padding masks."""
     if node.name == "convert_element_type":
         (x,) = node.inputs
     elif node.name == "ne" and uniform(node.inputs[1]) == 0:
@@ -146,7 +146,7 @@ def _nonzero(node: Node) -> Node:
 
 
 def two(node: Node) -> Two | None:
-    """The two values of an array and where it has which; None for any other array."""
+    """Return the two values of an array with their conditions, or None for any other array."""
     if node.is_bool:
         return Two(conditions(node), np.True_, np.False_)
     node = sunk(node)
@@ -159,7 +159,7 @@ def two(node: Node) -> Two | None:
 
 
 def _two_known(node: Node, found: np.ndarray) -> Two | None:
-    """A known array of zeros and one other number."""
+    """Return the two values of a known array of zeros and one other number, or None."""
     zero = found == 0
     others = found[~zero]
     if not zero.any() or (others.size and not bool((others == others[0]).all())):
@@ -188,7 +188,7 @@ def _two_selected(node: Node) -> Two | None:
 
 
 def _pointwise(node: Node) -> Two | None:
-    """An operation on one array of two values and numbers, or on two of such arrays."""
+    """Apply an operation to one two-valued array and numbers, or to two such arrays."""
     values = [uniform(x) for x in node.inputs]
     found = [two(x) if v is None else None for x, v in zip(node.inputs, values, strict=True)]
     unknown = [i for i, v in enumerate(values) if v is None]
@@ -212,7 +212,7 @@ def _both(node: Node, a: Two, b: Two) -> Two | None:
     either = [*a.conditions, *b.conditions]
     if node.name == "mul" and a.yes == b.yes == 1 and a.no == b.no == 0:
         return Two(either, a.yes, a.no)
-    # Two finite numbers that hide add up to a third.
+    # The sum of two finite numbers that hide would be a third value.
     is_two = a.no == b.no and (node.name == "min" or np.isneginf(a.no))
     if node.name in ("add", "add_any", "min") and is_two and a.yes == b.yes == 0 > a.no:
         return Two(either, a.yes, a.no)
@@ -226,8 +226,10 @@ def _evaluated(node: Node, values: list[Any]) -> Any:
 
 
 def sides(node: Node) -> Iterator[tuple[Any, Node, Node]]:
-    """Of a `select_n` of two, either way: the number that one side is (None if it is more than
-    one), where the other is taken, and the other.
+    """Yield each way to read a `select_n` of two sides.
+
+    Each is the number that one side is (None if it has several), the condition for the other
+    side, and the other side.
     """
     chooser, on_false, on_true = node.inputs
     yield uniform(on_false), chooser, on_true
@@ -235,7 +237,7 @@ def sides(node: Node) -> Iterator[tuple[Any, Node, Node]]:
 
 
 def split(node: Node) -> Split:
-    """What a mask of numbers hides, and what it adds where it hides nothing."""
+    """Split a mask of numbers into what it hides and what it adds elsewhere."""
     node = sunk(node)
     found = two(node)
     if found is not None and found.yes == 0 and found.no <= _NOTHING:

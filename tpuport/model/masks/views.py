@@ -1,4 +1,4 @@
-"""Nodes in other words: a view of an operation is the operation on views."""
+"""Rewriting of nodes: a view of an operation becomes the operation on views."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slic
 
 
 def is_same(node: Node) -> bool:
-    """Whether a node is its operand; what stops a gradient is more than that."""
+    """Return whether a node equals its operand; stopping a gradient makes it another one."""
     is_float = jax.numpy.issubdtype(node.dtype, jax.numpy.inexact)
     return node.name in ("copy", "copy_p") or (node.name == "stop_gradient" and not is_float)
 
 
 def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
-    """The node with the dims of size 1 that another shape of equal or higher rank has larger."""
+    """Return the node broadcast to a shape of equal or higher rank."""
     if node.shape == shape:
         return node
     lead = len(shape) - len(node.shape)
@@ -33,7 +33,7 @@ def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
 
 
 def sunk(node: Node) -> Node:
-    """The same array with an elementwise operation on top, where there is one below views."""
+    """Return the same array with an elementwise operation on top, if there is one below views."""
     while is_same(node):
         node = node.inputs[0]
     if node.name not in VIEWS:
@@ -47,7 +47,7 @@ def sunk(node: Node) -> Node:
 
 
 def _view(view: Node, of: Node) -> Node:
-    """The view of another array of the same shape."""
+    """Return the view of another array of the same shape."""
     if view.name == "reshape":
         while of.name == "reshape":
             of = of.inputs[0]
@@ -57,14 +57,14 @@ def _view(view: Node, of: Node) -> Node:
 
 
 def base(node: Node) -> Node:
-    """What a node is a view of."""
+    """Return the node that a node is a view of."""
     while node.name in VIEWS or is_same(node):
         node = node.inputs[0]
     return node
 
 
 def known_array(node: Node) -> np.ndarray | None:
-    """The array that a node is a view of, if it is known now (made on the host)."""
+    """Return the array that a node is a view of, if it is concrete (made on the host)."""
     value = base(node)
     if value.op is not None or value.value is None or isinstance(value.value, jax.core.Tracer):
         return None
@@ -72,7 +72,7 @@ def known_array(node: Node) -> np.ndarray | None:
 
 
 def uniform(node: Node) -> Any:
-    """The one element that a known array has everywhere, as numpy scalar; None for any other."""
+    """Return the one element that a known array has everywhere, or None for any other array."""
     value = base(node)
     found = known_tile(value, [ONE] * len(value.shape)) if value.size == 1 else known_array(node)
     if found is None or not found.size:
@@ -82,7 +82,7 @@ def uniform(node: Node) -> Any:
 
 
 def rebased(node: Node, other: Node) -> Node:
-    """The view that a node is of its base, of another array of the base's shape."""
+    """Return the view that a node is of its base, made of another array of the base's shape."""
     if is_same(node):
         return rebased(node.inputs[0], other)
     return _view(node, rebased(node.inputs[0], other)) if node.name in VIEWS else other

@@ -1,1 +1,1 @@
-"""The dtypes that a program computes in: a policy, how it is in force, what became of it."""
+"""The dtypes that a program computes in: a policy, its application, and an audit of the result."""

@@ -1,4 +1,4 @@
-"""Where a traced program changes precision, and what its products and sums are computed in."""
+"""A listing of where a traced program changes precision, and of the dtypes of products and sums."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from tpuport.model.request import Request
 
 Kind = Literal["product", "change", "sum"]
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-# What adds up many elements in the dtype of its operand.
+# Primitives that accumulate many elements in the dtype of their operand.
 _SUMS = (
     *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "scatter-add"),
     *("scatter_add", "reduce_window_sum"),
@@ -32,17 +32,17 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Place:
-    """One kind of operation at one place of the user's code.
+    """The operations of one kind on one line of the user's code.
 
     Attributes:
         kind: "product" (matmul, convolution), "change" (a cast between floating dtypes) or "sum"
             (a sum or product over many elements that is accumulated in 16 bits or less).
-        dtypes: of the operands; for a change what it is and what it becomes.
-        module: fqn of the user's module, numbers as `*`; "" for the model itself.
-        line: `file:line` of the user's code, "" where there is none.
-        count: how often, with loops counted as often as they run.
-        flops: floating-point operations of products, all together.
-        bytes: size of the results, all together.
+        dtypes: Dtypes of the operands; for a change the old and the new dtype.
+        module: Fqn of the user's module, numbers as `*`; "" for the model itself.
+        line: `file:line` of the user's code, "" if there is none.
+        count: Number of executions, all rounds of loops included.
+        flops: Floating-point operations of products, in total.
+        bytes: Size of the results, in total.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def flag(self) -> str | None:
-        """Why somebody should look at it, or None."""
+        """Return why the operation may be a mistake, or None."""
         if self.kind == "product" and len(set(self.dtypes)) > 1:
             return "product of two dtypes"
         if self.kind == "product" and "float32" in self.dtypes:
@@ -71,24 +71,24 @@ class Place:
 
 @dataclass(frozen=True)
 class PrecisionAudit:
-    """The places of a program that matter for precision. Printed, it is short; `places` is all."""
+    """The places of a program that matter for precision; `str()` shows the largest of `places`."""
 
     name: str
     places: tuple[Place, ...] = field(repr=False)
 
     @property
     def flags(self) -> tuple[Place, ...]:
-        """Float32 products, products of two dtypes, sums accumulated in few bits; largest first."""
+        """Return float32 products, mixed products, and sums in few bits, the largest first."""
         found = [place for place in self.places if place.flag is not None]
         return tuple(sorted(found, key=lambda p: (-p.flops, -p.bytes)))
 
     def of(self, kind: Kind) -> tuple[Place, ...]:
-        """The places of one kind, the largest first."""
+        """Return the places of one kind, the largest first."""
         found = [place for place in self.places if place.kind == kind]
         return tuple(sorted(found, key=lambda p: (-p.flops, -p.bytes)))
 
     def product_flops(self) -> dict[str, int]:
-        """Floating-point operations of products by the dtypes of their operands."""
+        """Return the floating-point operations of products by the dtypes of their operands."""
         found: dict[str, int] = {}
         for place in self.of("product"):
             key = " x ".join(dict.fromkeys(place.dtypes))
@@ -96,7 +96,7 @@ class PrecisionAudit:
         return found
 
     def to_json(self) -> str:
-        """Everything, as JSON."""
+        """Return all places as JSON."""
         places = [asdict(place) | {"flag": place.flag} for place in self.places]
         return json.dumps({"name": self.name, "places": places}, indent=1)
 
@@ -122,17 +122,17 @@ def precision_audit(
 ) -> PrecisionAudit:
     """List where a program changes precision, and the dtypes of its products and sums.
 
-    Only traces; nothing is computed, and shapes will do for weights and arguments.
+    This only traces and computes nothing, so shapes are enough for weights and arguments.
 
     Args:
-        target: a ported model, whose method is traced; or a function of arrays (a training step).
-        args: arguments of the call: tensors, arrays or their shapes.
-        method: which method of a ported model.
-        model: the ported model that a function uses, so that its modules are known by name.
-        kwargs: keyword arguments of the call.
+        target: A ported model, whose method is traced; or a function of arrays (a training step).
+        args: Arguments of the call: tensors, arrays or their shapes.
+        method: The method of a ported model.
+        model: The ported model that a function uses, so that its modules are known by name.
+        kwargs: Keyword arguments of the call.
 
     Raises:
-        PortError: the code cannot be ported exactly.
+        PortError: The code cannot be ported exactly.
     """
     if isinstance(target, PortedModel):
         closed = _traced(target, method, args, kwargs)
@@ -160,12 +160,12 @@ def _traced(ported: PortedModel, method: str, args: Any, kwargs: Any) -> Any:
 
 
 def audit_jaxpr(closed: Any, name: str, modules: frozenset[str] = frozenset()) -> PrecisionAudit:
-    """The audit of a traced program.
+    """Audit a traced program.
 
     Args:
-        closed: a `ClosedJaxpr`.
-        name: what it is called.
-        modules: the fqns of the user's modules, as they are in the name stacks.
+        closed: A `ClosedJaxpr`.
+        name: The name of the program.
+        modules: The fqns of the user's modules, as they appear in the name stacks.
     """
     found: dict[Any, Place] = {}
     for place in _places(closed.jaxpr, None, 1, modules):
@@ -183,11 +183,11 @@ def _sum(a: Place, b: Place) -> Place:
 def _places(
     jaxpr: Any, outer: tuple[str, str] | None, times: int, modules: frozenset[str]
 ) -> Iterator[Place]:
-    """The places in a program and in the programs inside it."""
+    """Yield the places in a program and in the programs inside it."""
     for eqn in jaxpr.eqns:
         here = _site(eqn.source_info, modules)
         if outer is not None:
-            # jax keeps traced functions: what is in one may come from its first caller's line.
+            # jax caches traced functions: equations in one may have the line of its first caller.
             here = outer if not here[1] or eqn.primitive.name in ("jit", "pjit") else here
             here = (here[0] or outer[0], here[1])
         place = _place(eqn)
@@ -210,7 +210,7 @@ def _inside(params: Any) -> Iterator[Any]:
 
 
 def _place(eqn: Any) -> Place | None:
-    """What an equation is for precision, its place unknown."""
+    """Classify an equation; its module and line are still empty."""
     name = eqn.primitive.name
     ins: list[Any] = [getattr(var.aval, "dtype", None) for var in eqn.invars]
     out = eqn.outvars[0].aval if eqn.outvars else None
@@ -254,7 +254,7 @@ _INSIDE = inside_prefixes()
 
 
 def _site(source: Any, modules: frozenset[str]) -> tuple[str, str]:
-    """The user's module and line of an equation."""
+    """Return the user's module and line of an equation."""
     words = _WORD.findall(str(source.name_stack))
     module = next((word for word in reversed(words) if word in modules), "")
     frames = source.traceback.frames if source.traceback is not None else ()

@@ -1,4 +1,4 @@
-"""Putting a ported model under a dtype policy."""
+"""Application of a dtype policy to a ported model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ from tpuport.model.precision.policy import Decision, DtypePolicy, as_policy
 
 @dataclass(frozen=True)
 class CastReport:
-    """What `tpuport.cast` decided.
+    """The decisions of `tpuport.cast`.
 
     Attributes:
-        model: the class of the model.
-        casting: the dtypes in the program and between calls, by name.
-        decisions: the dtype of each floating parameter and buffer, and why it is not the policy's.
-        parameters: the names of those that are parameters.
+        model: The class of the model.
+        casting: The dtypes in the program and between calls, by name.
+        decisions: The dtype of each floating parameter and buffer, and why it is not the policy's.
+        parameters: The names of those that are parameters.
     """
 
     model: str
@@ -35,7 +35,7 @@ class CastReport:
 
     @property
     def kept(self) -> dict[str, Decision]:
-        """The parameters and buffers that do not have the compute dtype."""
+        """Return the parameters and buffers that do not have the compute dtype."""
         compute = self.casting.compute
         return {name: one for name, one in self.decisions.items() if one.dtype != compute}
 
@@ -62,23 +62,23 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
-    """Let a ported model hold its parameters and compute in other dtypes, bfloat16 above all.
+    """Let a ported model hold its parameters and compute in other dtypes, bfloat16 in particular.
 
-    Where float32 and the compute dtype meet in a layer or product, which PyTorch refuses outside of
-    autocast, a layer computes in the dtype of its weight and any other product in the compute
-    dtype; norms, softmax and losses compute in float32 inside; all else is as in PyTorch for these
-    dtypes. Arguments are taken as they come. Calls are compared with eager PyTorch under the same
-    policy; the check of the model without it is `tpuport.convert`'s.
+    Float32 and the compute dtype may meet in a layer or product, which PyTorch refuses outside of
+    autocast. A layer then computes in the dtype of its weight, any other product in the compute
+    dtype. Norms, softmax and losses compute in float32 inside. All other ops are as in PyTorch for
+    these dtypes. Arguments are not cast. Calls are compared with eager PyTorch under the same
+    policy; `tpuport.convert` checks the model without it.
 
     Args:
-        ported: what `tpuport.convert` gave; weights may be shapes.
-        policy: a `DtypePolicy`, "bf16", or "bf16_master" (float32 parameters, cast in the program).
+        ported: The result of `tpuport.convert`; weights may be shapes.
+        policy: A `DtypePolicy`, "bf16", or "bf16_master" (float32 parameters, cast in the program).
 
     Returns:
-        What was decided, to print.
+        The decisions, to print.
 
     Raises:
-        UsageError: a function was ported, a pattern matches nothing, or a weight does not fit.
+        UsageError: A function was ported, a pattern matches nothing, or a weight does not fit.
     """
     if not isinstance(ported, PortedModel):
         raise UsageError(
@@ -110,10 +110,10 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
 
 
 def _held(name: str, held: dict[str, torch.dtype]) -> torch.dtype | None:
-    """The dtype that a parameter, buffer or stack of parameters is held in; None leaves it.
+    """Return the dtype in which a parameter, buffer or stack is held; None leaves it unchanged.
 
     Raises:
-        UsageError: those in a stack differ.
+        UsageError: The parameters in a stack differ.
     """
     found = {held.get(member) for member in at_rest.members_of(name) or [name]}
     if len(found) > 1:
@@ -125,10 +125,10 @@ def _held(name: str, held: dict[str, torch.dtype]) -> torch.dtype | None:
 
 
 def _converted(name: str, value: Any, dtype: torch.dtype | None) -> Any:
-    """A parameter or buffer in another dtype, where it was.
+    """Return a parameter or buffer in another dtype, on the same devices.
 
     Raises:
-        UsageError: a finite value would become infinite.
+        UsageError: A finite value would become infinite.
     """
     target = value.dtype if dtype is None else backend.jax_dtype(dtype)
     if value.dtype == target:
@@ -138,7 +138,7 @@ def _converted(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     made = value.astype(target)
     if bool(jnp.any(jnp.isinf(made) & jnp.isfinite(value))):
         raise UsageError(
-            f"{name!r} has a value that does not fit in {_short(dtype)}; keep it as it is:"
+            f"{name!r} has a value that does not fit in {_short(dtype)}; keep its dtype:"
             f" DtypePolicy(dtypes={{{name!r}: None}})"
         )
     return made

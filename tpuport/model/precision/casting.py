@@ -1,4 +1,4 @@
-"""A policy put in force on one program: its state on the way in and out, and what it returns."""
+"""The casts of one program under a policy: of its state, in and out, and of its results."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,11 @@ class Casting:
     """The dtypes of one program; the default changes nothing.
 
     Attributes:
-        compute: the compute dtype, None without a policy.
-        inside: the dtype in the program of each parameter and buffer by name.
-        held: the dtype in which each is held between calls.
-        outputs: the dtype for results that are in the compute dtype; None leaves them.
-        before: the dtype that the model's parameters had before its first policy.
+        compute: The compute dtype, None without a policy.
+        inside: The dtype in the program of each parameter and buffer by name.
+        held: The dtype in which each is held between calls.
+        outputs: The dtype for results that are in the compute dtype; None leaves them unchanged.
+        before: The dtype that the model's parameters had before its first policy.
     """
 
     compute: torch.dtype | None = None
@@ -36,7 +36,7 @@ class Casting:
     def around(self, trace: Callable[[Request], Outcome], request: Request) -> Outcome:
         """Trace a call under the policy.
 
-        The state comes in cast and leaves in the dtypes that it is held in.
+        The state is cast on the way in, and back to the dtypes that it is held in on the way out.
         """
         if self.compute is None:
             return trace(request)
@@ -55,7 +55,7 @@ class Casting:
         return value if dtype is None else value.astype(backend.jax_dtype(dtype))
 
     def in_force(self) -> contextlib.AbstractContextManager[None]:
-        """Let the dtypes of the policy meet, in this thread, inside the block."""
+        """Allow the dtypes of the policy to meet in this thread, inside the block."""
         return contextlib.nullcontext() if self.compute is None else meeting.in_force(self.compute)
 
     def _restore(self, outcome: Outcome) -> None:
@@ -70,7 +70,7 @@ class Casting:
                 outcome.out_aliases.pop(index, None)
 
     def restored(self, result: Any) -> Any:
-        """What eager PyTorch returned, as a program returns it."""
+        """Return eager PyTorch's result in the dtypes that a program returns."""
         if self.outputs is None:
             return result
         leaves, spec = structure.flatten(result)
@@ -80,7 +80,7 @@ class Casting:
         return structure.rebuild(spec, leaves)
 
     def held_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter or buffer is held, by name and its dtype in the module."""
+        """Return the dtype that a parameter or buffer is held in; `dtype` is its module's."""
         return self.held.get(name, dtype)
 
 
@@ -88,7 +88,7 @@ NOT_CAST = Casting()
 
 
 def result_leaves(node: Any) -> set[int]:
-    """The leaves of a structure that are results, not inside an object such as a cache."""
+    """Return the leaves of a structure that are results, not inside an object such as a cache."""
     tag, what = node[0], node[1]
     if tag == "leaf":
         return {what}
@@ -102,7 +102,7 @@ def result_leaves(node: Any) -> set[int]:
 
 
 def cast_module(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> torch.nn.Module:
-    """A copy of a module with other dtypes for some parameters and buffers, by name."""
+    """Return a copy of a module with other dtypes for some parameters and buffers, by name."""
     names = {id(leaf): name for name, leaf in state_tree(module).leaves.items()}
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

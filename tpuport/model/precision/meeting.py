@@ -1,14 +1,14 @@
-"""Where two dtypes of a policy meet in one operation that torch has for one dtype only.
+"""Kernels for operations that torch has for one dtype only, where two dtypes of a policy meet.
 
 Under a policy float32 and the compute dtype meet where plain PyTorch raises: a float32 input of a
-bfloat16 layer, a bfloat16 one of a layer kept in float32. CUDA's autocast would cast, and so do
-these kernels, with the choice that a policy makes possible: a layer computes in the dtype of its
-weight, other products in the compute dtype. Products of float32 with float32 stay what they are
-(autocast would cast them: rotary angles, router scores). Norms compute in float32 and give their
-input's dtype; losses are computed and returned in float32, as under CUDA's autocast.
+bfloat16 layer, a bfloat16 input of a layer kept in float32. CUDA's autocast would cast, and so do
+these kernels. A policy lets them choose better: a layer computes in the dtype of its weight, other
+products in the compute dtype. Products of float32 with float32 are not cast (autocast would cast
+them: rotary angles, router scores). Norms compute in float32 and return their input's dtype. Losses
+are computed and returned in float32, as under CUDA's autocast.
 
-torch asks the kernels above autograd, inside composite operations too, in eager mode and in a
-trace. They are registered for a dispatch key whose backend torch no longer ships, so nothing asks
+torch calls the kernels above autograd, inside composite operations too, in eager mode and in a
+trace. They are registered for a dispatch key whose backend torch no longer ships, so nothing calls
 them outside of `in_force`.
 """
 
@@ -43,7 +43,7 @@ _RECURRENT = tuple(
     for overload in ("input", "data")
 )
 _NORMS = ("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "native_group_norm")
-# What goes into a loss, or is one, and is no entry of autocast's list.
+# Losses, and ops that compute a part of one, that are not in autocast's list.
 _ALSO_LOSSES = ("log_softmax.int", "logsumexp", "binary_cross_entropy", "ctc_loss.Tensor")
 
 
@@ -58,7 +58,7 @@ _LIBRARIES: list[Any] = []
 
 @contextlib.contextmanager
 def in_force(dtype: torch.dtype) -> Iterator[None]:
-    """Let float32 and `dtype` meet, in this thread, inside the block."""
+    """Allow float32 and `dtype` to meet in this thread, inside the block."""
     _register()
     before, _LOCAL.dtype = _LOCAL.dtype, dtype
     if before is None:
@@ -77,14 +77,14 @@ def in_force(dtype: torch.dtype) -> Iterator[None]:
 
 
 def layer(operands: Sequence[Any]) -> list[Any]:
-    """A layer's input, weight and bias in the weight's dtype, where a policy lets them meet."""
+    """Return a layer's input, weight and bias in the weight's dtype, if a policy lets them meet."""
     return _cast(operands, operands[1].dtype) if _meet(operands) else list(operands)
 
 
 def product(operands: Sequence[Any]) -> list[Any]:
-    """The operands of a product in one dtype, where a policy lets them meet.
+    """Return the operands of a product in one dtype, if a policy lets them meet.
 
-    That of a parameter among them, else the compute dtype.
+    It is the dtype of a parameter among them, else the compute dtype.
     """
     if not _meet(operands):
         return list(operands)
@@ -93,7 +93,7 @@ def product(operands: Sequence[Any]) -> list[Any]:
 
 
 def attention(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
-    """The operands of attention: queries, keys and values as a product, an added mask with them."""
+    """Return the operands of attention in the dtype of a product, an additive mask included."""
     if _LOCAL.dtype is None:
         return q, k, v, mask
     q, k, v = product([q, k, v])
@@ -103,7 +103,7 @@ def attention(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _meet(operands: Sequence[Any]) -> bool:
-    """Whether the floating operands are of float32 and of the compute dtype."""
+    """Return whether the floating operands are of float32 and of the compute dtype."""
     if _LOCAL.dtype is None:
         return False
     found = {o.dtype for o in _tensors(operands) if o.dtype.is_floating_point}
@@ -163,6 +163,7 @@ def _run_loss(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _kernel(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        # Without the guard the op would dispatch to this kernel again.
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             return run(op, args, kwargs)
 
@@ -170,7 +171,7 @@ def _kernel(op: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register() -> None:
-    """Give the kernels to torch, once in a process."""
+    """Register the kernels with torch, once in a process."""
     with _LOCK:
         if _LIBRARIES:
             return
@@ -182,6 +183,7 @@ def _register() -> None:
         }
         ours = torch.library.Library("aten", "IMPL", _BACKEND)
         rest = torch.library.Library("_", "IMPL", _BACKEND)
+        # Ops without a kernel here pass on to the next dispatch key.
         rest.fallback(torch.library.fallthrough_kernel)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")

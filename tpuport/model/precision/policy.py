@@ -1,4 +1,4 @@
-"""A dtype policy: which parameters are held and computed in which floating type."""
+"""A dtype policy: the floating dtypes that parameters are held in and computed in."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from tpuport.errors import UsageError
 from tpuport.model import patterns
 from tpuport.model.state import state_tree
 
-# Frequencies and tables of positions and noise levels that are parameters: in 8 bits of precision
-# neighbouring positions are one.
+# Frequencies and tables of positions and noise levels that are parameters. In bfloat16's 8 bits of
+# precision, neighbouring positions would be equal.
 _TABLES = r"re:(.*\.)?(inv_freq|freqs(_\w+)?|rope(_\w+)?|rotary(_\w+)?|sigmas|timesteps)"
 _BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -20,25 +20,25 @@ _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Which dtypes a ported model holds its parameters in, computes in and returns.
+    """The dtypes in which a ported model holds its parameters, computes and returns.
 
-    Parameters get the compute dtype, except (each stays in float32, or as it is):
+    Parameters get the compute dtype, except these, which stay in float32 or in their own dtype:
 
-    - what the classes of transformers and diffusers name in `_keep_in_fp32_modules` and
+    - modules that classes of transformers and diffusers name in `_keep_in_fp32_modules` and
       `_keep_in_fp32_modules_strict`;
     - batch norms (their statistics move by small steps) and frozen tables of positions;
-    - buffers, whatever they are: tables of rotary embeddings, statistics, noise levels.
+    - all buffers: tables of rotary embeddings, statistics, noise levels.
 
     Attributes:
-        compute: bfloat16, or another floating dtype.
-        weights: the dtype that parameters are held in, as an optimizer sees them: None for that of
-            the computation, "float32" for master weights, which are cast inside the program (their
+        compute: The compute dtype: bfloat16, or another floating dtype.
+        weights: The dtype that parameters are held in, and that an optimizer sees. None is the
+            compute dtype; "float32" is for master weights, which are cast inside the program (their
             gradients are float32 too).
-        dtypes: dtypes by pattern of a parameter, a buffer or a module (then for all in it), before
-            the exceptions above; None leaves the dtype as it is. The first that matches decides.
-        outputs: "restore" gives results that are in the compute dtype back in the dtype that the
-            model's parameters had before; "computed" gives them as they are. Tensors in objects
-            that are neither dicts nor dataclasses (key-value caches) stay as they are.
+        dtypes: Dtypes by pattern of a parameter, a buffer or a module (then for all in it), before
+            the exceptions above; None keeps the dtype. The first pattern that matches decides.
+        outputs: "restore" casts results in the compute dtype to the dtype that the model's
+            parameters had before; "computed" does not cast them. Tensors in objects that are
+            neither dicts nor dataclasses (key-value caches) are never cast.
     """
 
     compute: Dtype = "bfloat16"
@@ -55,14 +55,14 @@ class DtypePolicy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The compute dtype."""
+        """Return the compute dtype."""
         return torch_dtype(self.compute)
 
     def decide(self, module: torch.nn.Module) -> dict[str, "Decision"]:
-        """The dtype of each floating parameter and buffer by name, and why.
+        """Return the dtype of each floating parameter and buffer by name, and why.
 
         Raises:
-            UsageError: a pattern of `dtypes` matches nothing.
+            UsageError: A pattern of `dtypes` matches nothing.
         """
         tree = state_tree(module)
         named = {n: t for n, t in tree.leaves.items() if n in tree.registered}
@@ -99,7 +99,7 @@ class DtypePolicy:
 
 @dataclass(frozen=True)
 class Decision:
-    """The dtype that a parameter or buffer has in the program; why, if it is not the policy's."""
+    """The dtype of a parameter or buffer in the program; why, if it is not the policy's."""
 
     dtype: torch.dtype
     why: str | None
@@ -112,10 +112,10 @@ _NAMED = {
 
 
 def as_policy(policy: Any) -> DtypePolicy:
-    """A policy from itself or from its name: "bf16", or "bf16_master" for float32 weights.
+    """Return a policy unchanged or by its name: "bf16", or "bf16_master" for float32 weights.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: The argument is neither.
     """
     if isinstance(policy, DtypePolicy):
         return policy
@@ -126,7 +126,7 @@ def as_policy(policy: Any) -> DtypePolicy:
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
-    """Whether a policy is about a tensor: floating, and no 8-bit type, whose scale is elsewhere."""
+    """Return whether a policy casts a tensor: floating, and not 8-bit, whose scale is elsewhere."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
 
 
@@ -137,10 +137,10 @@ def _owners_of(name: str) -> Iterator[str]:
 
 
 def _kept_in_float32(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Patterns of what the classes of transformers and diffusers keep in float32.
+    """Yield patterns for the parameters that transformers' and diffusers' classes keep in float32.
 
-    Their entries are one or several parts of a dotted name, as transformers takes them; parts of
-    models name what is below themselves.
+    An entry is one or several parts of a dotted name, as in transformers. Submodules have their
+    own entries, for what is below them.
     """
     for fqn, owner in module.named_modules():
         for attribute in _KEPT:
