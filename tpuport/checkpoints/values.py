@@ -60,7 +60,7 @@ class Values:
 
 
 def values_of(weights: Mapping[str, Any] | HasWeights, like: Checkpoint | None) -> Values:
-    """What is saved of weights, or of a ported model.
+    """Return the tensors to save of weights, or of a ported model.
 
     Raises:
         UsageError: the model has no values, or a name is in only one of `weights` and `like`.

@@ -51,11 +51,11 @@ class ActiveTrace(Protocol):
         ...
 
     def created(self, storage: Any) -> None:
-        """Note a storage that came into being."""
+        """Record a new storage."""
         ...
 
     def created_number(self, node: Any) -> None:
-        """Note a traced number that came into being."""
+        """Record a new traced number."""
         ...
 
     def writing(self, storage: Any) -> None:

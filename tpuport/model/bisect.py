@@ -96,8 +96,9 @@ def fail(
     key: jax.Array,
     before: dict[str, Any],
 ) -> None:
-    """Raise for a failed comparison, naming the worst value and the first module whose output
-    differs.
+    """Raise for a failed comparison.
+
+    The error names the worst value and the first module whose output differs.
     """
     report = verifier.ported.report
     worst = report.worst

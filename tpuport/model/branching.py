@@ -103,7 +103,7 @@ def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> N
 
 
 def traced_number(tensor: Any, kind: type) -> Any:
-    """`float(t)`, `int(t)`, `bool(t)` of a traced tensor, as a traced Python number."""
+    """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor, as a traced Python number."""
     number = item(tensor) if isinstance(tensor, TracedTensor) else tensor
     if kind is float:
         return torch.sym_float(number)

@@ -11,7 +11,7 @@ from tpuport.model.values import flat
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an op that may or may not be one we have to handle: host-only operands run in torch."""
+    """Call an op: through `dispatch` if it concerns the trace, else (on host tensors) in torch."""
     tensors = flat(args, kwargs)
     trace = current()
     random = op_info(func).is_random

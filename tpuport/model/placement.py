@@ -9,83 +9,83 @@ import jax
 
 
 class Placement(Protocol):
-    """Where the state, arguments and activations of a ported model go."""
+    """The placement of a ported model's state, arguments and activations."""
 
     @property
     def constrains(self) -> bool:
-        """Whether any activation has a place."""
+        """Return whether any activation has a sharding constraint."""
         ...
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices, by axis."""
+        """Return the mesh, or None if there is none."""
         ...
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "tpu"."""
+        """Return the platform of the devices: "cpu", "tpu"."""
         ...
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
-        """The arguments of a call, put on the mesh."""
+        """Return the arguments of a call, placed on the mesh."""
         ...
 
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Large constants of a program, put on the mesh."""
+        """Return a program's large constants, placed on the mesh."""
         ...
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The state that a program leaves, kept where the state before it was."""
+        """Return the state after a program, sharded as the state before it was."""
         ...
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """One input or output of a module (`side`), with its place as a constraint."""
+        """Return one input or output (`side`) of a module with its sharding constraint."""
         ...
 
     def spec(self, module: str, side: str, ndim: int) -> Any:
-        """Which place `activation` gives a value with so many dims."""
+        """Return the spec that `activation` gives a value with `ndim` dims."""
         ...
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> Any:
-        """The sharding of one parameter or buffer."""
+        """Return the sharding of one parameter or buffer."""
         ...
 
 
 class Nowhere:
-    """No mesh: jax puts everything on its default device."""
+    """The placement without a mesh: jax puts everything on its default device."""
 
     constrains = False
     mesh = None
 
     @property
     def platform(self) -> str:
-        """What jax uses by default."""
+        """Return jax's default backend."""
         return jax.default_backend()
 
     def arguments(self, values: list[Any], paths: list[str]) -> list[Any]:
-        """As they are."""
+        """Return the arguments unchanged."""
         del paths
         return values
 
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
-        """As they are."""
+        """Return the constants unchanged."""
         return values
 
     def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """As it is."""
+        """Return the state unchanged."""
         return values
 
     def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """As it is."""
+        """Return the value unchanged."""
         del module, side
         return value
 
     def spec(self, module: str, side: str, ndim: int) -> None:
-        """None: it gives none."""
+        """Return None: there are no specs."""
         del module, side, ndim
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> None:
-        """Where jax puts it."""
+        """Return None: jax decides where the value is put."""
         del name, struct
 
 

@@ -8,18 +8,19 @@ from tpuport.model.ported_state import PortedState
 def stack_blocks(ported: PortedState) -> list[str]:
     """Keep the weights of a model's repeated blocks as one array each, in place.
 
-    On TPU the blocks are then one loop that reads them where they are: a program compiles in the
-    time of one block. `params` and `buffers` have the stacks by name (`layers[0:32].up.weight`);
-    `ported.by_fqn()`, `to_torch()` and checkpoints have each weight by its own fqn as before.
+    On TPU the blocks are then one loop that reads the stacks without copying them, and a program
+    compiles in the time of one block. `params` and `buffers` have the stacks by name
+    (`layers[0:32].up.weight`). `ported.by_fqn()`, `to_torch()` and checkpoints still have each
+    weight by its own fqn.
 
     Args:
-        ported: what `tpuport.convert` gave. Load its weights and `tpuport.shard` it before.
+        ported: The result of `tpuport.convert`. Load its weights and `tpuport.shard` it before.
 
     Returns:
         The names of the stacks; empty if no neighbours in a list of modules are alike.
 
     Raises:
-        UsageError: it is no ported module.
+        UsageError: The argument is no ported module.
     """
     if not isinstance(ported, PortedState):
         raise UsageError(

@@ -111,7 +111,7 @@ class TracedTensor(backend.TorchaxTensor):
         return 0 if trace is None else trace.regions[-1]
 
     def _is_alive(self, region: int) -> bool:
-        """Whether a value cached in `region` may still be used."""
+        """Return whether a value cached in `region` may still be used."""
         trace = self._storage.trace
         return region == 0 or (trace is not None and region in trace.regions)
 
@@ -172,7 +172,7 @@ class TracedTensor(backend.TorchaxTensor):
         return torch.Tensor.size(self) if self._extents is None else self._logical()
 
     def _logical(self) -> torch.Size:
-        """Sizes with the data-dependent ones as traced integers."""
+        """Return the sizes with the data-dependent ones as traced integers."""
         sizes = list(torch.Tensor.size(self))
         for dim, node in (self._extents or {}).items():
             sizes[dim] = from_node(node)
@@ -397,7 +397,7 @@ def view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool
 
 
 def item(tensor: TracedTensor) -> Any:
-    """`.item()` of a traced tensor: a traced Python number."""
+    """Return `.item()` of a traced tensor: a traced Python number."""
     if tensor.numel() != 1:
         msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
         raise RuntimeError(msg)
@@ -426,7 +426,7 @@ def item(tensor: TracedTensor) -> Any:
 
 
 def tolist(tensor: TracedTensor) -> Any:
-    """`.tolist()` of a traced tensor: nested lists of traced numbers."""
+    """Return `.tolist()` of a traced tensor: nested lists of traced numbers."""
     if tensor.dim() == 0:
         return item(tensor)
     return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ from tpuport.model import backend
 class ViewStep:
     """One view operation: how to read it from its base, and how to write it back into the base.
 
-    `forward(base)` gives the view's value; `inverse(base, new)` gives the base's value after the
-    view was set to `new`.
+    `forward(base)` returns the view's value; `inverse(base, new)` returns the base's value after
+    the view was set to `new`.
     """
 
     forward: Callable[[jax.Array], jax.Array]

@@ -242,7 +242,7 @@ def _is_torchs(function: Any) -> bool:
 def checkpoint_values(
     ported: Any, like: Checkpoint | None
 ) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
-    """What `state_dict` of the module would have; of tied weights the names that `like` has."""
+    """Return what `state_dict` of the module has; of tied weights the names that `like` has."""
     tree = state_tree(ported.module)
     first_of = state_names(ported, tree)
     values = ported.by_fqn()

@@ -20,10 +20,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
-    """One of optax's, by its name or as it is.
+    """Return an optax optimizer, given itself or by its name.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: `optimizer` is neither.
     """
     if optimizer is None or isinstance(optimizer, optax.GradientTransformation):
         return optimizer
@@ -38,13 +38,14 @@ def as_optimizer(optimizer: Any) -> optax.GradientTransformation | None:
 def optimizer_state(
     ported: PortedModel, optimizer: optax.GradientTransformation, params: Any = None
 ) -> tuple[Any, Any]:
-    """The shapes of an optimizer's state with their places, and the places alone: state of a
-    parameter lies where the parameter does.
+    """Return the shapes and shardings of an optimizer's state, and the shardings alone.
+
+    State of a parameter has the sharding of that parameter.
 
     Args:
-        ported: on a mesh.
-        optimizer: one of optax's.
-        params: those that it is for; by default all.
+        ported: ported model on a mesh.
+        optimizer: an optax optimizer.
+        params: parameters that it updates; by default all.
     """
     placement: Any = ported._program.placement
     state = jax.eval_shape(optimizer.init, ported.params if params is None else params)

@@ -11,7 +11,7 @@ from tpuport.rules._rule import Rule
 
 @cache
 def find_rules() -> tuple[type[Rule], ...]:
-    """Every rule in `tpuport/rules`, ordered by code. Files with a leading underscore hold none.
+    """Return every rule in `tpuport/rules`, ordered by code; files named `_*` hold none.
 
     Raises:
         ValueError: a file holds no rule or several, a class is not named after its file, or two
@@ -29,7 +29,7 @@ def live_rules() -> tuple[type[Rule], ...]:
 
 
 def rule_in(module: ModuleType) -> type[Rule]:
-    """The one rule that a rule file declares.
+    """Return the one rule that a rule file declares.
 
     Raises:
         ValueError: there is none, there are several, or its name is not that of the file.
@@ -49,7 +49,7 @@ def rule_in(module: ModuleType) -> type[Rule]:
 
 
 def check_codes(found: list[type[Rule]]) -> tuple[type[Rule], ...]:
-    """The rules ordered by code.
+    """Return the rules ordered by code, after checking that no two share one.
 
     Raises:
         ValueError: two rules share a code.

@@ -31,14 +31,14 @@ def storage_of(tensor: torch.Tensor) -> Any:
 
 
 def is_tagged(tensor: Any) -> bool:
-    """Whether a tensor counts as being on the accelerator."""
+    """Return whether a tensor counts as being on the accelerator."""
     if is_traced(tensor):
         return True
     return isinstance(tensor, torch.Tensor) and hasattr(storage_of(tensor), MARK)
 
 
 def tag(tensor: torch.Tensor) -> torch.Tensor:
-    """Let a tensor, and everything that shares its storage, count as being on the accelerator."""
+    """Mark a tensor, and everything that shares its storage, as being on the accelerator."""
     if not is_traced(tensor):
         storage = storage_of(tensor)
         if storage is not None and not hasattr(storage, MARK):

@@ -215,7 +215,7 @@ def normal_line_breaks(source: str) -> str:
 
 
 def matches(context: Context, rules: Iterable[RuleVisitor]) -> list[Match]:
-    """Show every node to the rules that have a `visit_` method for its class."""
+    """Run the `visit_` methods of rules on all nodes of their classes, and return the findings."""
     table = _dispatch_table(rules)
     for node_class, visits in table.items():
         for node in context.module.by_class.get(node_class, ()):

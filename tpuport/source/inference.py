@@ -237,19 +237,19 @@ def _is_class_method(function: Function) -> bool:
 
 
 class StaticKinds:
-    """What reading a file can prove.
+    """Kinds that can be proved by reading a file.
 
-    In steps, tensor parameters, parameters and buffers of modules, and what torch and modules make
-    of those are TRACED; shapes, dtypes, lengths and tensors made of Python numbers are HOST.
+    In steps, tensor parameters, parameters and buffers of modules, and the results of torch and of
+    modules on those are TRACED. Shapes, dtypes, lengths and tensors of Python numbers are HOST.
 
     Args:
         reached: Functions of the file that a step in another file calls, as
-            `tpuport.source.project.find_reached` gives them.
+            `tpuport.source.project.find_reached` returns them.
     """
 
     def __init__(self, reached: frozenset[str] = frozenset()) -> None:
         self.reached = reached
 
     def bind(self, module: Module) -> Kinds:
-        """The answers for one parsed file, which is read when they are first asked for."""
+        """Return the answers for one parsed file, which is walked at the first question."""
         return Inference(module, Roles(module, reached=self.reached))
