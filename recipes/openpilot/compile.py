@@ -96,9 +96,9 @@ def compile_drive(
     frames: int = BATCH,
     **how: Any,
 ) -> CompileReport:
-    """Compile a frozen model over frames, as for a teacher, with its queues as inputs and outputs.
+    """Compile a frozen model over frames, as for a teacher, with queues as inputs and outputs.
 
-    Compile a frozen model over frames, as for a teacher, with its queues as arguments.
+    Args:
         model: Files of the model.
         topology: TPU slice, such as "v6e-1".
         batch_size: Drives in the batch, over all chips.

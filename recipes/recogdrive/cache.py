@@ -101,7 +101,7 @@ def last_hidden_states(
 ) -> torch.Tensor:
     """Return the states to cache, (rows, length, width) in float32, NaN for rows that do not fit.
 
-    The arguments are those of `ChatModel.hidden_states`.
+    Return the states to cache, (rows, length, width) in float32, NaN where a row does not fit.
     """
     hidden, fits = model.hidden_states(input_ids, pixel_values, image_flags, segments, position_ids)
     return torch.where(fits[:, None, None], hidden.float(), float("nan"))
@@ -276,9 +276,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(options: argparse.Namespace) -> tuple[int, int]:
-    """Return the number of this process and their count, from flags or else from the distributed
-    run.
-    """
+    """Return the number of this process and their count, from flags or the distributed run."""
     if (options.shard is None) != (options.num_shards is None):
         there, missing = ("shard", "num_shards")[:: 1 if options.num_shards is None else -1]
         raise UsageError(

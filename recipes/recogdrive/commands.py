@@ -137,7 +137,7 @@ def train(
     plots: Plots = False,
     upstream: Upstream = None,
 ) -> None:
-    """Stage 2: train the planner on the drives of a cache."""
+    """Train the planner on the drives of a cache (stage 2)."""
     with errors_as_exit_codes("train"):
         from recipes.recogdrive import train as stage
 
@@ -200,7 +200,7 @@ def grpo(
     plots: Plots = False,
     upstream: Upstream = None,
 ) -> None:
-    """Stage 3: reinforce the planner by rewards of its own trajectories."""
+    """Reinforce the planner by rewards of its own trajectories (stage 3)."""
     with errors_as_exit_codes("grpo"):
         from recipes.recogdrive import grpo as stage
 
