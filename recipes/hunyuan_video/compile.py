@@ -129,7 +129,7 @@ def compile_encode(
         **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: There is no such slice.
         MissingExtraError: libtpu is not installed.
     """
     tokens = jax.ShapeDtypeStruct((prompts, OPENING + MAX_LENGTH), "int32")

@@ -33,7 +33,7 @@ def compile_decode(
             `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no video of that size.
+        UsageError: There is no video of that size.
         MissingExtraError: libtpu is not installed.
     """
     model: Any = how.pop("model", None) or published_vae()

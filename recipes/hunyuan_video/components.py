@@ -114,7 +114,9 @@ class Components:
 
     def config(self, name: str) -> dict[str, Any]:
         """Return the configuration of a component, read from its JSON file."""
-        return read_json(self.place(name) / "config.json", "download the whole folder of the model")
+        return read_json(
+            self.place(name) / "config.json", "download the complete folder of the model"
+        )
 
     def module(self, name: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
         """Return a component ready to be ported, with its parameters on the meta device.
@@ -196,7 +198,7 @@ class Components:
     def scheduler(self) -> Any:
         """Return the flow-matching scheduler with the model's shift."""
         config = read_json(
-            self.folder / "scheduler" / "scheduler_config.json", "download the whole folder"
+            self.folder / "scheduler" / "scheduler_config.json", "download the complete folder"
         )
         kind = _class("diffusers.FlowMatchEulerDiscreteScheduler")
         return kind.from_config(config)
@@ -205,7 +207,8 @@ class Components:
         if not self.has(name):
             what = self.place(name).relative_to(self.folder)
             raise UsageError(
-                f"{self.folder} has no {what}. What to do: download the whole folder of the model"
+                f"{self.folder} has no {what}. What to do: download the complete folder of the"
+                " model"
             )
 
 

@@ -90,7 +90,7 @@ def run_denoise(run: Run, how: How) -> None:
     schedule = make_schedule(run.components.scheduler(), options)
     first, latents = _begun(run)
     if first:
-        how.say(f"denoise: goes on after step {first}")
+        how.say(f"denoise: resumes after step {first}")
     way = _way(how, options)
     shard = None if way is None else way.shard
     ported = run.components.ported("transformer", STEPS, shard)

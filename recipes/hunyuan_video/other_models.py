@@ -179,7 +179,7 @@ def _schedule(
 ) -> np.ndarray[Any, Any]:
     diffusers: Any = importlib.import_module("diffusers")
     path = folder / "scheduler" / "scheduler_config.json"
-    config = read_json(path, "download the whole folder")
+    config = read_json(path, "download the complete folder")
     if config.get("prediction_type", "flow_prediction") != "flow_prediction":
         raise UsageError(
             f"{path}: prediction_type={config['prediction_type']!r}, expected a flow. What to do:"

@@ -20,7 +20,7 @@ def capnp() -> Any:
     """Return the module pycapnp.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     return needed("capnp", _LOGS, "pycapnp", "openpilot")
 
@@ -29,6 +29,6 @@ def zstandard() -> Any:
     """Return the module zstandard.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     return needed("zstandard", "reading rlog.zst", "zstandard", "openpilot")

@@ -66,7 +66,7 @@ class FinetuneOptions:
     on_broken: Literal["raise", "skip"] = _help(
         "raise", "What to do about missing or cut-off images."
     )
-    # What is trained.
+    # Trained parts.
     freeze_llm: bool = _help(False, "Freeze the language model.")
     freeze_mlp: bool = _help(False, "Freeze the projection.")
     freeze_backbone: bool = _help(False, "Freeze the vision tower.")

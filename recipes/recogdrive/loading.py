@@ -35,7 +35,7 @@ def load_chat_model(
         down_sample_ratio: Downsampling of the caller's tiles, which has to be the model's.
 
     Raises:
-        UsageError: It is missing, is another model, or has other tiles.
+        UsageError: It is missing, is a different model, or has other tiles.
     """
     from transformers import AutoTokenizer
 

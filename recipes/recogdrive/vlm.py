@@ -16,8 +16,8 @@ class Size:
     """The widths and depths of a model like InternVL 3.
 
     Attributes:
-        text: keyword arguments of transformers' Qwen2Config.
-        vision: keyword arguments of transformers' InternVLVisionConfig.
+        text: Keyword arguments of transformers' Qwen2Config.
+        vision: Keyword arguments of transformers' InternVLVisionConfig.
     """
 
     text: dict[str, Any]
