@@ -49,7 +49,7 @@ def causal_by_frames(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _attend_by_frames(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Replace `forward` of an attention block; input and output are (B, C, T, H, W)."""
+    """Compute an attention block frame by frame, from (B, C, T, H, W) to the same shape."""
     names = PROJECTIONS[type(self).__name__]
     normed = self.norm(x)
     query, key, value = (_tokens(getattr(self, name)(normed)) for name in names)

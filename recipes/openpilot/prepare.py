@@ -136,7 +136,7 @@ def prepare(
 def _processes(stack: ExitStack, count: int) -> Executor | None:
     """Start processes that read logs.
 
-    Reading is pure Python, so that threads would wait for each other's GIL.
+    Reading is pure Python, so that threads would wait for the GIL.
     """
     if count < 1:
         return None
