@@ -1,1 +1,1 @@
-"""How fast a ported model runs, traces and lowers beside the other ways to run it; `make bench`."""
+"""Benchmarks: speed of running, tracing and lowering a port, next to other ways; `make bench`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: everything in one process, results to docs/benchmarks/."""
+"""`python -m benchmarks`: all benchmarks in one process, with results in docs/benchmarks/."""
 
 import argparse
 import json
@@ -32,9 +32,9 @@ def main() -> None:
         "--quick", action="store_true", help="tiny models, few rounds: a smoke test"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="folder for results.json and .svg")
-    parser.add_argument("--cores", type=int, default=1, help="how many cores to use (default: 1)")
+    parser.add_argument("--cores", type=int, default=1, help="number of cores to use (default: 1)")
     options = parser.parse_args()
-    # Before XLA starts, which makes a thread for each core that it may use.
+    # Must come before XLA starts, which makes a thread for each core that it may use.
     machine.use_cores(options.cores)
     torch.set_num_threads(machine.num_cores())
     results = run(quick=options.quick)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run(*, quick: bool = False) -> dict[str, Any]:
-    """Every measurement, as JSON-ready data."""
+    """Take every measurement and return them as JSON-ready data."""
     rounds, seconds = (3, 0.01) if quick else (15, 0.2)
     staging_rounds = 1 if quick else 5
     cases = make_cases(quick=quick)
@@ -88,7 +88,10 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _compile_first(cases: list[Case]) -> tuple[Compiled, list[dict[str, str]]]:
-    """torch.compile for every case, before torchax is imported; what could not be, and why."""
+    """Compile every case with torch.compile before torchax is imported.
+
+    Return the compiled cases, and the reasons why others could not be compiled.
+    """
     compiled: Compiled = {}
     skipped = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.annotated`: what the linter says of sites that people have judged by hand.
+"""`python -m benchmarks.annotated`: accuracy of the linter on lines that people judged by hand.
 
 `sites/*.jsonl` hold the judgements, made by reading the code and running it under plain torchax,
 before the linter was run on it. The code itself is not in this repository: pass the checkouts.
@@ -22,7 +22,7 @@ SITES = Path(__file__).parent / "sites"
 PAGE = Path(__file__).parent.parent / "docs" / "lint_accuracy.md"
 BREAKS, HAZARD, LOOK_ALIKE, OTHER = "breaks", "hazard", "look-alike", "not judged"
 
-# Where to look for the files of each repository, and the commit that was judged.
+# The folders with the files of each repository, and the commit that was judged.
 REPOSITORIES = {
     "recogdrive": (("navsim", "internvl_chat/internvl"), "zorrofox/recogdrive 6b4663b"),
     "hunyuan": (("hyvideo",), "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7"),
@@ -34,12 +34,12 @@ class Site(TypedDict):
     """A line that someone has judged.
 
     Attributes:
-        file: Its file, from the root of the repository.
-        line: Its number.
+        file: Path from the root of the repository.
+        line: Line number.
         label: `breaks`: raises when the step is traced without CUDA. `hazard`: wrong, slow, or
             breaks in an unusual configuration. `look-alike`: fine.
-        pattern: What kind of line it is.
-        reason: Why it was judged so.
+        pattern: Kind of line.
+        reason: Reason of the judgement.
     """
 
     file: str
@@ -51,12 +51,12 @@ class Site(TypedDict):
 
 @dataclass(frozen=True)
 class Score:
-    """How findings and judgements agree.
+    """The agreement of findings and judgements.
 
     Attributes:
-        errors: Lines with an error, by what they were judged to be.
-        others: Lines with another finding (a silent fault or a slow-down), likewise.
-        sites: How many sites have each label.
+        errors: Number of lines with an error, by judgement.
+        others: Number of lines with another finding (a silent fault or a slow-down), by judgement.
+        sites: Number of sites by label.
         missed: The breaking sites that have no error.
     """
 
@@ -67,29 +67,29 @@ class Score:
 
     @property
     def precision(self) -> float:
-        """The share of errors that are on breaking sites."""
+        """Return the share of errors that are on breaking sites."""
         return self.errors[BREAKS] / max(self.errors.total(), 1)
 
     @property
     def recall(self) -> float:
-        """The share of breaking sites that have an error."""
+        """Return the share of breaking sites that have an error."""
         return 1 - len(self.missed) / max(self.sites[BREAKS], 1)
 
     @property
     def false_alarms(self) -> float:
-        """The share of look-alikes that have any finding."""
+        """Return the share of look-alikes that have any finding."""
         flagged = self.errors[LOOK_ALIKE] + self.others[LOOK_ALIKE]
         return flagged / max(self.sites[LOOK_ALIKE], 1)
 
 
 def read_sites(name: str) -> list[Site]:
-    """The judged sites of a repository."""
+    """Return the judged sites of a repository."""
     lines = (SITES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def score(sites: Iterable[Site], findings: Iterable[Finding]) -> Score:
-    """Compare findings with judgements, line by line; notes, which are not shown, do not count."""
+    """Compare findings with judgements, line by line, without notes, which are not shown."""
     labels = {(site["file"], site["line"]): site["label"] for site in sites}
     files = {site["file"] for site in sites}
     shown = [f for f in findings if f.severity is not Severity.NOTE and f.file in files]
@@ -108,7 +108,10 @@ def score(sites: Iterable[Site], findings: Iterable[Finding]) -> Score:
 
 
 def lint(root: Path, folders: Iterable[str], files: Iterable[str]) -> list[Finding]:
-    """The findings in some files of a repository, whose other files say what a step reaches."""
+    """Return the findings in some files of a repository.
+
+    Its other files are read, too, to find what a step reaches.
+    """
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in paths}
     reached = find_reached(
@@ -122,7 +125,7 @@ def lint(root: Path, folders: Iterable[str], files: Iterable[str]) -> list[Findi
 
 
 def page(scores: Mapping[str, Score]) -> str:
-    """The page that shows the scores, by the repository and commit that was judged."""
+    """Return the page that shows the scores, by the repository and commit that was judged."""
     rows = [
         f"| {commit} | {found.sites.total()} | {found.sites[BREAKS]} | {found.precision:.3f} |"
         f" {found.recall:.3f} | {found.false_alarms:.2%} |"

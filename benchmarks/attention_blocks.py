@@ -1,7 +1,7 @@
 """`python -m benchmarks.attention_blocks`: block sizes of splash attention, by schedule length.
 
 Each kernel is one ahead-of-time compile by libtpu, which takes 5 to 40 s and no TPU. Results are
-written after each case, and what is in the table already is not compiled again, so it can be
+written after each case, and cases that are in the table are not compiled again, so the run can be
 stopped and continued at will. Figures are for one head of self-attention over `SEQUENCE` tokens.
 """
 
@@ -28,14 +28,14 @@ from tpuport.program.cost.schedule import schedule_call
 TABLE = Path(__file__).parent.parent / "tpuport" / "attention" / "block_table.json"
 DOCS = Path(__file__).parent.parent / "docs"
 
-# A whole number of blocks of every size below.
+# A multiple of every block size below.
 SEQUENCE = 49152
 FORWARD = (
     (3072, 2048, 1024), (2048, 2048, 1024), (2048, 2048, 512), (1024, 2048, 1024),
     (1024, 1024, 1024), (1024, 1024, 512), (512, 1024, 512),
 )  # fmt: skip
 BACKWARD = ((2048, 1024), (1024, 2048), (1024, 1024), (1024, 512), (512, 1024), (512, 512))
-# What chooses an entry, besides its blocks.
+# The fields that select an entry, besides its blocks.
 KEY = ("chip", "head_dim", "dtype", "mask")
 _FORWARD_KEY = (*KEY, "block_q", "block_kv", "block_kv_compute")
 _BACKWARD_KEY = (*KEY[:3], "block_q_backward", "block_kv_backward")
@@ -43,7 +43,7 @@ _BACKWARD_KEY = (*KEY[:3], "block_q_backward", "block_kv_backward")
 
 @dataclass
 class Table:
-    """The file of results, and what was too large to compile, for this run only."""
+    """The file of results, and for this run only the cases that were too large to compile."""
 
     path: Path
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -52,12 +52,12 @@ class Table:
 
     @classmethod
     def load(cls, path: Path) -> "Table":
-        """The table as it is, or an empty one."""
+        """Return the table in a file, or an empty one."""
         entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         return cls(path, entries)
 
     def save(self) -> None:
-        """Write it, one entry a line, in a fixed order, the backward pass's best in each."""
+        """Write the table, one entry per line in a fixed order, with the best backward blocks."""
         for entry in self.entries:
             same = [b for b in self.backward if all(b[n] == entry[n] for n in KEY[:3])]
             if same:
@@ -70,33 +70,33 @@ class Table:
         temporary.replace(self.path)
 
     def has(self, key: tuple[Any, ...]) -> bool:
-        """Whether a forward case is there, or was refused."""
+        """Return whether a forward case is in the table, or was refused."""
         known = (tuple(entry[name] for name in _FORWARD_KEY) for entry in self.entries)
         return key in self.refused or key in known
 
 
 class Schedules:
-    """Schedules of kernels, each compiled once: blocks seen whole are the same under every mask."""
+    """A cache of kernel schedules. Blocks without masking are the same under every mask."""
 
     def __init__(self) -> None:
         self._found: dict[Any, KernelSchedule] = {}
 
     def of(self, call: KernelCall, chip: str, kind: tuple[Any, ...]) -> KernelSchedule:
-        """The schedule of a call; `kind` says what makes its body what it is."""
+        """Return the schedule of a call; `kind` is the key that determines its body."""
         if kind not in self._found:
             self._found[kind] = schedule_call(call, chip)
         return self._found[kind]
 
 
 def measure_forward(case: KernelCase, schedules: Schedules) -> float:
-    """Seconds of one head: its kernels, and reading and writing for putting two together.
+    """Return the seconds of one head: its kernels, and the traffic to merge their results.
 
     Raises:
-        KernelCompileError: it does not fit the chip's on-chip memory, as a rule.
+        KernelCompileError: Usually it does not fit the chip's on-chip memory.
     """
     built = build_kernel(case)
     calls = find_calls(jax.make_jaxpr(built.function)(*built.args))
-    # One that masks reads positions or ids, besides its schedule (two arrays), q, k and v.
+    # A masking kernel also reads positions or ids, besides its schedule (two arrays), q, k and v.
     masking = [len(call.args) > 5 for call in calls]
     if masking != [steps.masked for steps in built.calls]:
         raise ValueError(f"{case} makes calls that mask: {masking}, not those of {built.calls}")
@@ -117,7 +117,7 @@ def measure_forward(case: KernelCase, schedules: Schedules) -> float:
 def _seconds(
     found: KernelSchedule, call: KernelCall, active: int, head_dim: int, runs: int = 1
 ) -> float:
-    """Of so many calls with this grid, by a schedule of another grid."""
+    """Return the seconds of `runs` calls with this grid, from a schedule of another grid."""
     chip = found.chip
     if not runs:
         return 0.0
@@ -131,7 +131,7 @@ def _seconds(
 
 
 def backward_calls(head_dim: int, dtype: str, block_q: int, block_kv: int) -> list[KernelCall]:
-    """The kernels of gradients of queries and of keys, unmasked, as JAX has them."""
+    """Return JAX's kernels for the gradients of queries and of keys, without a mask."""
     blocks = splash.BlockSizes(
         block_q=512,
         block_kv=512,
@@ -154,10 +154,10 @@ def backward_calls(head_dim: int, dtype: str, block_q: int, block_kv: int) -> li
 
 
 def measure_backward(chip: str, head_dim: int, dtype: str, sizes: tuple[int, int]) -> float:
-    """Seconds of both kernels for one head.
+    """Return the seconds of both kernels for one head.
 
     Raises:
-        KernelCompileError: as `measure_forward`.
+        KernelCompileError: See `measure_forward`.
     """
     total = 0.0
     for call in backward_calls(head_dim, dtype, *sizes):
@@ -176,7 +176,7 @@ def _shares(flops: float, seconds: float, chip: Chip, head_dim: int, suffix: str
 
 
 def forward_cases(options: argparse.Namespace) -> Iterator[KernelCase]:
-    """Every forward case, in the order of the arguments."""
+    """Yield every forward case, in the order of the arguments."""
     for chip, dim, dtype, blocks, kind in itertools.product(
         options.chips, options.head_dims, options.dtypes, options.blocks or FORWARD, options.masks
     ):
@@ -208,7 +208,7 @@ def tune_forward(table: Table, options: argparse.Namespace, stop: float) -> None
 
 
 def tune_backward(table: Table, options: argparse.Namespace, stop: float) -> None:
-    """Compile the backward kernels until the time is up; their best go into the entries."""
+    """Compile the backward kernels until the time is up, and put their best into the entries."""
     for chip, dim, dtype, sizes in itertools.product(
         options.chips, options.head_dims, options.dtypes, options.blocks or BACKWARD
     ):
@@ -220,7 +220,7 @@ def tune_backward(table: Table, options: argparse.Namespace, stop: float) -> Non
         except KernelCompileError as error:
             print(key, error, flush=True)
             continue
-        # Five products; what both kernels do again is no useful work.
+        # Five products. The products that both kernels recompute are not useful work.
         flops = 10 * dim * float(SEQUENCE) ** 2
         shares = _shares(flops, seconds, chip_of(chip), dim, "_backward")
         table.backward.append({**dict(zip(_BACKWARD_KEY, key, strict=True)), **shares})
@@ -233,7 +233,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Compile what is missing, as long as time allows; write the table and the page of docs/."""
+    """Compile missing cases while time allows, and write the table and the page of docs/."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.attention_blocks", description=__doc__
     )
@@ -241,8 +241,12 @@ def main() -> None:
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128, 64, 256])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--masks", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--blocks", nargs="+", type=_sizes, help="only these: 2048,2048,1024")
-    parser.add_argument("--minutes", type=float, default=60, help="start no compile after so long")
+    parser.add_argument(
+        "--blocks", nargs="+", type=_sizes, help="only these block sizes: 2048,2048,1024"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="start no compile after this time"
+    )
     parser.add_argument("--backward", action="store_true", help="the backward kernels instead")
     parser.add_argument("--page", action="store_true", help="only write the page of docs/")
     parser.add_argument("--out", type=Path, default=TABLE)

@@ -1,4 +1,4 @@
-"""docs/attention_blocks.md: the table of block sizes for people, and a plot."""
+"""docs/attention_blocks.md: the table of block sizes for readers, and a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,8 @@ def write(entries: list[dict[str, Any]], folder: Path) -> None:
     """Write the page and its plot into a folder.
 
     Args:
-        entries: as `block_table.json` has them.
-        folder: where to.
+        entries: Entries of `block_table.json`.
+        folder: Folder to write to.
     """
     best: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
     for entry in entries:
@@ -78,7 +78,7 @@ def _plot(best: dict[tuple[str, int, str], dict[str, dict[str, Any]]], path: Pat
     from matplotlib.figure import Figure
 
     groups = sorted(best)
-    # Without these the file would differ from run to run where the numbers do not.
+    # Without these settings matplotlib writes another file on every run for the same numbers.
     with mpl.rc_context({"svg.hashsalt": "tpuport", "font.size": 9}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
         axes = figure.add_subplot()

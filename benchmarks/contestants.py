@@ -1,4 +1,4 @@
-"""One model as each of the ways to run it: ported, plain torchax, JAX by hand, PyTorch."""
+"""One model in each of the ways to run it: ported, plain torchax, hand-written JAX, PyTorch."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ FORWARD, TRAINING = "forward", "value_and_grad"
 
 @dataclass(frozen=True)
 class Pure:
-    """A pure function `call(params, rest, args)` that gives one array, with its arguments."""
+    """A pure function `call(params, rest, args)` that returns one array, with its arguments."""
 
     call: Callable[[Any, Any, Any], Any]
     params: Any
@@ -25,7 +25,7 @@ class Pure:
     args: Any
 
     def make(self, what: str) -> Callable[..., Any]:
-        """A function to jit that jax has not seen: the forward, or the loss with all gradients."""
+        """Return a function that jax has not seen: the forward, or the loss with gradients."""
         import jax
         import jax.numpy as jnp
 
@@ -36,12 +36,12 @@ class Pure:
 
     @property
     def inputs(self) -> tuple[Any, Any, Any]:
-        """What the function is called with."""
+        """Return the arguments of the function."""
         return self.params, self.rest, self.args
 
 
 def make_pure(case: Case) -> dict[str, Pure]:
-    """The JAX functions of a case by contestant."""
+    """Return the JAX functions of a case by contestant."""
     import jax.numpy as jnp
 
     args = tuple(jnp.asarray(value.numpy()) for value in case.args)
@@ -64,8 +64,8 @@ def _ported(case: Case, args: Any) -> Pure:
 
 
 def make_plain(case: Case, args: Any) -> Pure:
-    """A case under plain torchax, for arguments as jax arrays."""
-    import torchax  # by tpuport already, which puts back what the import changes in the process
+    """Return a case under plain torchax, for arguments as jax arrays."""
+    import torchax  # imported by tpuport before, which undoes its global changes
 
     states, function = torchax.extract_jax(case.module)
     trained = {name for name, value in case.module.named_parameters() if value.requires_grad}
@@ -75,23 +75,23 @@ def make_plain(case: Case, args: Any) -> Pure:
 
 
 def make_eager(case: Case, what: str) -> Callable[[], object]:
-    """The model in PyTorch as it is."""
+    """Return a call of the model in eager PyTorch."""
     return _torch_call(case.module, case, what)
 
 
 class NoCompilerError(Exception):
-    """torch.compile cannot run this here; the message says why."""
+    """torch.compile cannot run a model here. The message has the reason."""
 
 
 def check_compiler() -> None:
-    """Raise `NoCompilerError` where there is no C++ compiler, which torch.compile needs."""
+    """Raise `NoCompilerError` if there is no C++ compiler, which torch.compile needs."""
     names = [os.environ.get("CXX", ""), "g++", "clang++"]
     if not any(name and shutil.which(name) for name in names):
         raise NoCompilerError("there is no C++ compiler (g++ or clang++) on this machine")
 
 
 def make_compiled(case: Case, what: str) -> Callable[[], object]:
-    """The model under torch.compile, compiled and warm.
+    """Return a call of the model under torch.compile, compiled and warm.
 
     Dynamo refuses to compile once plain torchax is imported ("PyTorch is not linked with support
     for jax devices", torch 2.13 with torchax 0.0.14), so this has to come first in a process.
@@ -100,14 +100,14 @@ def make_compiled(case: Case, what: str) -> Callable[[], object]:
         NoCompilerError: There is no C++ compiler, or torch.compile cannot compile the model.
     """
     check_compiler()
-    # Whole, so that it cannot fall back to eager unseen; each model for its own sizes, though some
-    # share a class, whose sizes torch.compile would otherwise make symbols.
+    # fullgraph, so that it cannot silently fall back to eager. dynamic=False, since torch.compile
+    # would make symbols of sizes that differ between models of one class.
     compiled = torch.compile(case.module, fullgraph=True, dynamic=False)
     call = _torch_call(compiled, case, what)
     try:
         for _ in range(3):
             call()
-    except RuntimeError as error:  # of which those of dynamo and inductor are
+    except RuntimeError as error:  # the base class of dynamo's and inductor's errors
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise NoCompilerError(reason) from error
     return call

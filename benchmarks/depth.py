@@ -1,8 +1,8 @@
-"""`python -m benchmarks.depth`: what tracing, lowering and compiling cost by the number of blocks.
+"""`python -m benchmarks.depth`: cost of tracing, lowering and compiling by the number of blocks.
 
 Writes docs/depth.md and docs/benchmarks/depth.svg. A stack of diffusion-transformer blocks is
-staged with each block traced by itself, traced once, and as one loop over stacked weights; for the
-CPU, and ahead of time for a TPU where libtpu is installed.
+staged with each block traced by itself, traced once, and as one loop over stacked weights, for the
+CPU, and ahead of time for a TPU if libtpu is installed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DEPTHS = (2, 8, 54)
 STAGES = ("trace", "lower", "compile")
 WAYS = {"unroll": "each block by itself", "once": "traced once", "scan": "one loop"}
 _COLORS = {"unroll": "#b5482e", "once": "#a07cc5", "scan": "#0b6e99"}
-# What tracing a loop of the most blocks is to cost at most, in times of the depth before.
+# The most that tracing a loop of the most blocks may cost, as a multiple of the next smaller depth.
 AIM = 1.5
 WIDTH, HEADS, TOKENS, BATCH = 256, 2, 512, 2
 
@@ -33,9 +33,9 @@ class Row:
 
     Attributes:
         target: "cpu" or a topology.
-        way: one of `WAYS`.
-        depth: how many blocks.
-        seconds: by stage.
+        way: One of `WAYS`.
+        depth: Number of blocks.
+        seconds: Seconds by stage.
     """
 
     target: str
@@ -47,8 +47,8 @@ class Row:
 def measure(target: str, way: str, repeats: int) -> list[Row]:
     """Trace stacks of all depths several times, and lower and compile each once.
 
-    The depths take turns, each from a port of its own, so that what else the machine does slows all
-    of them.
+    The depths take turns, each with its own port, so that other load on the machine slows all of
+    them.
     """
     runs = {depth: [_stage(target, way, depth, whole=True)] for depth in DEPTHS}
     for done in runs.values():
@@ -65,7 +65,7 @@ def measure(target: str, way: str, repeats: int) -> list[Row]:
 
 
 def _stage(target: str, way: str, depth: int, *, whole: bool) -> dict[str, float]:
-    """Seconds of each stage; or of tracing alone, those of the processor: it needs nothing else."""
+    """Return the seconds of each stage, or the CPU seconds of tracing alone if not `whole`."""
     import jax
     import torch
 
@@ -96,14 +96,14 @@ def _stage(target: str, way: str, depth: int, *, whole: bool) -> dict[str, float
 
 
 def targets() -> list[str]:
-    """The CPU, and a TPU that libtpu can compile for."""
+    """Return the CPU, and a TPU topology if libtpu can compile for it."""
     import importlib.util
 
     return ["cpu", *(["v6e-1"] if importlib.util.find_spec("libtpu") else [])]
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """A chart for each target and stage."""
+    """Draw a chart for each target and stage."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -133,7 +133,7 @@ def _draw(axes: Any, rows: list[Row], stage: str) -> None:
 
 
 def page(rows: list[Row]) -> str:
-    """The page, with ratios: times of one machine say nothing of another."""
+    """Return the page, with ratios, since the times of one machine do not carry over to another."""
     deepest, middle = max(r.depth for r in rows), sorted({r.depth for r in rows})[-2]
     lines = [
         "# What depth costs",
@@ -168,7 +168,7 @@ def page(rows: list[Row]) -> str:
 
 
 def _verdict(by: Any, deepest: int, middle: int) -> list[str]:
-    """Whether tracing a loop keeps to the aim, and what is left."""
+    """Return whether tracing a loop meets the aim, and what remains to be improved."""
     found = {
         target: by[target, way, deepest]["trace"] / by[target, way, middle]["trace"]
         for target, way, depth in by
@@ -186,10 +186,10 @@ def _verdict(by: Any, deepest: int, middle: int) -> list[str]:
 
 
 def run(repeats: int, say: Callable[[str], None]) -> list[Row]:
-    """All targets, ways and depths."""
+    """Measure all targets, ways and depths."""
     rows = []
     for target in targets():
-        _stage(target, "once", DEPTHS[0], whole=True)  # imports and the first use of everything
+        _stage(target, "once", DEPTHS[0], whole=True)  # warms up imports and caches
         for way in WAYS:
             for row in measure(target, way, repeats):
                 shown = " ".join(f"{stage} {row.seconds[stage]:.2f} s" for stage in STAGES)

@@ -1,4 +1,4 @@
-"""A stack of diffusion-transformer blocks twice: as a PyTorch module and as JAX written by hand.
+"""A stack of diffusion-transformer blocks, as a PyTorch module and as hand-written JAX.
 
 Shapes: x [B, N, width] are tokens, condition [B, width] is the time embedding.
 """
@@ -23,7 +23,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """[B, N, width] to [B, N, width]."""
+        """Map [B, N, width] to [B, N, width]."""
         steps = self.modulation(F.silu(condition))[:, None].chunk(6, dim=-1)
         shift1, scale1, gate1, shift2, scale2, gate2 = steps
         h = self.norm1(x) * (1 + scale1) + shift1
@@ -42,18 +42,18 @@ class DiTStack(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """[B, N, width] to [B, N, width]."""
+        """Map [B, N, width] to [B, N, width]."""
         for block in self.blocks:
             x = block(x, condition)
         return x
 
 
 def hand_written(model: DiTStack) -> tuple[Any, Any]:
-    """The same function in JAX, as one writes it who starts from JAX.
+    """Return the same function in JAX, written as one would who starts from JAX.
 
     Returns:
-        Its parameters, a list with a dict for each block, matrices as [in, out]; and
-        `f(params, x, condition)`.
+        Its parameters, a list with a dict for each block, matrices as [in, out]; and `f(params, x,
+        condition)`.
     """
     import jax
     import jax.numpy as jnp

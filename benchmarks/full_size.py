@@ -1,8 +1,8 @@
-"""`python -m benchmarks.full_size`: full-size models compiled for slices that are not there.
+"""`python -m benchmarks.full_size`: full-size models compiled for slices without hardware.
 
-Writes docs/benchmarks/full_size.json and docs/full_size.md. Each case takes minutes, and up to
-5 GiB of memory; `--only` compiles some, and keeps the rows of the others. `--quick` compiles with
-`quick=True`, for the columns that say what comes of it.
+Writes docs/benchmarks/full_size.json and docs/full_size.md. Each case takes minutes, and up to 5
+GiB of memory. `--only` compiles some cases, and keeps the rows of the others. `--quick` compiles
+with `quick=True`, for the columns that show its effect.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CASES = {
 
 
 def compiled(case: Case, *, quick: bool = False) -> Any:
-    """The report of a case."""
+    """Compile a case and return its report."""
     import tpuport
 
     ported, options = case.make()
@@ -54,7 +54,7 @@ def compiled(case: Case, *, quick: bool = False) -> Any:
 
 
 def row(case: Case, report: Any) -> dict[str, Any]:
-    """What the page says of a report, as JSON."""
+    """Return the fields of a report that the page shows, as JSON."""
     work, estimate = report.work, report.estimate
     kernels = sorted({one.kernel for one in work.attention})
     return {
@@ -84,7 +84,7 @@ def row(case: Case, report: Any) -> dict[str, Any]:
 
 
 def page(rows: Iterable[dict[str, Any]]) -> str:
-    """The page of these rows."""
+    """Return the page of these rows."""
     rows = list(rows)
     lines = [
         "# Models at their full size",
@@ -139,7 +139,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _quickly(one: dict[str, Any]) -> str:
-    """What came of compiling a case with less effort: how long it took, and its answers."""
+    """Return the time and the results of compiling a case with `quick=True`."""
     if "quick" not in one:
         return "?"
     quick = one["quick"]
@@ -148,9 +148,9 @@ def _quickly(one: dict[str, Any]) -> str:
 
 
 def _step(one: dict[str, Any]) -> str:
-    """The estimate for a step."""
+    """Return the estimate for a step."""
     parts = one["step"] or {}
-    # A part that was not read leaves the whole open.
+    # The sum is unknown if the time of a part could not be read.
     return f"{sum(parts.values()):.2f} s" if set(_PARTS) <= set(parts) else "?"
 
 
@@ -177,7 +177,7 @@ def _time_row(one: dict[str, Any]) -> str:
 
 
 def add(name: str, rows: dict[str, Any], say: Callable[[str], None], *, quick: bool) -> None:
-    """Compile a case, and put what came of it into its row."""
+    """Compile a case, and put the result into its row."""
     report = compiled(CASES[name], quick=quick)
     say(str(report))
     found = row(CASES[name], report)

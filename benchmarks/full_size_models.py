@@ -1,4 +1,4 @@
-"""Models at their full size, without weights, with what a step of each is compiled for."""
+"""Full-size models without weights, with the settings with which a step of each is compiled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class Case:
     """One program.
 
     Attributes:
-        name: of the model and what is compiled, for the table.
-        setting: batch and lengths, for the table.
-        topology: a slice.
-        make: gives the ported model and further arguments of `tpuport.compile_for`.
-        mesh: sizes by axis.
-        sequence: how a sharded sequence meets (`tpuport.attention_options`).
+        name: Name of the model and of what is compiled, for the table.
+        setting: Batch size and lengths, for the table.
+        topology: TPU slice.
+        make: Returns the ported model and further arguments of `tpuport.compile_for`.
+        mesh: Sizes by mesh axis.
+        sequence: Sequence-parallel strategy (`tpuport.attention_options`).
     """
 
     name: str
@@ -29,7 +29,7 @@ class Case:
 
 
 def _bf16_and_recomputed(patterns: dict[str, str]) -> Callable[[Any], None]:
-    """A policy: weights in bfloat16, blocks computed again in the backward pass."""
+    """Return a policy: weights in bfloat16, blocks recomputed in the backward pass."""
 
     def policy(ported: Any) -> None:
         import tpuport
@@ -47,7 +47,7 @@ def _ids(batch: int, length: int) -> Any:
 
 
 def llama(batch: int) -> tuple[Any, dict[str, Any]]:
-    """Llama 3.1 8B, a training step of sequences of 8192 tokens."""
+    """Return a training step of Llama 3.1 8B on sequences of 8192 tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,7 +82,7 @@ def llama(batch: int) -> tuple[Any, dict[str, Any]]:
 
 
 def internvl(batch: int) -> tuple[Any, dict[str, Any]]:
-    """A model like InternVL3-8B, a training step of sequences of 4096 tokens with 13 tiles each."""
+    """Return a training step of a model like InternVL3-8B, on 4096 tokens with 13 tiles each."""
     import jax
     import torch
     from transformers import InternVLConfig, InternVLForConditionalGeneration, Qwen2Config
@@ -129,7 +129,7 @@ def internvl(batch: int) -> tuple[Any, dict[str, Any]]:
 
 
 def hunyuan_video(batch: int) -> tuple[Any, dict[str, Any]]:
-    """HunyuanVideo 1.5's transformer, forward, 121 frames of 720p: 112,856 tokens."""
+    """Return the forward of HunyuanVideo 1.5's transformer, 121 frames of 720p: 112,856 tokens."""
     import diffusers
     import jax
     import torch

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.hunyuan_video`: a step of HunyuanVideo-1.5 on slices that are not there.
+"""`python -m benchmarks.hunyuan_video`: a step of HunyuanVideo-1.5 on slices without hardware.
 
 One step of denoising at full size (8.33 B parameters, bfloat16, both halves of guidance in one
-call): ways to spread it, slices, frames and resolutions. Writes docs/benchmarks/hunyuan_video.json
-after each case, docs/hunyuan_video.md and the plot in it. A case takes minutes; `--only` compiles
-some and keeps the rows of the others.
+call) with several spreads, slices, frames and resolutions. Writes
+docs/benchmarks/hunyuan_video.json after each case, docs/hunyuan_video.md and the plot in it. A case
+takes minutes; `--only` compiles some and keeps the rows of the others.
 """
 
 import argparse
@@ -28,11 +28,11 @@ class Case:
     """One step of denoising.
 
     Attributes:
-        spread: a name of `recipes.hunyuan_video.spreading.SPREADS`.
-        topology: a slice.
-        resolution: a name of `SIZES`.
-        frames: of the video.
-        i2v: with the tokens of a picture.
+        spread: A name of `recipes.hunyuan_video.spreading.SPREADS`.
+        topology: TPU slice.
+        resolution: A name of `SIZES`.
+        frames: Frames of the video.
+        i2v: Whether there are tokens of a picture.
     """
 
     spread: str = "sequence"
@@ -43,13 +43,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What `--only` takes."""
+        """Return the name of the case for `--only`."""
         task = "-i2v" if self.i2v else ""
         return f"{self.spread}-{self.topology}-{self.resolution}-{self.frames}{task}"
 
     @property
     def tokens(self) -> int:
-        """Of the video and the texts, a row of the batch."""
+        """Return the number of tokens of the video and the texts, per row of the batch."""
         from recipes.hunyuan_video.compile import PICTURE_TOKENS
         from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE
         from recipes.hunyuan_video.prompts import MAX_GLYPH_LENGTH, MAX_LENGTH
@@ -74,7 +74,7 @@ CASES = [
 
 
 def compiled(case: Case, *, quick: bool = True) -> dict[str, Any]:
-    """What the page says of a case, as JSON."""
+    """Compile a case and return what the page shows of it, as JSON."""
     from recipes.hunyuan_video.compile import compile_denoise
 
     report = compile_denoise(
@@ -105,7 +105,7 @@ def compiled(case: Case, *, quick: bool = True) -> dict[str, Any]:
 
 
 def _seconds(row: dict[str, Any]) -> float | None:
-    """The estimate for a step; a part that was not read leaves the whole open."""
+    """Return the estimate for a step, or None if the time of a part could not be read."""
     parts = row["step"]
     return sum(parts.values()) if set(_PARTS) <= set(parts) else None
 
@@ -128,7 +128,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def page(rows: Iterable[dict[str, Any]]) -> str:
-    """The page of these rows."""
+    """Return the page of these rows."""
     lines = [
         "# HunyuanVideo-1.5, a step of denoising",
         "",
@@ -156,7 +156,7 @@ def page(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def plot(rows: Iterable[dict[str, Any]], path: Path) -> None:
-    """Draw seconds a step against frames, one line a resolution."""
+    """Draw seconds per step against frames, one line per resolution."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -184,7 +184,7 @@ def plot(rows: Iterable[dict[str, Any]], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.legend()
-    # Without them the file would differ each time.
+    # Without a fixed salt and date the file would differ each time.
     with rc_context({"svg.hashsalt": "hunyuan_video"}):
         figure.savefig(path, format="svg", metadata={"Date": None})
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="CASE")
-    parser.add_argument("--full", action="store_true", help="let libtpu take its time")
+    parser.add_argument("--full", action="store_true", help="let libtpu optimise fully")
     options = parser.parse_args()
     for case in CASES:
         if case.name in options.only:

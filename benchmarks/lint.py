@@ -1,7 +1,7 @@
-"""`python -m benchmarks.lint PATH`: how fast linting is, beside other linters where they are found.
+"""`python -m benchmarks.lint PATH`: speed of linting, next to other linters that are installed.
 
 Writes docs/lint_speed.md. Every time is CPU or wall seconds as a multiple of one `ast.parse` and
-one walk over the same files on one core, taken before and after in the same run.
+one walk over the same files on one core, measured before and after in the same run.
 """
 
 import argparse
@@ -25,13 +25,13 @@ LIMIT = 900
 
 @dataclass(frozen=True)
 class Run:
-    """What one command took.
+    """The cost of one command.
 
     Attributes:
-        name: What was run.
-        wall: Seconds until it ended; None where it did not within the limit.
-        cpu: Seconds that its processes computed.
-        memory: The most memory that one of its processes held, in MiB.
+        name: Name of the command.
+        wall: Seconds until it ended, or None if it did not within the limit.
+        cpu: CPU seconds of its processes.
+        memory: Peak memory of its largest process, in MiB.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Run:
 
 
 def parse_and_walk(files: Sequence[Path]) -> float:
-    """CPU seconds of parsing and walking files once, in this process."""
+    """Return the CPU seconds of parsing and walking files once, in this process."""
     texts = [path.read_text(encoding="utf-8") for path in files]
     start = time.process_time()
     for text in texts:
@@ -57,12 +57,12 @@ def measure(
     rounds: int,
     before: Callable[[], object] = lambda: None,
 ) -> Run:
-    """The medians of a few runs of a command.
+    """Return the medians of several runs of a command.
 
     Args:
-        name: What to call it.
-        command: The command; any exit code will do, because linters find something.
-        rounds: How often to run it.
+        name: Name of the run.
+        command: The command. Any exit code is accepted, since linters find something.
+        rounds: Number of runs.
         before: Called before each run.
     """
     walls: list[float] = []
@@ -83,10 +83,10 @@ def measure(
 
 
 def _wait(process: "subprocess.Popen[bytes]", start: float) -> tuple[float, float, float]:
-    """Wall and CPU seconds and the most MiB of a process and those that it waited for.
+    """Return wall and CPU seconds and the peak MiB of a process and those that it waited for.
 
     Raises:
-        TimeoutError: it did not end within the limit, and was killed.
+        TimeoutError: It did not end within the limit, and was killed.
     """
     while True:
         pid, _, usage = os.wait4(process.pid, os.WNOHANG)
@@ -102,7 +102,7 @@ def _wait(process: "subprocess.Popen[bytes]", start: float) -> tuple[float, floa
 
 
 def contestants(path: Path, folder: Path, others: dict[str, str | None]) -> list[Run]:
-    """Every run: ours cold and warm, then the other linters."""
+    """Measure every contestant: ours cold and warm, then the other linters."""
     config, cache = folder / "pyproject.toml", folder / "cache"
     config.write_text(f'[tool.tpuport]\ncache-dir = "{cache}"\n', encoding="utf-8")
     ours = [sys.executable, "-c", "from tpuport.cli import app; app()", "lint", str(path)]
@@ -129,7 +129,7 @@ def contestants(path: Path, folder: Path, others: dict[str, str | None]) -> list
 
 
 def page(path: Path, files: Sequence[Path], base: float, runs: Sequence[Run]) -> str:
-    """The page that shows the runs."""
+    """Return the page that shows the runs."""
     lines = sum(file.read_text(encoding="utf-8").count("\n") for file in files)
     known = machine.describe()
     described = f"{known['system']}, {known['processor']}, {known['cores']} cores"

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.loading`: what loading a checkpoint takes of host memory and time.
+"""`python -m benchmarks.loading`: host memory and time that loading a checkpoint takes.
 
-Writes docs/loading.md. Each way to load runs in a process of its own, round by round in turn, with
-the file in the page cache. Memory is the highest resident set (`VmHWM`: anonymous, shared and
-mapped file pages alike) above what the process had before it loaded.
+Writes docs/loading.md. Each way to load runs in its own process, round by round in turn, with the
+file in the page cache. Memory is the highest resident set (`VmHWM`: anonymous, shared and mapped
+file pages alike) above what the process had before it loaded.
 """
 
 import argparse
@@ -31,9 +31,9 @@ class Load:
     """One load.
 
     Attributes:
-        seconds: Until every array was there.
-        cpu: Seconds that this process computed meanwhile, in the system's calls too.
-        memory: The most bytes above what the process had before, as a multiple of the file.
+        seconds: Seconds until every array was loaded.
+        cpu: CPU seconds of this process meanwhile, system calls included.
+        memory: Peak memory above that before loading, as a multiple of the file.
     """
 
     seconds: float
@@ -42,7 +42,7 @@ class Load:
 
 
 def write_files(folder: Path, megabytes: int) -> dict[str, Path]:
-    """A safetensors and a torch file of the same float32 tensors: half small, half 32 MB each."""
+    """Write a safetensors and a torch file of equal float32 tensors: half small, half of 32 MB."""
     import torch
     from safetensors.torch import save_file
 
@@ -67,7 +67,7 @@ def _ours(path: Path, **options: Any) -> object:
 def _mapped(path: Path) -> object:
     from safetensors.torch import load_file
 
-    # It only maps the file: summing is what brings the values into memory.
+    # load_file only maps the file. The sum reads the values into memory.
     tensors = load_file(path)
     return tensors, [tensor.sum() for tensor in tensors.values()]
 
@@ -90,7 +90,7 @@ def _torch(path: Path) -> object:
     return _to_jax(torch.load(path, weights_only=True).items())
 
 
-# The file, and how it is loaded.
+# The kind of file, and the function that loads it.
 CONTESTANTS: dict[str, tuple[str, Callable[[Path], object]]] = {
     OURS: ("safetensors", _ours),
     f"{OURS}, dtype='bfloat16'": ("safetensors", lambda path: _ours(path, dtype="bfloat16")),
@@ -102,11 +102,11 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 def load_here(name: str, path: Path) -> Load:
-    """Load once in this process, which must have loaded nothing before."""
+    """Load once in this process, which must not have loaded anything before."""
     import jax
     import numpy as np
 
-    # Importing is not loading.
+    # Imported first, since importing is no part of loading.
     importlib.import_module("safetensors.torch")
     importlib.import_module("tpuport.checkpoints")
 
@@ -135,7 +135,7 @@ def load_apart(name: str, path: Path) -> Load:
 
 
 def measure(paths: dict[str, Path], names: Iterable[str], rounds: int) -> dict[str, list[Load]]:
-    """Each contestant's loads, round by round."""
+    """Measure each contestant's loads, round by round."""
     found: dict[str, list[Load]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, loads in found.items():
@@ -145,7 +145,7 @@ def measure(paths: dict[str, Path], names: Iterable[str], rounds: int) -> dict[s
 
 
 def page(results: dict[str, list[Load]], megabytes: int) -> str:
-    """The page of docs/ that shows the results."""
+    """Return the page of docs/ that shows the results."""
     about = machine.describe()
     rounds = len(next(iter(results.values())))
     lines = [
@@ -159,7 +159,7 @@ def page(results: dict[str, list[Load]], megabytes: int) -> str:
         "Memory is the highest resident set above that before loading (mapped file pages count),\n"
         "as a multiple of the file.",
         "",
-        f"| | peak memory | seconds | CPU seconds | CPU time of `{OURS}` beside it |",
+        f"| | peak memory | seconds | CPU seconds | CPU time of `{OURS}` relative to it |",
         "| --- | --- | --- | --- | --- |",
     ]
     ours = [load.cpu for load in results[OURS]]
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="loads of each contestant")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
     parser.add_argument("--one", choices=CONTESTANTS, help="load once in this process")
-    parser.add_argument("--file", type=Path, help="what --one loads")
+    parser.add_argument("--file", type=Path, help="the file that --one loads")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(asdict(load_here(options.one, options.file))))

@@ -1,4 +1,4 @@
-"""What the numbers were taken with: versions and the sort of machine, nothing that names it."""
+"""The software and hardware of the measurements. Nothing here identifies the machine."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "torchax", "jax", "jaxlib", "transformers", "diffusers", "
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter here."""
+    """Return the versions of Python and of the packages that matter here."""
     found = {"python": platform.python_version(), "tpuport": tpuport.__version__}
     for name in _PACKAGES:
         try:
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
 
 
 def describe() -> dict[str, Any]:
-    """Operating system, processor, cores that this process may use, and memory."""
+    """Return operating system, processor, number of usable cores, and memory."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -33,17 +33,17 @@ def describe() -> dict[str, Any]:
 
 
 def use_cores(count: int) -> None:
-    """Keep this process to its first `count` cores, where the system can do that.
+    """Restrict this process to its first `count` cores, where the system can do that.
 
-    With one core nobody waits for another thread: on a machine that is also used for other things,
-    a pool of threads is as slow as the one that comes last.
+    With one core no thread waits for another. On a machine with other load, a pool of threads is as
+    slow as its slowest.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 def num_cores() -> int:
-    """How many cores this process may use: what both XLA and PyTorch get here."""
+    """Return the number of cores that this process may use, which both XLA and PyTorch get."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

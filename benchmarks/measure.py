@@ -1,7 +1,7 @@
 """The measurements: steps, staging, growth with depth, and the Python cost of a call.
 
-Staging is measured in CPU seconds: tracing is one thread of Python, and what else the machine does
-would be most of what the wall's clock shows.
+Staging is measured in CPU seconds: tracing is one thread of Python, and wall time would mostly show
+the other load of the machine.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from benchmarks.models import Case
 from benchmarks.timing import Series, interleaved, quiet, ratio
 
 STAGES = ("trace", "lower", "compile")
-# XLA compiles far longer than a model takes to trace, and its time varies less.
+# XLA's compile time is far longer than that of tracing, and varies less.
 COMPILE_ROUNDS = 2
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ def measure_steps(
     rounds: int,
     seconds: float,
 ) -> tuple[list[Row], list[Row]]:
-    """The ported step against every other way to run the model.
+    """Measure the ported step against every other way to run the model.
 
     Returns:
         Rows of step ratios, and rows that compare the compiled programs themselves.
@@ -72,12 +72,12 @@ def measure_steps(
 
 
 def _both(times: Series, others: Series) -> Row:
-    """Ratios on the wall's clock, and the median on the CPU's."""
+    """Return the ratios of wall time, and the median ratio of CPU time."""
     return asdict(ratio(times.wall, others.wall)) | {"cpu": ratio(times.cpu, others.cpu).median}
 
 
 def _program_ratios(ours: Any, theirs: Any) -> Row:
-    """Ratios of two compiled programs, the same on every run: no clock is involved."""
+    """Return ratios of two compiled programs, which are the same on every run."""
     flops = [program.cost_analysis().get("flops", 0.0) for program in (ours, theirs)]
     memory = [program.memory_analysis().temp_size_in_bytes for program in (ours, theirs)]
     lines = [program.as_text().count(" = ") for program in (ours, theirs)]
@@ -89,7 +89,7 @@ def _program_ratios(ours: Any, theirs: Any) -> Row:
 
 
 def measure_staging(case: Case, what: str, pure: dict[str, Pure], *, rounds: int) -> list[Row]:
-    """Trace, lowering and compile time of the ported model against the others'."""
+    """Measure trace, lowering and compile time of the ported model against the others'."""
     times = _stage_times(pure, what, rounds)
     rows = []
     for name in times:
@@ -102,7 +102,10 @@ def measure_staging(case: Case, what: str, pure: dict[str, Pure], *, rounds: int
 
 
 def measure_first_result(case: Case, *, rounds: int) -> list[Row]:
-    """From a PyTorch module to its first result, `convert` without verification and a call."""
+    """Measure the time from a PyTorch module to its first result: `convert` and a call.
+
+    `convert` does not verify here.
+    """
     import jax
     import torchax
 
@@ -124,9 +127,10 @@ def measure_first_result(case: Case, *, rounds: int) -> list[Row]:
 def measure_depth(
     make: Callable[[int], Case], depths: tuple[int, ...], *, rounds: int
 ) -> list[Row]:
-    """Trace, lowering, compile and step time of the forward at several depths.
+    """Measure trace, lowering, compile and step time of the forward at several depths.
 
-    `time` is relative to plain torchax's at the first depth, `against_plain` to its at the same.
+    `time` is relative to plain torchax's at the first depth, `against_plain` to its at the same
+    depth.
     """
     rows: list[Row] = []
     reference: dict[str, float] = {}
@@ -154,7 +158,7 @@ def measure_depth(
 
 
 def measure_calls(*, rounds: int, seconds: float) -> list[Row]:
-    """The Python cost of calling a port of a model that computes next to nothing."""
+    """Measure the Python cost of calling a port of a model that computes next to nothing."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -200,7 +204,7 @@ def _run(programs: dict[str, Any], pure: dict[str, Pure]) -> dict[str, Callable[
 def _stage_times(
     pure: dict[str, Pure], what: str, rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """CPU seconds by contestant and stage, one for each round after a first that does not count."""
+    """Return CPU seconds by contestant and stage, one per round after a first warmup round."""
     names = list(pure)
     times: dict[str, dict[str, list[float]]] = {n: {s: [] for s in STAGES} for n in names}
     for number in range(-1, rounds):
@@ -214,7 +218,7 @@ def _stage_times(
 
 
 def _staged(pure: Pure, what: str, *, compiles: bool) -> dict[str, float]:
-    """CPU seconds of each stage of a function that jax has not seen before."""
+    """Return the CPU seconds of each stage of a function that jax has not seen before."""
     import jax
 
     jitted = jax.jit(pure.make(what))

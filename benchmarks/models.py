@@ -1,4 +1,4 @@
-"""The models that are measured: ones that plain torchax can run, as modules that give a tensor."""
+"""The measured models: modules that plain torchax can run and that return a tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Case:
     """A model and the tensors to call it with.
 
     Attributes:
-        name: For tables and plots.
-        module: In eval mode, on the CPU, random weights; gives one tensor.
-        args: Positional inputs.
-        hand: Makes the same function written in JAX: its parameters and `f(params, *args)`.
+        name: Name for tables and plots.
+        module: Module in eval mode, on the CPU, with random weights, that returns one tensor.
+        args: Positional arguments.
+        hand: Returns the same function in hand-written JAX: its parameters and `f(params, *args)`.
     """
 
     name: str
@@ -27,19 +27,19 @@ class Case:
 
 
 class FirstOutput(torch.nn.Module):
-    """A model whose first output is the result: the same module for all that are measured."""
+    """A wrapper that returns a model's first output, the same for all contestants."""
 
     def __init__(self, model: torch.nn.Module, *names: str) -> None:
         super().__init__()
         self.model, self.names = model, names
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        """The first output for these inputs, in the order of `names`."""
+        """Return the first output for these inputs, in the order of `names`."""
         return self.model(**dict(zip(self.names, args, strict=True)), return_dict=False)[0]
 
 
 def make_cases(*, quick: bool = False) -> list[Case]:
-    """The models whose step and staging are measured; two tiny ones if `quick`."""
+    """Return the models whose step and staging are measured, or two tiny ones if `quick`."""
     torch.manual_seed(0)
     if quick:
         return [dit_stack(2, width=32, tokens=16), _bert(layers=1, width=32, tokens=16)]
@@ -53,7 +53,7 @@ def make_cases(*, quick: bool = False) -> list[Case]:
 
 
 def dit_stack(layers: int, width: int = 256, tokens: int = 128, heads: int = 4) -> Case:
-    """The stack of DiT blocks; the one case that has a hand-written twin."""
+    """Return the stack of DiT blocks, the one case with a hand-written counterpart."""
     module = DiTStack(layers, width, heads).eval()
     args = (torch.randn(2, tokens, width), torch.randn(2, width))
     return Case(f"DiT stack, {layers} layers", module, args, lambda: hand_written(module))

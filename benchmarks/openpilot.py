@@ -1,4 +1,4 @@
-"""openpilot's models: frames a second of a teacher, and seconds of a training step.
+"""openpilot's models: frames per second of a teacher, and seconds of a training step.
 
 `python -m benchmarks.openpilot` writes a small model of the real contract (recipes/openpilot/
 make_model.py; the published ones are 20 times as large) and prints medians of rounds that take
@@ -53,7 +53,7 @@ ONNX, ALONE = "onnxruntime, queues by PyTorch", "onnxruntime alone, inputs ready
 JITTED = "jitted port, {} at once"
 SCAN, LOOP, EAGER = "one scan (the recipe)", "a Python loop, jitted", "eager PyTorch with PEFT"
 LAYERS = "policy"
-# Shares of the largest number, or of the loss.
+# Relative to the largest number, or to the loss.
 SAME, SAME_LOSS = 1e-3, 1e-3
 Arrays = dict[str, np.ndarray]
 Step = Callable[[], float]
@@ -61,13 +61,13 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is.
+    """The sizes of the measured work.
 
     Attributes:
-        frames: of the teacher's drive, in one call of a contestant.
-        batch: windows of a step.
-        warmup: frames of a window that do not count.
-        length: frames that do.
+        frames: Frames of the teacher's drive, in one call of a contestant.
+        batch: Windows per step.
+        warmup: Frames of a window that are not in the loss.
+        length: Frames of a window in the loss.
     """
 
     frames: int = 64
@@ -77,7 +77,7 @@ class Sizes:
 
 
 def random_frames(count: int, rows: int | None = None) -> Arrays:
-    """Inputs of frames, as a training set has them, (count, ...) or (rows, count, ...)."""
+    """Return inputs of frames as in a training set, (count, ...) or (rows, count, ...)."""
     rng = np.random.default_rng(0)
     lead = (count,) if rows is None else (rows, count)
     desires = rng.integers(0, 8, lead)
@@ -94,7 +94,7 @@ def random_frames(count: int, rows: int | None = None) -> Arrays:
 
 
 def teachers(files: list[Path], frames: int) -> dict[str, Callable[[], np.ndarray]]:
-    """By name, what gives the outputs (frames, all heads) of the same drive."""
+    """Return functions by name that compute the outputs (frames, all heads) of the same drive."""
     arrays = {**random_frames(frames), "run": np.zeros(frames, np.int32)}
     host, driver = onnx_driver(files), load_driver(files)
     ported = on_accelerator(driver)
@@ -110,7 +110,7 @@ def teachers(files: list[Path], frames: int) -> dict[str, Callable[[], np.ndarra
 
 
 def sessions_alone(files: list[Path], arrays: Arrays) -> Callable[[], np.ndarray]:
-    """The calls that driving makes of onnxruntime, again and again."""
+    """Return a function that repeats the calls of onnxruntime during a drive."""
     calls: list[tuple[Any, Any, Any]] = []
     driver: Any = onnx_driver(files)
     for graph in driver.graphs:
@@ -124,17 +124,17 @@ def sessions_alone(files: list[Path], arrays: Arrays) -> Callable[[], np.ndarray
 
     def again() -> np.ndarray:
         found = [session.run(wanted, values)[0].ravel() for session, wanted, values in calls]
-        # Of two files, vision and policy of each frame come one after the other.
+        # With two files, vision and policy of each frame alternate.
         return np.concatenate(found).reshape(len(arrays["run"]), -1)
 
     return again
 
 
 def check_outputs(found: Mapping[str, np.ndarray]) -> None:
-    """Refuse to compare what is not the same.
+    """Raise an error if the outputs of the contestants differ.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: They differ.
     """
     expected = found[ONNX]
     scale = float(np.abs(expected).max())
@@ -148,7 +148,7 @@ def check_outputs(found: Mapping[str, np.ndarray]) -> None:
 
 
 def training_batch(driver: Driver, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Windows (batch, frames, ...), with what the frozen layers see in place of images."""
+    """Return windows (batch, frames, ...), with the outputs of frozen layers in place of images."""
     count = sizes.warmup + sizes.length
     given = {n: torch.from_numpy(v) for n, v in random_frames(count, sizes.batch).items()}
     frames = {n: given.pop(n).transpose(0, 1) for n in ("img", "big_img")}
@@ -163,13 +163,13 @@ def training_batch(driver: Driver, sizes: Sizes) -> dict[str, torch.Tensor]:
 def jitted_step(
     student: Driver, loss: SequenceLoss, options: TrainOptions, batch: Any, *, loops: bool
 ) -> Step:
-    """The recipe's step, or the same with frames one after another in the program."""
+    """Return the recipe's step, or the same with a Python loop over frames in the program."""
     step = make_step(copy.deepcopy(student), loss, options)
     placed, state = step.place(batch), step.init()
 
     def take() -> float:
         nonlocal state
-        # It is traced in the first call alone.
+        # Patched in every call, though only the first one traces.
         with mock.patch.object(driving, "scan", unrolled if loops else driving.scan):
             state, metrics = step(state, placed)
         return float(metrics["loss"])
@@ -178,7 +178,7 @@ def jitted_step(
 
 
 def unrolled(body: Any, carry: Any, xs: Any, *, remat: bool = False) -> tuple[Any, torch.Tensor]:
-    """`tpuport`'s scan of a body with one output, as one would write it."""
+    """Replace `tpuport`'s scan of a body with one output by a plain Python loop."""
     del remat
     seen, frames, stops = xs
     outputs = []
@@ -190,7 +190,7 @@ def unrolled(body: Any, carry: Any, xs: Any, *, remat: bool = False) -> tuple[An
 
 
 def eager_step(student: Driver, loss: SequenceLoss, options: TrainOptions, batch: Any) -> Step:
-    """The same in PyTorch, frame by frame."""
+    """Return the same step in eager PyTorch, frame by frame."""
     driver = copy.deepcopy(student)
     trained = [p for p in driver.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=options.learning_rate)
@@ -207,8 +207,11 @@ def eager_step(student: Driver, loss: SequenceLoss, options: TrainOptions, batch
 
 
 def steps(files: list[Path], sizes: Sizes) -> dict[str, Callable[[], Step]]:
-    """By name, what makes a step that nobody has compiled yet; a call of it gives its loss."""
-    # So many steps that the rate is the same in all that are taken here.
+    """Return functions by name that make a step that is not compiled yet.
+
+    A call of the step returns its loss.
+    """
+    # So many steps that the decaying rate is practically constant here.
     options = TrainOptions(
         DoraOptions((LAYERS,), rank=8), warmup=sizes.warmup, length=sizes.length, steps=10**6
     )
@@ -225,10 +228,10 @@ def steps(files: list[Path], sizes: Sizes) -> dict[str, Callable[[], Step]]:
 def begun(
     makers: Mapping[str, Callable[[], Step]], repeats: int
 ) -> tuple[dict[str, Step], dict[str, list[float]]]:
-    """Steps that were compiled, and how long that took, by repeat.
+    """Return compiled steps, and the seconds of compiling by repeat.
 
     Raises:
-        RuntimeError: their losses are not the same, of the first step and of the two after it.
+        RuntimeError: Their losses differ, in the first step or the two after it.
     """
     ready: dict[str, Step] = {}
     spent: dict[str, list[float]] = {name: [] for name in makers}
@@ -247,10 +250,10 @@ def begun(
 
 
 def check_losses(losses: Mapping[str, list[float]]) -> None:
-    """Refuse to compare what does not train alike.
+    """Raise an error if the losses of the contestants differ.
 
     Raises:
-        RuntimeError: a loss is another.
+        RuntimeError: A loss differs.
     """
     for name, found in losses.items():
         for one, other in zip(found, losses[SCAN], strict=True):
@@ -259,7 +262,7 @@ def check_losses(losses: Mapping[str, list[float]]) -> None:
 
 
 def show_teachers(files: list[Path], frames: int, rounds: int) -> None:
-    """Check, measure, print."""
+    """Check, measure and print the teachers."""
     ways = teachers(files, frames)
     check_outputs({name: way() for name, way in ways.items()})
     times = timing.interleaved(ways, rounds=rounds, seconds=0)
@@ -270,7 +273,7 @@ def show_teachers(files: list[Path], frames: int, rounds: int) -> None:
 
 
 def show_steps(files: list[Path], sizes: Sizes, rounds: int, compiles: int) -> None:
-    """Check, measure, print."""
+    """Check, measure and print the steps."""
     ready, spent = begun(steps(files, sizes), compiles)
     times = timing.interleaved(ready, rounds=rounds, seconds=0)
     print(f"\nstep, {sizes.batch} windows of {sizes.warmup} frames and {sizes.length} that count")
@@ -284,7 +287,7 @@ def show_steps(files: list[Path], sizes: Sizes, rounds: int, compiles: int) -> N
 
 
 def main() -> None:
-    """Write a model, measure, print."""
+    """Write a model, measure it, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""Frames a second prepared for openpilot's models: decoded, warped and packed.
+"""Frames per second prepared for openpilot's models: decoded, warped and packed.
 
 `python -m benchmarks.openpilot_prepare` draws a short segment of a device's real size, and prints
-medians of rounds that take turns, on files in the page cache: the recipe, and a plain loop of PyAV
-and numpy over the same videos. Both have to give the same bytes.
+medians of rounds that take turns, on files in the page cache, for the recipe and for a plain loop
+of PyAV and numpy over the same videos. Both must give the same bytes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from recipes.openpilot.constants import MODEL_HEIGHT, MODEL_WIDTH, Camera
 from recipes.openpilot.logs import Log, read_log
 from recipes.openpilot.segments import ROAD, WIDE, Segment, find_segments
 
-# A share of pixels is on the border between two steps of 1/32 of a pixel, and rounded either way.
+# A few pixels are on the border between two steps of 1/32 of a pixel, and are rounded either way.
 SAME = 0.999
 PLAIN, THREADED = "PyAV and numpy, a loop", "PyAV with threads and numpy, a loop"
 RECIPE = "recipes.openpilot"
@@ -31,13 +31,13 @@ RECIPE = "recipes.openpilot"
 def plain_loop(
     segment: Segment, cameras: tuple[Camera, Camera], rpy: list[float], *, threads: bool
 ) -> list[Any]:
-    """`img` and `big_img` (T, 6, 128, 256) of a segment without gaps, as one would write it.
+    """Return `img` and `big_img` (T, 6, 128, 256) of a segment without gaps, by plain code.
 
     Args:
-        segment: its files.
-        cameras: of the road and the wide one.
-        rpy: how the device is mounted.
-        threads: let FFmpeg decode several frames at a time.
+        segment: Files of the segment.
+        cameras: The road camera and the wide camera.
+        rpy: Mounting angles of the device.
+        threads: Whether FFmpeg decodes several frames at a time.
     """
     made = []
     for name, camera in zip((ROAD, WIDE), cameras, strict=True):
@@ -81,7 +81,7 @@ def _warped(plane: np.ndarray, matrix: np.ndarray, width: int, height: int) -> A
 def contestants(
     segment: Segment, log: Log, options: make_data.RouteOptions, batch_size: int | None
 ) -> dict[str, Callable[[], list[Any]]]:
-    """By name, what prepares the segment."""
+    """Return functions by name that prepare the segment."""
     wide = options.cameras.wide
     assert wide is not None
 
@@ -97,10 +97,10 @@ def contestants(
 
 
 def check_same(made: dict[str, list[Any]]) -> None:
-    """Refuse to compare what is not the same.
+    """Raise an error if the bytes of the contestants differ.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: They differ.
     """
     for name, arrays in made.items():
         for one, other in zip(made[PLAIN], arrays, strict=True):
@@ -112,7 +112,7 @@ def check_same(made: dict[str, list[Any]]) -> None:
 
 
 def frame_rates(times: Mapping[str, timing.Series], frames: int) -> list[str]:
-    """Lines with the rate of each contestant, each of whose calls takes so many frames."""
+    """Return lines with the rate of each contestant, whose calls take `frames` frames each."""
     lines = []
     for name, series in times.items():
         rate = frames / statistics.median(series.wall)
@@ -122,7 +122,7 @@ def frame_rates(times: Mapping[str, timing.Series], frames: int) -> list[str]:
 
 
 def main() -> None:
-    """Draw, check, measure, print."""
+    """Draw a segment, check, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="tici ar0231", help="device and sensor")
     parser.add_argument("--seconds", type=float, default=2.0)

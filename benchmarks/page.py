@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, made of the results and put between its markers."""
+"""The tables of docs/benchmarks.md, made from the results and put between its markers."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def update(page: Path, results: dict[str, Any]) -> None:
 
 
 def replaced(text: str, name: str, content: str) -> str:
-    """The text with `content` between the two markers of a name.
+    """Return the text with `content` between the two markers of a name.
 
     Raises:
         ValueError: The text has no such markers.
@@ -32,7 +32,7 @@ def replaced(text: str, name: str, content: str) -> str:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """Each table as Markdown, by the name of its markers."""
+    """Return each table as Markdown, by the name of its markers."""
     return {
         "setting": _setting(results),
         "steps": _steps(results),

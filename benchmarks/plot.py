@@ -17,11 +17,11 @@ _STAGING_TARGET = 1.25
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw results (as `benchmarks.__main__.run` gives them) into an SVG file."""
+    """Draw results of `benchmarks.__main__.run` into an SVG file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # Without these the file would differ from run to run where the numbers do not.
+    # Without these settings matplotlib writes another file on every run for the same numbers.
     with mpl.rc_context({"svg.hashsalt": "tpuport", "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=(13, 8.5), layout="constrained")
         axes = figure.subplot_mosaic(

@@ -1,4 +1,4 @@
-"""Cache reading in samples a second: upstream's gzip pickles and the recipe's two layouts.
+"""Cache reading in samples per second: upstream's gzip pickles and the recipe's two layouts.
 
 `python -m benchmarks.recogdrive_cache` writes a few samples of the real size, and prints medians of
 rounds that take turns, read from the page cache.
@@ -19,7 +19,7 @@ from recipes.recogdrive.make_data import make_cache
 
 
 def as_upstream_reads(entry: layouts.Entry) -> Any:
-    """gzip and pickle alone, as upstream's data set does; of files written here."""
+    """Read files that were written here with gzip and pickle alone, as upstream does."""
     found = {}
     for name in (layouts.FEATURE_FILE, layouts.TARGET_FILE):
         with gzip.open(entry.path / name) as file:
@@ -28,7 +28,7 @@ def as_upstream_reads(entry: layouts.Entry) -> Any:
 
 
 def main() -> None:
-    """Write, measure, print."""
+    """Write samples, measure, and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)

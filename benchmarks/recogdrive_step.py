@@ -1,9 +1,9 @@
-"""`python -m benchmarks.recogdrive_step`: a step of ReCogDrive's stage 2 in the ways to run it.
+"""`python -m benchmarks.recogdrive_step`: a step of ReCogDrive's stage 2 in several ways.
 
 Forward, loss, backward, clipping and AdamW of upstream's small planner (`--upstream DIR`, an
 untouched checkout) and of the recipe's own, in float32: eager PyTorch, torch.compile, plain torchax
-and tpuport in turns. All of them have the same weights, batch and noise, and have to find the same
-losses. Writes docs/recogdrive_step.md.
+and tpuport in turn. All have the same weights, batch and noise, and must have the same losses.
+Writes docs/recogdrive_step.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from benchmarks.models import Case
 from benchmarks.recogdrive_step_page import COMPACT, UPSTREAM, page
 
 PAGE = Path(__file__).parent.parent / "docs" / "recogdrive_step.md"
-# Of the losses of the first steps, which show that the updates are the same, too.
+# Number of compared losses. Those after the first show that the updates are the same, too.
 NUM_COMPARED, RTOL = 3, 1e-4
 LR, CLIP_NORM = 1e-4, 1.0
 
@@ -43,15 +43,15 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured.
+    """The settings of the measurement.
 
     Attributes:
-        upstream: a checkout; None for the recipe's planner alone.
-        size: of the planner.
-        batch: rows.
-        tokens: hidden states of each row; upstream's caches have 2800.
-        rounds: in which everyone takes a step.
-        cores: that may be used.
+        upstream: Upstream checkout; None for the recipe's planner alone.
+        size: Size of the planner.
+        batch: Rows of the batch.
+        tokens: Hidden states per row; upstream's caches have 2800.
+        rounds: Number of rounds, in each of which every contestant takes a step.
+        cores: Number of cores that may be used.
     """
 
     upstream: Path | None = None
@@ -64,14 +64,14 @@ class Options:
 
 @dataclass
 class Found:
-    """Results, by planner and way.
+    """The results, by planner and way.
 
     Attributes:
-        steps: each takes one and gives its loss.
-        losses: of the first steps.
-        errors: of the ways that cannot run it.
-        notes: what else there is to say.
-        times: seconds of a step, round by round.
+        steps: Functions that take a step and return its loss.
+        losses: Losses of the first steps.
+        errors: Errors of the ways that cannot run it.
+        notes: Further notes for the page.
+        times: Seconds per step, round by round.
     """
 
     steps: dict[tuple[str, str], Step] = field(default_factory=dict)
@@ -81,13 +81,13 @@ class Found:
     times: dict[tuple[str, str], timing.Series] = field(default_factory=dict)
 
     def add(self, planner: str, way: str, make: Callable[[], Step]) -> None:
-        """Take the first steps in a way, or keep why it cannot."""
+        """Take the first steps in a way, or store the reason why it cannot run."""
         print(f"{planner} planner, {way}", flush=True)
         try:
             step = make()
             self.losses[planner, way] = [step() for _ in range(NUM_COMPARED)]
             self.steps[planner, way] = step
-        except Exception as error:  # whatever it is: the page shows it
+        except Exception as error:  # any error, which the page shows
             if way == OURS:
                 raise
             self.errors[planner, way] = _told(error)
@@ -95,7 +95,7 @@ class Found:
 
 
 def _told(error: Exception) -> str:
-    """What was raised, and the last place in code that is no library's."""
+    """Return the error, and the last place in code that is not in a library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     own = [f for f in traceback.extract_tb(error.__traceback__) if "-packages" not in f.filename]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "nowhere"
@@ -103,7 +103,7 @@ def _told(error: Exception) -> str:
 
 
 def make_batch(options: Options, width: int) -> Batch:
-    """Scenes with made-up hidden states, the noise, and the times that it is added for."""
+    """Return scenes with made-up hidden states, the noise, and its times."""
     from recipes.recogdrive.layouts import collate
     from recipes.recogdrive.make_data import hidden_states, make_scenes
 
@@ -123,7 +123,7 @@ def make_batch(options: Options, width: int) -> Batch:
 
 @contextlib.contextmanager
 def _drawn(batch: Batch) -> Iterator[None]:
-    """Let torch draw the noise and the times of a batch: upstream's loss takes none."""
+    """Make torch draw the noise and the times of a batch, since upstream's loss takes neither."""
     kept = torch.randn_like, torch.randint
     torch.randn_like = lambda *_, **__: batch["noise"]
     torch.randint = lambda *_, **__: batch["times"]
@@ -134,7 +134,7 @@ def _drawn(batch: Batch) -> Iterator[None]:
 
 
 def upstream_loss(planner: Any, batch: Batch) -> torch.Tensor:
-    """Upstream's loss of a batch, of its noise."""
+    """Return upstream's loss of a batch, with the batch's noise."""
     from recipes.recogdrive import upstream
 
     with _drawn(batch):
@@ -142,29 +142,29 @@ def upstream_loss(planner: Any, batch: Batch) -> torch.Tensor:
 
 
 def compact_loss(planner: Any, batch: Batch) -> torch.Tensor:
-    """The same of the recipe's planner."""
+    """Return the loss of the recipe's planner, with the batch's noise."""
     from recipes.recogdrive import kinds
 
     return kinds.imitation_loss(planner, batch)[0]
 
 
 class PlannerLoss(torch.nn.Module):
-    """The loss of a batch whose tensors are given one by one."""
+    """A module that computes the loss of a batch whose tensors are separate arguments."""
 
     def __init__(self, planner: torch.nn.Module, loss: Callable[..., Any], names: Any) -> None:
         super().__init__()
         self.planner, self.loss, self.names = planner, loss, tuple(names)
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
-        """A scalar, of tensors in the order of `names`."""
+        """Return the scalar loss of tensors in the order of `names`."""
         return self.loss(self.planner, dict(zip(self.names, values, strict=True)))
 
 
 @contextlib.contextmanager
 def untouched(checkout: Path) -> Iterator[Any]:
-    """Import upstream's module as it is, with stand-ins for what it does not need.
+    """Import upstream's module unchanged, with stubs for packages that it does not need.
 
-    But for `torch.compile` on two of its functions: that is a way of its own here.
+    Only `torch.compile` on two of its functions is disabled, since it is a separate way here.
     """
     import tpuport
     from recipes.recogdrive import upstream
@@ -181,11 +181,11 @@ def untouched(checkout: Path) -> Iterator[Any]:
     finally:
         sys.path.remove(str(checkout.resolve()))
         for name in [name for name in sys.modules if name.partition(".")[0] == "navsim"]:
-            del sys.modules[name]  # to be imported again, and ported
+            del sys.modules[name]  # so that it is imported again, and ported
 
 
 def fill_zeros(planner: torch.nn.Module) -> torch.nn.Module:
-    """Small numbers for parameters that start at zero: gates of zero would hide the blocks."""
+    """Fill parameters that are zero with small numbers, since zero gates would hide the blocks."""
     generator = torch.Generator().manual_seed(0)
     for parameter in planner.parameters():
         if parameter.requires_grad and not parameter.any():
@@ -197,7 +197,7 @@ def fill_zeros(planner: torch.nn.Module) -> torch.nn.Module:
 
 
 def eager_step(module: torch.nn.Module, batch: Batch) -> Step:
-    """In PyTorch, whether or not the module is compiled."""
+    """Return a step in PyTorch, whether or not the module is compiled."""
     from recipes.recogdrive.train import BETAS, WEIGHT_DECAY
 
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -215,14 +215,14 @@ def eager_step(module: torch.nn.Module, batch: Batch) -> Step:
 
 
 def compiled_step(module: PlannerLoss, batch: Batch, *, whole: bool) -> Step:
-    """The same under torch.compile: the module, or its planner alone."""
+    """Return a step under torch.compile of the module, or of its planner alone."""
     check_compiler()
     (module if whole else module.planner).compile(dynamic=False)
     return eager_step(module, batch)
 
 
 def plain_step(module: PlannerLoss, batch: Batch) -> Step:
-    """Plain torchax and optax, the state donated."""
+    """Return a step with plain torchax and optax, with a donated state."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -254,7 +254,7 @@ def plain_step(module: PlannerLoss, batch: Batch) -> Step:
 
 
 def ported_step(planner: torch.nn.Module, kind: Any, loss: Callable[..., Any], batch: Batch) -> Any:
-    """As the recipe trains it, at the schedule's highest rate."""
+    """Return a step as the recipe trains it, at the schedule's highest rate."""
     import jax
 
     from recipes.recogdrive.train import TrainOptions, make_step, port_planner
@@ -276,7 +276,7 @@ def ported_step(planner: torch.nn.Module, kind: Any, loss: Callable[..., Any], b
 
 
 def measure(options: Options) -> Found:
-    """Every way of every planner."""
+    """Measure every way of every planner."""
     from recipes.recogdrive import upstream
     from recipes.recogdrive.kinds import OURS as KIND
     from recipes.recogdrive.kinds import imitation_loss
@@ -293,7 +293,8 @@ def measure(options: Options) -> Found:
             theirs.load_state_dict(compact.state_dict())
             modules[UPSTREAM] = PlannerLoss(theirs, upstream_loss, batch)
             _torch_ways(found, UPSTREAM, modules[UPSTREAM], batch)
-    # Compilers of C++ may have all cores; XLA makes a thread for each that it may use.
+    # Set after torch.compile, whose C++ compilers may use all cores, and before XLA makes a thread
+    # for each usable core.
     machine.use_cores(options.cores)
     for name, module in modules.items():
         found.add(name, PLAIN, lambda m=module: plain_step(m, batch))
@@ -308,7 +309,7 @@ def measure(options: Options) -> Found:
 
 
 def _torch_ways(found: Found, name: str, module: PlannerLoss, batch: Batch) -> None:
-    """Eager and compiled; where dynamo compiles, the code has to be importable by its name."""
+    """Add eager and compiled steps. Dynamo needs code that can be imported by its name."""
     found.add(name, EAGER, lambda: eager_step(copy.deepcopy(module), batch))
     compiled = copy.deepcopy(module)
     found.add(name, COMPILED, lambda: compiled_step(compiled, batch, whole=name == COMPACT))
@@ -316,7 +317,7 @@ def _torch_ways(found: Found, name: str, module: PlannerLoss, batch: Batch) -> N
 
 
 def _note_graphs(found: Found, name: str) -> None:
-    """How much torch.compile made one program of."""
+    """Note how many graphs torch.compile made, and where it broke off."""
     from torch._dynamo.utils import counters
 
     breaks, graphs = counters["graph_break"], counters["stats"]["unique_graphs"]

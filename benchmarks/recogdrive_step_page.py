@@ -1,4 +1,4 @@
-"""docs/recogdrive_step.md, made of what `benchmarks.recogdrive_step` found."""
+"""docs/recogdrive_step.md, made from the results of `benchmarks.recogdrive_step`."""
 
 import textwrap
 from typing import TYPE_CHECKING
@@ -14,11 +14,11 @@ WAYS = (EAGER, COMPILED, PLAIN, OURS)
 
 
 def page(options: "Options", found: "Found") -> str:
-    """The page, with ratios: times of one machine say nothing of another.
+    """Return the page, with ratios, since the times of one machine do not carry over to another.
 
     Args:
-        options: what was measured.
-        found: losses, times and errors, by planner and way.
+        options: Settings of the measurement.
+        found: Losses, times and errors, by planner and way.
     """
     base = next(iter(found.times))
     if (UPSTREAM, EAGER) in found.times:
@@ -72,7 +72,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _apart(found: "Found") -> float:
-    """The largest relative difference of the losses."""
+    """Return the largest relative difference of the losses."""
     first, *others = found.losses.values()
     return max(abs(a - b) / abs(b) for one in others for a, b in zip(one, first, strict=True))
 

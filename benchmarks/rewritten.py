@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rewritten`: does what `tpuport rewrite` writes compute the same?
+"""`python -m benchmarks.rewritten`: a check that `tpuport rewrite` preserves results.
 
 Copies real code bases (pass the checkouts), rewrites one copy, and builds small models from both.
 In eager PyTorch their results and gradients have to be equal bit for bit; the rewritten models are
@@ -6,8 +6,8 @@ then run by plain torchax under `jax.jit` and by `tpuport.convert`, which must f
 rewrite; and rewriting the rewritten copy must change nothing.
 
 `torch.compile` is switched off in both copies (TORCHDYNAMO_DISABLE), since the fused kernels that
-it makes for the CPU round differently. What a step does not need is stood in for, in both copies
-alike; see `benchmarks.upstream_models`.
+it makes for the CPU round differently. Packages that a step does not need are replaced by stubs, in
+both copies alike; see `benchmarks.upstream_models`.
 """
 
 import argparse
@@ -36,16 +36,16 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass
 class Run:
-    """What one copy made of a case.
+    """The results of a case in one copy.
 
     Attributes:
         eager: Results and gradients (`grad <name>`) in eager PyTorch.
-        plain: The same of plain torchax; of the rewritten copy only.
-        ported: The results of `tpuport.convert`; of the rewritten copy only.
+        plain: The same under plain torchax, of the rewritten copy only.
+        ported: Results of `tpuport.convert`, of the rewritten copy only.
         live: Lines of the copy that `convert` had to rewrite.
         library: Lines of installed packages that it had to rewrite.
-        worst: The largest relative error that `convert` found, with gradients.
-        errors: For each way to run it that failed the exception.
+        worst: Largest relative error that `convert` found, with gradients.
+        errors: Exception of each way that failed.
     """
 
     eager: Results = field(default_factory=dict)
@@ -57,11 +57,11 @@ class Run:
     errors: dict[str, str] = field(default_factory=dict)
 
 
-# Running the models of one copy, in a process of its own.
+# Running the models of one copy, in a separate process.
 
 
 class Draws:
-    """Random tensors of an eager run, handed out again in the same order."""
+    """The random tensors of an eager run, to be replayed in the same order."""
 
     NAMES = ("randn", "randn_like", "randint")
 
@@ -70,7 +70,7 @@ class Draws:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Keep what the random functions of torch return."""
+        """Record what the random functions of torch return."""
         eager = {name: getattr(torch, name) for name in self.NAMES}
 
         def recording(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ class Draws:
 
     @contextmanager
     def replayed(self, place: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-        """Make the random functions of torch return what was kept."""
+        """Make the random functions of torch return the recorded tensors."""
         left = iter(self.kept)
         again = {name: lambda *_, **__: place(next(left)) for name in self.NAMES}
         with self._replaced(again):
@@ -104,7 +104,7 @@ class Draws:
 
 
 def run_eager(case: Case, draws: Draws) -> Results:
-    """Results and gradients in eager PyTorch."""
+    """Return results and gradients in eager PyTorch."""
     call, inputs = built(case), case.inputs()
     torch.manual_seed(SEED)
     with draws.recorded():
@@ -119,7 +119,7 @@ def run_eager(case: Case, draws: Draws) -> Results:
 
 
 def run_plain(case: Case, draws: Draws) -> Results:
-    """Results and gradients under `jax.jit` with torchax alone, for the same random numbers."""
+    """Return results and gradients under `jax.jit` with plain torchax, for the same draws."""
     import jax
     import torchax
 
@@ -145,7 +145,7 @@ def run_plain(case: Case, draws: Draws) -> Results:
 
 
 def run_ported(case: Case, run: Run) -> None:
-    """Results under `tpuport.convert`, which compares with eager PyTorch itself."""
+    """Compute results under `tpuport.convert`, which compares with eager PyTorch itself."""
     import tpuport
 
     ported = tpuport.convert(built(case), rtol=RTOL)
@@ -159,7 +159,7 @@ def run_ported(case: Case, run: Run) -> None:
 
 
 def run_copy(upstream: Upstream, *, is_rewritten: bool, only: str) -> dict[str, Run]:
-    """What the copy on `sys.path` makes of each case."""
+    """Run each case in the copy on `sys.path`."""
     warnings.simplefilter("ignore")
     upstream.prepare()
     found: dict[str, Run] = {}
@@ -180,7 +180,7 @@ def run_copy(upstream: Upstream, *, is_rewritten: bool, only: str) -> dict[str, 
 
 @contextmanager
 def _errors(run: Run, way: str) -> Iterator[None]:
-    """Note what a way to run the model raises; the table shows it."""
+    """Store what a way to run the model raises, for the table."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -198,7 +198,7 @@ def _errors(run: Run, way: str) -> Iterator[None]:
 
 
 def copied(checkout: Path, upstream: Upstream, folder: Path) -> list[Path]:
-    """The packages of a checkout in another folder, which keeps the paths."""
+    """Copy the packages of a checkout to another folder, and return their paths."""
     made: list[Path] = []
     for root, package in upstream.packages:
         target = folder / root / package
@@ -210,7 +210,7 @@ def copied(checkout: Path, upstream: Upstream, folder: Path) -> list[Path]:
 
 
 def rewrite_into(folder: Path, upstream: Upstream, out: Path) -> str:
-    """Rewrite the packages of one folder into another; the last line of what that says."""
+    """Rewrite the packages of one folder into another, and return the last line of output."""
     packages = [str(Path(root) / package) for root, package in upstream.packages]
     program = "from tpuport.cli import app; app()"
     options = ["--isolated", "--no-cache", "--severity", "error", "--out", str(out)]
@@ -228,7 +228,7 @@ def rewrite_into(folder: Path, upstream: Upstream, out: Path) -> str:
 
 
 def differing(first: Path, second: Path) -> list[str]:
-    """The files of a folder that differ from those in the other."""
+    """Return the files of a folder that differ from those in the other."""
     return [
         str(path.relative_to(first))
         for path in sorted(first.rglob("*.py"))
@@ -257,13 +257,14 @@ def run_in(folder: Path, name: str, *, is_rewritten: bool, only: str) -> dict[st
 
 
 def equal(expected: Results, got: Results, rtol: float) -> str:
-    """`equal`, the relative error if it may differ, or what differs; starts with `!` if wrong."""
+    """Return `equal`, the relative error if within tolerance, or a difference after `!`."""
     if expected.keys() != got.keys():
         return f"! has {sorted(expected.keys() ^ got.keys())[:3]} in one only"
     largest = max((float(expected[n].abs().max()) for n in expected if _is_gradient(n)), default=0)
     errors: dict[str, float] = {}
     for name, tensor in expected.items():
-        # A gradient that is zero but for rounding, as that of a key's bias, is no yardstick.
+        # A gradient that is zero except for rounding, as that of a key's bias, cannot be the
+        # reference.
         least = 1e-3 * largest if _is_gradient(name) else 1e-6
         errors[name] = _error(tensor, got[name], least)
     where = max(errors, key=lambda name: errors[name])
@@ -277,7 +278,7 @@ def _is_gradient(name: str) -> bool:
 
 
 def _error(expected: torch.Tensor, got: torch.Tensor, least: float) -> float:
-    """The largest difference, relative to the largest element; inf where one is not a number."""
+    """Return the largest difference, relative to the largest element; inf for NaN."""
     if expected.shape != got.shape:
         return float("inf")
     if torch.equal(expected, got):
@@ -288,7 +289,7 @@ def _error(expected: torch.Tensor, got: torch.Tensor, least: float) -> float:
 
 
 def verdict(case: Case, original: Run, rewritten: Run) -> dict[str, str]:
-    """What the table says of a case, by column."""
+    """Return the table's cells of a case, by column."""
     errors = {f"{way}": f"! {error}" for way, error in rewritten.errors.items()}
     if "eager" in original.errors:
         errors["eager"] = f"! the original: {original.errors['eager']}"
@@ -296,7 +297,7 @@ def verdict(case: Case, original: Run, rewritten: Run) -> dict[str, str]:
     if not original.eager or not rewritten.eager:
         return cells
     cells["gradients"] = str(sum(map(_is_gradient, original.eager)) or "")
-    # JAX gives zeros as the gradient of a parameter that is not used, PyTorch none.
+    # JAX returns zeros as the gradient of an unused parameter, PyTorch None.
     plain = {n: t for n, t in rewritten.plain.items() if n in original.eager or t.any()}
     cells["plain torchax"] = errors.get("plain") or equal(original.eager, plain, RTOL)
     if "convert" in errors:
@@ -313,7 +314,7 @@ def verdict(case: Case, original: Run, rewritten: Run) -> dict[str, str]:
 
 
 def compare(name: str, checkout: Path, only: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The rows of the table for one code base."""
+    """Yield the rows of the table for one code base."""
     upstream = UPSTREAM[name]
     with tempfile.TemporaryDirectory() as temporary:
         before, after, again = (Path(temporary, part) for part in ("before", "after", "again"))
@@ -336,7 +337,7 @@ def compare(name: str, checkout: Path, only: str) -> Iterator[tuple[str, dict[st
 
 
 def show(rows: Iterable[tuple[str, dict[str, str]]]) -> int:
-    """Print the rows as they come; the number of cells that are wrong."""
+    """Print the rows as they come, and return the number of wrong cells."""
     wrong = 0
     for name, cells in rows:
         print(name)

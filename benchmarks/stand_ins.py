@@ -1,4 +1,4 @@
-"""What stands in for packages that real code imports and a step does not need."""
+"""Stubs for packages that real code imports and a step does not need."""
 
 import importlib
 import importlib.abc
@@ -16,26 +16,26 @@ from torch import nn
 
 
 class _Anything:
-    """Takes any arguments; classes that are imported and never used are this."""
+    """A stub class that takes any arguments, for classes that are imported and never used."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules whose every attribute is a class that does nothing."""
+    """An importer of stub modules, whose every attribute is a class that does nothing."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Answer for the names given and all below them."""
+        """Return a spec for the names given and all below them."""
         if not any(fullname == name or fullname.startswith(f"{name}.") for name in self.names):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give the module an answer to every name."""
+        """Make every attribute of the module a stub class."""
 
         def attribute(name: str) -> Any:
             if name.startswith("__"):
@@ -46,7 +46,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Mlp(nn.Module):
-    """What timm calls `Mlp`."""
+    """The counterpart of timm's `Mlp`."""
 
     def __init__(
         self,
@@ -62,14 +62,14 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Two linear maps of the last dimension."""
+        """Apply two linear maps to the last dim."""
         return self.fc2(self.norm(self.act(self.fc1(x))))
 
 
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, score_mod: Callable[..., Any]
 ) -> torch.Tensor:
-    """FlexAttention of [B, H, L, E] tensors, written out; a row without scores gives zeros."""
+    """Compute FlexAttention of [B, H, L, E] tensors. A row without scores gives zeros."""
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
     indices = torch.meshgrid(
         *(torch.arange(size, device=query.device) for size in scores.shape), indexing="ij"
@@ -89,7 +89,7 @@ def stand_in(name: str, **attributes: Any) -> None:
 
 
 def quiet_logger() -> Any:
-    """A quiet logger, as loguru's is named."""
+    """Return a logger without output, in place of loguru's."""
     found = logging.getLogger("upstream")
     found.addHandler(logging.NullHandler())
     return found
@@ -97,7 +97,7 @@ def quiet_logger() -> Any:
 
 @contextmanager
 def plain_config() -> Iterator[None]:
-    """Without transformers' `PretrainedConfig`, which since version 5 is a dataclass itself.
+    """Replace transformers' `PretrainedConfig`, which since version 5 is a dataclass itself.
 
     The planner's configuration is a dataclass that inherits from it.
     """

@@ -1,7 +1,7 @@
-"""Timing on a machine that does other things as well: everything in turn, ratios round by round.
+"""Timing on a machine with other load: contestants in turn, ratios round by round.
 
-Two clocks: the wall's, and the CPU's (seconds of all threads of this process), which hardly notices
-what else the machine does, but does not see whether threads work side by side.
+Two clocks are used: wall time, and CPU time (seconds of all threads of this process), which hardly
+depends on other load, but does not show whether threads run in parallel.
 """
 
 import gc
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Series:
-    """Seconds a call, round by round, on both clocks."""
+    """Seconds per call, round by round, on both clocks."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -22,10 +22,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How long one thing takes for each second of another.
+    """The time of one contestant relative to another's.
 
     Attributes:
-        median: Over the rounds; each round's ratio is of two times taken one after the other.
+        median: Median over the rounds. Each round's ratio is of two times taken one after the
+            other.
         low: Lower quartile.
         high: Upper quartile.
     """
@@ -38,10 +39,10 @@ class Ratio:
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], *, rounds: int, seconds: float
 ) -> dict[str, Series]:
-    """Seconds a call of each contestant, by round.
+    """Return the seconds per call of each contestant, by round.
 
-    In each round everyone runs for about `seconds`, the order rotating, so that a slow spell of the
-    machine hits all alike. Each is called once beforehand.
+    In each round every contestant runs for about `seconds`, in rotating order, so that a slow spell
+    of the machine affects all alike. Each is called once beforehand.
     """
     repeats = {}
     for name, call in contestants.items():
@@ -60,14 +61,14 @@ def interleaved(
 
 
 def ratio(times: list[float], others: list[float]) -> Ratio:
-    """The ratio of two series taken in the same rounds."""
+    """Return the ratio of two series measured in the same rounds."""
     ratios = [a / b for a, b in zip(times, others, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), low, high)
 
 
 def faster(times: Mapping[str, Series], ours: str, others: Iterable[str]) -> list[str]:
-    """Lines that say how many times as fast as others one contestant is, on the wall's clock."""
+    """Return lines with the speedup of one contestant over others, in wall time."""
     lines = []
     for name in others:
         found = ratio(times[name].wall, times[ours].wall)
@@ -80,7 +81,7 @@ def faster(times: Mapping[str, Series], ours: str, others: Iterable[str]) -> lis
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection inside the block, one before it."""
+    """Collect garbage before the block, and disable collection inside it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,7 +1,8 @@
 """Small models of real code bases, built from a copy of their source that is on `sys.path`.
 
-Used by `benchmarks.rewritten` for the code as it is and as it was rewritten. What their files
-import but a step does not need (simulators, LoRA, loggers) is stood in for, in both copies alike.
+Used by `benchmarks.rewritten` for the original and for the rewritten code. Packages that their
+files import but a step does not need (simulators, LoRA, loggers) are replaced by stubs, in both
+copies alike.
 """
 
 import importlib
@@ -32,12 +33,12 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that a model computes.
+    """One computation of a model.
 
     Attributes:
-        name: What it goes by in the table.
-        build: Makes the model; its parameters are set from `SEED` afterwards.
-        call: What is compared, by name; `loss` is differentiated if it is there.
+        name: Its name in the table.
+        build: Makes the model. Its parameters are set from `SEED` afterwards.
+        call: Returns the results to compare, by name. `loss`, if there is one, is differentiated.
         inputs: Tensors for the call.
         is_random: Whether the call draws random numbers.
         close: Relative tolerance between original and rewritten in eager PyTorch; 0 is bit-equal.
@@ -52,19 +53,19 @@ class Case:
 
 
 class Call(nn.Module):
-    """A function of a model and tensors as a module, which is what can be ported."""
+    """A function of a model and tensors as a module, so that it can be ported."""
 
     def __init__(self, model: nn.Module, function: Callable[[Any, Inputs], Results]) -> None:
         super().__init__()
         self.model, self.function = model, function
 
     def forward(self, inputs: Inputs) -> Results:
-        """What the case compares."""
+        """Return the results that the case compares."""
         return self.function(self.model, inputs)
 
 
 def built(case: Case) -> Call:
-    """The model of a case, each time with the same parameters, none of them zero."""
+    """Return the model of a case, always with the same parameters, none of them zero."""
     torch.manual_seed(SEED)
     model = case.build()
     generator = torch.Generator().manual_seed(SEED)
@@ -207,7 +208,7 @@ def _chat_model() -> nn.Module:
 
 
 def _chat_inputs(*flags: int) -> Callable[[], Inputs]:
-    """Two samples with one tile each in the text, four tokens a tile, and a tile for each flag."""
+    """Return a function that makes two samples with one tile in each text, and a tile per flag."""
 
     def make() -> Inputs:
         generator = torch.Generator().manual_seed(SEED)
@@ -233,7 +234,7 @@ def _chat_call(model: Any, inputs: Inputs) -> Results:
 
 def prepare_recogdrive() -> None:
     """Make the files of ReCogDrive importable."""
-    # These look for optional packages when they are imported, and must not find the stand-ins.
+    # These probe for optional packages at import time, and must not find the stubs.
     for name in ("diffusers.models.embeddings", "transformers.modeling_utils"):
         importlib.import_module(name)
     stand_in("timm.models.layers", Mlp=Mlp, DropPath=nn.Dropout)
@@ -282,7 +283,7 @@ def _video_model() -> nn.Module:
 
 
 def _video_inputs(*, vision: float | None, padded: bool = True) -> Callable[[], Inputs]:
-    """A batch of two; the texts are padded, and vision tokens scaled or left out."""
+    """Return a function that makes a batch of two with padded texts and scaled vision tokens."""
 
     def make() -> Inputs:
         generator = torch.Generator().manual_seed(SEED)
@@ -321,7 +322,7 @@ def prepare_hunyuan() -> None:
     states = importlib.import_module("hyvideo.commons.parallel_states")
     try:
         states.get_parallel_state()
-    except Exception as error:  # without CUDA nothing of it works before it is rewritten
+    except Exception as error:  # without CUDA it works only after it is rewritten
         logging.getLogger("upstream").info("stood in for the device mesh: %s", error)
         vars(states)["__parallel_dims"] = types.SimpleNamespace(sp=1, sp_enabled=False)
 
@@ -339,13 +340,14 @@ HUNYUAN = (
 
 @dataclass(frozen=True)
 class Upstream:
-    """A code base.
+    """An upstream code base.
 
     Attributes:
-        commit: What was tried.
-        packages: Its folders of Python files, each seen from the folder that is on `sys.path`.
-        prepare: Called before anything of it is imported.
-        cases: What is run.
+        commit: The repository and commit that were tried.
+        packages: Its folders of Python files, each as a pair: a path to put on `sys.path`, and the
+            package in it.
+        prepare: Called before any of it is imported.
+        cases: The computations to run.
     """
 
     commit: str

@@ -1,1 +1,1 @@
-"""Ready-made ports, one folder a model; each works on the untouched upstream code."""
+"""Ready-made ports, one folder per model. Each works on the untouched upstream code."""

@@ -1,4 +1,4 @@
-"""What every recipe's command line does alike: commands that are imported one by one."""
+"""Shared parts of the recipes' command lines: commands that are imported only when they are run."""
 
 import importlib
 import importlib.util
@@ -12,26 +12,26 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class Precision(StrEnum):
-    """What models compute in."""
+    """The precision that models compute in."""
 
     BF16 = "bf16"
     FLOAT32 = "float32"
 
 
 def make_app(package: str, commands: Mapping[str, tuple[str, str]], about: str) -> typer.Typer:
-    """A command line whose commands are imported when they are asked for.
+    """Return a command line that imports each command only when it is asked for.
 
     Args:
-        package: the recipe's, such as "recipes.recogdrive".
-        commands: module and function of each, by name, in the order in which they are run.
-        about: what the help says.
+        package: The recipe's package, such as "recipes.recogdrive".
+        commands: Module and function of each command, by name, in the order in which they are run.
+        about: Help text of the command line.
     """
 
     class Commands(TyperGroup):
         """The recipe's commands."""
 
         def list_commands(self, ctx: object) -> list[str]:
-            """The names of those that are there."""
+            """Return the names of the commands whose modules exist."""
             del ctx
             return [
                 name
@@ -40,7 +40,7 @@ def make_app(package: str, commands: Mapping[str, tuple[str, str]], about: str) 
             ]
 
         def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
-            """One command, or None if there is none of that name."""
+            """Return a command, or None if there is none of that name."""
             if cmd_name not in self.list_commands(ctx):
                 return None
             module, function = commands[cmd_name]

@@ -1,4 +1,4 @@
-"""Packages that only some of the recipes' commands need: imported when they are first used."""
+"""Packages that only some commands of the recipes need, imported on first use."""
 
 import importlib
 from functools import cache
@@ -9,16 +9,16 @@ from tpuport.errors import MissingExtraError
 
 @cache
 def needed(module: str, feature: str, package: str, extra: str) -> Any:
-    """A module.
+    """Import and return a module.
 
     Args:
-        module: its name.
-        feature: what needs it.
-        package: what pip calls it.
-        extra: the extra of tpuport that brings it.
+        module: Name of the module.
+        feature: The feature that needs it, for the message.
+        package: Name of the package for pip.
+        extra: The extra of tpuport that includes it.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -27,9 +27,9 @@ def needed(module: str, feature: str, package: str, extra: str) -> Any:
 
 
 def av() -> Any:
-    """PyAV.
+    """Import and return PyAV.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     return needed("av", "reading and writing video", "av", "recipes")

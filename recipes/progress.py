@@ -1,4 +1,4 @@
-"""A bar for steps that a recipe does, on standard error."""
+"""A progress bar for the steps of a recipe, on standard error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,28 +8,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepsBar:
-    """Called with the steps done and their number it moves; lines go above it by `say`."""
+    """A progress bar, called with the number of steps done and the total. `say` prints above it."""
 
     progress: Any
     task: Any
 
     def __call__(self, done: int, total: int) -> None:
-        """Show how many are done."""
+        """Show the number of steps done."""
         self.progress.update(self.task, completed=done, total=total, visible=True)
 
     def say(self, line: str) -> None:
-        """Print a line, as it is."""
+        """Print a line without markup."""
         self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def steps_bar(what: str, total: int, console: Any = None) -> Iterator[StepsBar]:
-    """A bar that is shown from the first step that is done.
+    """Show a bar from the first finished step on.
 
     Args:
-        what: stands before it.
-        total: how many steps there are.
-        console: rich's; by default one on standard error.
+        what: Label of the bar.
+        total: Number of steps.
+        console: A console of rich; by default one on standard error.
     """
     from rich.console import Console
     from rich.progress import (

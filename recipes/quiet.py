@@ -1,4 +1,4 @@
-"""Libraries' remarks and bars, kept off the terminal while they write or read."""
+"""Suppression of progress bars and warnings of libraries while they read or write."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,9 +8,7 @@ from typing import Any
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the progress bars of transformers, of diffusers where it is there, and their remarks
-    about saving.
-    """
+    """Silence the progress bars of transformers and diffusers, and warnings about saving."""
     with ExitStack() as stack:
         for logging in _loggers():
             if logging.is_progress_bar_enabled():

@@ -1,4 +1,4 @@
-"""What a folder was begun with, beside what is in it, so that it is not gone on with otherwise."""
+"""Records of the arguments that a folder was begun with, so that it is not resumed with others."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from tpuport.checkpoints.atomic import replacing_file
 from tpuport.errors import UsageError
 
-_END = 4096  # bytes that are read at either end of a tensor
+_END = 4096  # bytes to read at either end of a tensor
 
 
 def check_record(
@@ -20,19 +20,19 @@ def check_record(
     what_to_do: str,
     replace_unused: bool = False,
 ) -> None:
-    """Compare a folder's record with what goes on in it, or write the record of a new one.
+    """Compare a folder's record with the current arguments, or write the record of a new folder.
 
     Args:
-        path: the record, a JSON file.
-        values: by name, as JSON has them.
-        begun: whether the folder already holds what the record is about.
-        what_to_do: the advice of the error.
-        replace_unused: write the record anew where the folder was not begun; not where processes
-            that know nothing of each other share it.
+        path: The record, a JSON file.
+        values: The arguments by name, as JSON values.
+        begun: Whether the folder already has results that the record is about.
+        what_to_do: Advice in the error.
+        replace_unused: Whether to replace the record of a folder that was not begun. Must be False
+            if independent processes share the folder.
 
     Raises:
-        UsageError: the record differs, cannot be read, or is missing in a folder that was begun.
-        CheckpointError: it cannot be written.
+        UsageError: The record differs, cannot be read, or is missing in a folder that was begun.
+        CheckpointError: It cannot be written.
     """
     if not path.is_file() or (replace_unused and not begun):
         if begun:
@@ -43,7 +43,7 @@ def check_record(
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing_file(path) as temporary:
             temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    # Read in any case: of processes that begin together, one has written last.
+    # Read in any case: if processes begin together, the last one's record is kept.
     found = _read(path)
     names = [n for n in {**found, **values} if found.get(n) != values.get(n)]
     if names:
@@ -65,11 +65,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def digest_of(paths: list[Path]) -> str:
-    """Of names and contents of files, those of tensors by their ends."""
+    """Return a digest of files' names and contents, of safetensors files by tensors' ends."""
     digest = hashlib.sha256()
     for path in sorted({*paths}):
         if not path.is_file():
-            raise UsageError(f"{path} is not there. What to do: give the folder of a whole model")
+            raise UsageError(
+                f"{path} is not there. What to do: give the folder of a complete model"
+            )
         own = _ends_of_tensors(path) if path.suffix == ".safetensors" else _content(path)
         digest.update(json.dumps([path.name, path.stat().st_size, own]).encode())
     return digest.hexdigest()[:16]
@@ -81,10 +83,10 @@ def _content(path: Path) -> str:
 
 
 def _ends_of_tensors(path: Path) -> str:
-    """Of the head and both ends of every tensor of a safetensors file.
+    """Return a digest of the head and both ends of every tensor of a safetensors file.
 
-    Training changes a tensor everywhere, so its ends tell; all of 16 GB would take a minute. The
-    ends of the file alone would not: what a run leaves frozen may lie there.
+    Training changes a tensor everywhere, so its ends suffice, while all of 16 GB would take a
+    minute. The ends of the file alone would not suffice, since they may be of frozen tensors.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-# How Qwen 2 splits a text before it looks for pairs.
+# Qwen 2's split of a text before pairs are merged.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -12,11 +12,11 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1000) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`. Any text has tokens in it, since each byte has one.
+    """Train a byte-level BPE `tokenizers.Tokenizer`, which has a token for every byte.
 
     Args:
-        texts: whose words become tokens.
-        vocab_size: tokens, at most; those of `SPECIAL` are not among them.
+        texts: Texts to train on.
+        vocab_size: Maximum number of tokens, without those of `SPECIAL`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

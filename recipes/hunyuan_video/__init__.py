@@ -1,1 +1,1 @@
-"""HunyuanVideo-1.5 on TPU, with diffusers' or upstream's own classes as they are."""
+"""HunyuanVideo-1.5 on TPU, with the unchanged classes of diffusers or of upstream."""

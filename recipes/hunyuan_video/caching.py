@@ -1,6 +1,6 @@
-"""Steps that reuse what the blocks gave in an earlier step, as upstream's two caches do.
+"""Denoising steps that reuse the block outputs of an earlier step, as upstream's two caches do.
 
-Nothing of a transformer is rewritten: for one call its list of blocks is another one.
+The transformer is not rewritten: its list of blocks is replaced for the length of one call.
 """
 
 import inspect
@@ -20,18 +20,18 @@ KINDS = ("deepcache", "teacache")
 
 @dataclass(frozen=True)
 class StepCache:
-    """Which steps are computed in full, and what the others reuse.
+    """The steps that are computed in full, and what the others reuse.
 
-    "deepcache" runs the last block alone, on what entered it in the last full step. "teacache" runs
-    no block: what all of them added to the tokens in that step is added again (Liu et al. 2024,
-    arXiv:2411.19108). The steps are upstream's fixed ones for both (hyvideo, generate.py
-    --cache_start_step and so on).
+    "deepcache" runs only the last block, on the input it had in the last full step. "teacache" runs
+    no block: it adds the difference that all blocks made in that step again (Liu et al. 2024,
+    arXiv:2411.19108). Both use upstream's fixed steps (hyvideo, generate.py --cache_start_step and
+    so on).
 
     Attributes:
-        kind: a name of `KINDS`.
-        start: the first step that could reuse; those before are full.
-        end: the first step after which all are full again.
-        interval: of the steps from start to end every so many are full.
+        kind: A name of `KINDS`.
+        start: First step that may reuse. All before it are full.
+        end: First step after which all are full again.
+        interval: Every how many steps from start to end one is full.
     """
 
     kind: str = "deepcache"
@@ -50,20 +50,20 @@ class StepCache:
             raise UsageError(f"cache_interval={self.interval}: expected at least 1")
 
     def is_full(self, step: int) -> bool:
-        """Whether a step, counted from 0, is computed by all blocks."""
+        """Return whether a step, counted from 0, is computed by all blocks."""
         if not self.start <= step < self.end:
             return True
-        # Nothing is kept before the first step.
+        # Step 0 has no earlier step to reuse.
         return step == 0 or (step - self.start) % self.interval == 0
 
 
 class _Streams(nn.Module):
-    """Stands in a list of blocks, and takes a block's arguments.
+    """A module that takes a block's place in the list and accepts a block's arguments.
 
     Args:
-        network: what the blocks take and return.
-        like: one of the blocks.
-        change: makes the streams of the streams that enter.
+        network: Names of the block's arguments and results.
+        like: One of the blocks, whose signature is used.
+        change: Computes the new streams from those that enter.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _Streams(nn.Module):
         self._signature = inspect.signature(type(like).forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a block would return, if it made of the streams what `change` makes."""
+        """Return the streams that `change` makes, in the form that a block returns."""
         given = self._signature.bind(None, *args, **kwargs).arguments
         found = self._change([given[name] for name in self._network.streams])
         return found[0] if len(found) == 1 else tuple(found)
@@ -85,7 +85,7 @@ class _Streams(nn.Module):
 
 @contextmanager
 def keeping(transformer: Any, kind: str) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """While it holds, each call of a transformer adds what a later step may reuse to the list."""
+    """Collect what a later step may reuse, one entry for each call of the transformer."""
     network, blocks = _blocks_of(transformer)
     kept: list[tuple[torch.Tensor, ...]] = []
     before: list[list[torch.Tensor]] = []
@@ -117,7 +117,7 @@ def keeping(transformer: Any, kind: str) -> Iterator[list[tuple[torch.Tensor, ..
 def reusing(
     transformer: Any, kind: str, kept: Sequence[tuple[torch.Tensor, ...]]
 ) -> Iterator[None]:
-    """While it holds, calls of a transformer reuse what `keeping` listed, in its order."""
+    """Make calls of a transformer reuse what `keeping` collected, in its order."""
     network, blocks = _blocks_of(transformer)
     left = list(kept)
     if kind == "deepcache":

@@ -1,4 +1,4 @@
-"""What the commands' options are and say."""
+"""Options and help texts of the commands."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -10,14 +10,14 @@ from recipes.command_line import Precision
 
 
 class Task(StrEnum):
-    """From a text, or from a text and the first frame."""
+    """The task: text to video, or text and first frame to video."""
 
     T2V = "t2v"
     I2V = "i2v"
 
 
 class Resolution(StrEnum):
-    """Buckets of sizes."""
+    """Resolutions, each with a bucket of sizes."""
 
     P360 = "360p"
     P480 = "480p"
@@ -26,7 +26,7 @@ class Resolution(StrEnum):
 
 
 class Program(StrEnum):
-    """What is compiled."""
+    """The program to compile."""
 
     ENCODE = "encode"
     DENOISE = "denoise"
@@ -34,7 +34,7 @@ class Program(StrEnum):
 
 
 class Spread(StrEnum):
-    """How the denoiser lies over the devices."""
+    """The way the denoiser is spread over the devices."""
 
     AUTO = "auto"
     SEQUENCE = "sequence"
@@ -44,14 +44,14 @@ class Spread(StrEnum):
 
 
 class Cache(StrEnum):
-    """Steps that reuse what blocks gave in earlier ones."""
+    """The cache with which steps reuse block outputs of earlier ones."""
 
     DEEPCACHE = "deepcache"
     TEACACHE = "teacache"
 
 
 class Output(StrEnum):
-    """What is made of latents."""
+    """The form in which the result is written."""
 
     MP4 = "mp4"
     PNG = "png"
@@ -59,7 +59,7 @@ class Output(StrEnum):
 
 
 class Layout(StrEnum):
-    """Whose folders a model's are like."""
+    """The folder layout of a model."""
 
     DIFFUSERS = "diffusers"
     UPSTREAM = "upstream"
@@ -68,37 +68,45 @@ class Layout(StrEnum):
 Model = Annotated[
     Path,
     typer.Argument(
-        help="A folder as diffusers or upstream publish it, or its name in Hugging Face's cache."
+        help="Model folder in diffusers' or upstream's layout, or its name in Hugging Face's cache."
     ),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="The run's folder; begun, it goes on.")]
-Prompts = Annotated[list[str], typer.Option("--prompt", "-p", help="Repeatable: a video each.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder of the run; resumed if it was begun.")
+]
+Prompts = Annotated[
+    list[str], typer.Option("--prompt", "-p", help="Text prompt; repeat for more videos.")
+]
 TaskOption = Annotated[Task, typer.Option(help="Text or image to video.")]
-Image = Annotated[Path | None, typer.Option(help="The first frame, for i2v.")]
-Negative = Annotated[str, typer.Option("--negative-prompt", help="What to lead away from.")]
-ResolutionOption = Annotated[Resolution, typer.Option(help="With --aspect the size.")]
-Aspect = Annotated[str, typer.Option(help="width:height; of i2v the image's.")]
-Height = Annotated[int | None, typer.Option(help="In pixels, in place of both.")]
-Width = Annotated[int | None, typer.Option(help="Likewise.")]
-Frames = Annotated[int, typer.Option(help="4n + 1; 24 a second.")]
-Steps = Annotated[int, typer.Option(help="Of denoising; step-distilled models: 12.")]
-Guidance = Annotated[float, typer.Option(help="1 for none, as distilled models want it.")]
-Shift = Annotated[float | None, typer.Option(help="Of the noise [default: the scheduler's].")]
-Seed = Annotated[int, typer.Option(help="Of the noise.")]
-PrecisionOption = Annotated[Precision, typer.Option(help="What all models compute in.")]
+Image = Annotated[Path | None, typer.Option(help="File with the first frame, for i2v.")]
+Negative = Annotated[str, typer.Option("--negative-prompt", help="What guidance leads away from.")]
+ResolutionOption = Annotated[Resolution, typer.Option(help="Gives the size, with --aspect.")]
+Aspect = Annotated[str, typer.Option(help="width:height; i2v takes the image's.")]
+Height = Annotated[int | None, typer.Option(help="Height in pixels, if not by --resolution.")]
+Width = Annotated[int | None, typer.Option(help="Width in pixels, see --height.")]
+Frames = Annotated[int, typer.Option(help="Frames of the video: 4n + 1, at 24 a second.")]
+Steps = Annotated[int, typer.Option(help="Denoising steps; 12 for step-distilled models.")]
+Guidance = Annotated[float, typer.Option(help="Guidance scale; 1 (none) for distilled models.")]
+Shift = Annotated[
+    float | None, typer.Option(help="Shift of the noise schedule [default: the model's].")
+]
+Seed = Annotated[int, typer.Option(help="Random seed of the noise.")]
+PrecisionOption = Annotated[Precision, typer.Option(help="Precision that all models compute in.")]
 CacheOption = Annotated[
-    Cache | None, typer.Option(help="Reuse blocks' results in some steps [default: none].")
+    Cache | None, typer.Option(help="Reuse block outputs in some steps [default: none].")
 ]
-CacheStart = Annotated[int, typer.Option(help="First step that may reuse.")]
-CacheEnd = Annotated[int, typer.Option(help="First step after those.")]
-CacheInterval = Annotated[int, typer.Option(help="Of those, every so many are full.")]
+CacheStart = Annotated[int, typer.Option(help="First step that may reuse block outputs.")]
+CacheEnd = Annotated[int, typer.Option(help="First step after which all are full.")]
+CacheInterval = Annotated[int, typer.Option(help="Every how many of these steps one is full.")]
 Version = Annotated[
-    str, typer.Option(help="Of the transformer, of upstream's folder [default: its only one].")
+    str, typer.Option(help="Transformer version in an upstream folder [default: its only one].")
 ]
-SaveEvery = Annotated[int, typer.Option(help="Steps after which latents are saved.")]
+SaveEvery = Annotated[int, typer.Option(help="Save the latents every so many steps.")]
 SpreadOption = Annotated[
     Spread | None,
-    typer.Option(help="Over all devices: how; auto: the fastest [default: on one]."),
+    typer.Option(help="How to spread the denoiser over all devices [default: use one]."),
 ]
-OutputOption = Annotated[Output, typer.Option(help="A film, a picture a frame, or nothing more.")]
-Calls = Annotated[int, typer.Option(help="Of the network a step; 2 takes less memory.")]
+OutputOption = Annotated[
+    Output, typer.Option(help="Write an mp4, a PNG per frame, or only latents.")
+]
+Calls = Annotated[int, typer.Option(help="Network calls per step; 2 takes less memory.")]

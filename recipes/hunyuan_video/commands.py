@@ -1,4 +1,4 @@
-"""The commands; what computes is imported when one runs, so that help needs no framework."""
+"""The commands. Each imports its framework only when it runs, so that help is fast."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -45,9 +45,9 @@ from tpuport.commands._common import errors_as_exit_codes
 
 
 def make_weights(
-    out: Annotated[Path, typer.Argument(help="The folder of the model.")],
-    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
-    layout: Annotated[Layout, typer.Option(help="Whose folders they are like.")] = Layout.DIFFUSERS,
+    out: Annotated[Path, typer.Argument(help="Folder to write the model to.")],
+    seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,
+    layout: Annotated[Layout, typer.Option(help="Folder layout of the model.")] = Layout.DIFFUSERS,
 ) -> None:
     """Write a tiny model with random weights in the published layout."""
     with errors_as_exit_codes("make-weights"):
@@ -79,7 +79,7 @@ def encode(
     cache_end: CacheEnd = 45,
     cache_interval: CacheInterval = 4,
 ) -> None:
-    """Begin a run: prompts and image as the denoiser takes them."""
+    """Begin a run: encode the prompts and the image for the denoiser."""
     _begin(["encode"], locals())
 
 
@@ -110,7 +110,7 @@ def generate(
     spread: SpreadOption = None,
     output: OutputOption = Output.MP4,
 ) -> None:
-    """All stages: from prompts to mp4 files."""
+    """Run all stages: from prompts to mp4 files."""
     _begin(["encode", "denoise", "decode"], locals())
 
 
@@ -121,7 +121,7 @@ def denoise(
     calls: Calls = 1,
     spread: SpreadOption = None,
 ) -> None:
-    """Latents of a run that `encode` has begun."""
+    """Denoise the latents of a run that `encode` has begun."""
     _go_on("denoise", model, out, save_every=save_every, calls=calls, spread=spread)
 
 
@@ -131,17 +131,21 @@ def decode(
     spread: SpreadOption = None,
     output: OutputOption = Output.MP4,
 ) -> None:
-    """The videos of a run whose latents are there."""
+    """Decode the latents of a run to videos."""
     _go_on("decode", model, out, spread=spread, output=output)
 
 
 def denoise_latents(
-    model: Annotated[Path, typer.Argument(help="A folder as diffusers publishes models.")],
-    inputs: Annotated[Path, typer.Argument(help="safetensors: latents, and conditions by name.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="A safetensors file.")],
-    kind: Annotated[str | None, typer.Option("--class", help="[default: the folder's]")] = None,
+    model: Annotated[Path, typer.Argument(help="Model folder as diffusers publishes it.")],
+    inputs: Annotated[
+        Path, typer.Argument(help="Safetensors file with latents and conditions by name.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Safetensors file to write.")],
+    kind: Annotated[
+        str | None, typer.Option("--class", help="Transformer class [default: the folder's].")
+    ] = None,
     steps: Steps = 50,
-    guidance: Annotated[float, typer.Option(help="1 for none; else negative_... are read.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="Scale; above 1 negative_... are read.")] = 1.0,
     shift: Shift = None,
     precision: PrecisionOption = Precision.BF16,
     calls: Calls = 1,
@@ -165,13 +169,13 @@ def denoise_latents(
 
 
 def compare(
-    left: Annotated[Path, typer.Argument(help="A run's folder or an mp4 file.")],
-    right: Annotated[Path, typer.Argument(help="Another one.")],
+    left: Annotated[Path, typer.Argument(help="Folder of a run, or an mp4 file.")],
+    right: Annotated[Path, typer.Argument(help="The one to compare it with.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="An mp4 file; none is written of latents alone.")
+        Path, typer.Option("--out", "-o", help="Mp4 file to write, unless there are only latents.")
     ],
 ) -> None:
-    """Two videos beside each other, and how far they are from each other."""
+    """Write two videos side by side, and print how far they are from each other."""
     with errors_as_exit_codes("compare"):
         from recipes.hunyuan_video import video
 
@@ -188,19 +192,21 @@ def compare(
 
 
 def compile_(
-    programs: Annotated[list[Program] | None, typer.Argument(help="Which; all by default.")] = None,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-8",
-    spread: Annotated[Spread, typer.Option(help="Of the denoiser.")] = Spread.AUTO,
+    programs: Annotated[
+        list[Program] | None, typer.Argument(help="Programs [default: all].")
+    ] = None,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
+    spread: Annotated[Spread, typer.Option(help="How to spread the denoiser.")] = Spread.AUTO,
     resolution: ResolutionOption = Resolution.P720,
     aspect: Aspect = "16:9",
     frames: Frames = 121,
     guidance: Guidance = 6.0,
     calls: Calls = 1,
     quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time.")
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
     ] = True,
 ) -> None:
-    """Compile the programs at full size for a TPU that need not be there, from shapes alone."""
+    """Compile the programs at full size from shapes alone, for a TPU that need not be attached."""
     with errors_as_exit_codes("compile"):
         from recipes.hunyuan_video.compile import compile_denoise, compile_encode
         from recipes.hunyuan_video.compile_decode import compile_decode
@@ -221,7 +227,7 @@ def compile_(
 
 
 def _latents_beside(left: Path, right: Path) -> tuple[float, float] | None:
-    """PSNR and cosine of two runs' latents, if both have them in one shape."""
+    """Return PSNR and cosine of two runs' latents, or None unless both have them in one shape."""
     from recipes.hunyuan_video.runs import LATENTS, latents_apart
 
     paths = left / LATENTS, right / LATENTS
@@ -229,7 +235,7 @@ def _latents_beside(left: Path, right: Path) -> tuple[float, float] | None:
 
 
 def _video_of(path: Path) -> Path:
-    """The video of a run, or the file itself."""
+    """Return the video file of a run's folder, or the file itself."""
     return path / "video.mp4" if path.is_dir() else path
 
 
@@ -237,7 +243,7 @@ _HOW = ("save_every", "calls", "spread", "output")
 
 
 def _begin(stages: list[str], given: dict[str, Any]) -> None:
-    """Run stages with a command's arguments."""
+    """Begin a run with a command's arguments, and run some stages of it."""
     with errors_as_exit_codes(stages[0] if len(stages) == 1 else "generate"):
         from recipes.hunyuan_video.options import Options
         from recipes.hunyuan_video.runs import Run

@@ -1,4 +1,4 @@
-"""The programs at full size for a TPU that need not be there, from shapes alone."""
+"""Compilation of the programs at full size from shapes alone, without a TPU."""
 
 import importlib
 from typing import Any
@@ -24,10 +24,10 @@ OPENING = 108  # tokens of the system message, by the published tokenizer
 
 
 def make_transformer(**sizes: Any) -> torch.nn.Module:
-    """HunyuanVideo 1.5's transformer in bfloat16, shapes for weights: 8.33 B as published.
+    """Return HunyuanVideo 1.5's transformer in bfloat16 on the meta device: 8.33 B as published.
 
     Args:
-        **sizes: in place of the published configuration's, which are the class's defaults.
+        **sizes: Override the published configuration, which is the class's default.
     """
     diffusers: Any = importlib.import_module("diffusers")
     with default_dtype(torch.bfloat16), torch.device("meta"):
@@ -44,7 +44,7 @@ def step_shapes(
     guidance: bool = True,
     i2v: bool = False,
 ) -> tuple[Any, ...]:
-    """The tensors of `denoise_step` after the transformer, in order."""
+    """Return the arguments of `denoise_step` after the transformer, as shapes, in order."""
     sizes = ((frames - 1) // FRAMES_A_LATENT + 1, height // STRIDE, width // STRIDE)
     rows = 2 * videos if guidance else videos
     conditions = {
@@ -80,21 +80,21 @@ def compile_denoise(
     """Compile one step of denoising, Euler step and guidance included.
 
     Args:
-        spread: a name of `spreading.SPREADS`, or "auto".
-        topology: a slice.
-        frames: of the video, 4n + 1.
-        height: in pixels.
-        width: in pixels.
-        videos: at once.
-        guidance: 1 for none: half of the work.
-        calls: of the network a step.
-        i2v: with the tokens of a picture.
-        model: another one than `make_transformer`'s, with as many channels.
-        quick: as for `tpuport.compile_for`.
-        **how: further arguments of it.
+        spread: A name of `spreading.SPREADS`, or "auto".
+        topology: TPU slice, such as "v6e-8".
+        frames: Frames of the video, 4n + 1.
+        height: Height of the video in pixels.
+        width: Width of the video in pixels.
+        videos: Number of videos in the batch.
+        guidance: Guidance scale; 1 is none and halves the work.
+        calls: Calls of the network per step.
+        i2v: Whether there are tokens of a picture.
+        model: Replaces `make_transformer`'s; must have as many channels.
+        quick: Passed to `tpuport.compile_for`.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no such way, or no such slice.
+        UsageError: There is no such spread, or no such slice.
         MissingExtraError: libtpu is not installed.
     """
     chips = make_mesh({"data": -1}, topology).size
@@ -120,16 +120,16 @@ def compile_denoise(
 def compile_encode(
     topology: str = "v6e-8", prompts: int = 2, *, quick: bool = True, **how: Any
 ) -> CompileReport:
-    """Compile the text model (Qwen2.5-VL 7B) over prompts, its weights in columns and rows.
+    """Compile the text model (Qwen2.5-VL 7B) over prompts, its weights sharded along fsdp.
 
     Args:
-        topology: a slice.
-        prompts: with the negative one.
-        quick: as for `tpuport.compile_for`.
-        **how: further arguments of it.
+        topology: TPU slice, such as "v6e-8".
+        prompts: Number of prompts, the negative one included.
+        quick: Passed to `tpuport.compile_for`.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: There is no such slice.
         MissingExtraError: libtpu is not installed.
     """
     tokens = jax.ShapeDtypeStruct((prompts, OPENING + MAX_LENGTH), "int32")
@@ -146,7 +146,7 @@ def compile_encode(
 
 
 def make_text_model() -> torch.nn.Module:
-    """Qwen2.5-VL 7B's text model in bfloat16, shapes for weights."""
+    """Return Qwen2.5-VL 7B's text model in bfloat16, its parameters on the meta device."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
     config = Qwen2_5_VLTextConfig(

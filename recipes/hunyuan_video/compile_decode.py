@@ -1,4 +1,4 @@
-"""The decoding of a whole video for a TPU that need not be there, from shapes alone."""
+"""Compilation of a video's decoding from shapes alone, without a TPU."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ def compile_decode(
     """Compile the decoding of one video in bfloat16, its tiles spread over the chips.
 
     Args:
-        topology: a slice.
-        frames: of the video: one more than a multiple of 4.
-        height: of the video, in pixels: a multiple of 16.
-        width: likewise.
-        **how: `model`, another VAE than the published configuration; and further arguments of
+        topology: TPU slice, such as "v6e-8".
+        frames: Frames of the video: one more than a multiple of 4.
+        height: Height of the video in pixels: a multiple of 16.
+        width: Width of the video in pixels: a multiple of 16.
+        **how: `model`, a VAE to compile instead of the published one; and further arguments of
             `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no video of that size.
+        UsageError: There is no video of that size.
         MissingExtraError: libtpu is not installed.
     """
     model: Any = how.pop("model", None) or published_vae()
@@ -58,6 +58,6 @@ def compile_decode(
 
 
 def published_vae() -> AutoencoderKLHunyuanVideo15:
-    """The VAE as it is published, without weights."""
+    """Return a VAE of the published configuration on the meta device."""
     with torch.device("meta"):
         return AutoencoderKLHunyuanVideo15()

@@ -1,8 +1,8 @@
 """The components of a published model folder, each ported when it is asked for.
 
-A folder is as diffusers publishes the model (hunyuanvideo-community on Hugging Face): one subfolder
-a component with its configuration and weights in safetensors. Weights go from the files to the
-devices; PyTorch never has a copy.
+The layout is that of diffusers (hunyuanvideo-community on Hugging Face): one subfolder per
+component, with its configuration and its weights in safetensors. Weights go from the files straight
+to the devices; PyTorch never holds a copy.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from recipes.quiet import quietly
 from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
 
-# Which classes are known, by component. What a folder names is not imported.
+# The known classes by component. A class that a folder names is never imported by that name.
 CLASSES = {
     "text_encoder": "transformers.Qwen2_5_VLTextModel",
     "text_encoder_2": "transformers.T5EncoderModel",
@@ -32,23 +32,23 @@ CLASSES = {
     "vae": "diffusers.AutoencoderKLHunyuanVideo15",
 }
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-# What one library's classes put before names that another version's do not.
+# Prefixes that one version of a library puts before weight names and another does not.
 _PREFIXES = ("", "model.language_model.", "model.", "vision_model.", "language_model.")
 _OF_HUGGING_FACE = re.compile(r"[\w.-]+/[\w.-]+")
-# A whole chat model has more than its text model.
+# Weights of a complete chat model that its text model does not have.
 _NOT_OF_TEXT = ("visual.", "model.visual.", "lm_head.")
 
 
 @dataclass(frozen=True)
 class Components:
-    """A model folder.
+    """A model folder in diffusers' layout.
 
     Args:
-        folder: has model_index.json.
-        precision: of all models, a name of `DTYPES`.
+        folder: Folder with model_index.json.
+        precision: Precision of all models, a name of `DTYPES`.
 
     Raises:
-        UsageError: there is no model there, or it is another one.
+        UsageError: The folder has no model, or a different one.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Components:
 
     @property
     def index(self) -> dict[str, Any]:
-        """model_index.json."""
+        """Return the contents of model_index.json."""
         index = read_json(
             self.folder / "model_index.json",
             "give the folder of a model, such as a download of hunyuanvideo-community's"
@@ -79,52 +79,56 @@ class Components:
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """The class of each component, with its library."""
+        """Return the class of each component, with its library."""
         return CLASSES
 
     def place(self, name: str) -> Path:
-        """The folder of a component, tokenizer or image processor."""
+        """Return the folder of a component, tokenizer or image processor."""
         return self.folder / name
 
     def tracing(self) -> AbstractContextManager[Any]:
-        """What has to hold while components are made and traced."""
+        """Return the context in which components are made and traced."""
         return nullcontext()
 
     def check(self, options: Options) -> None:
-        """Raise unless the model is one for these options.
+        """Raise an error unless the model supports these options.
 
         Raises:
-            UsageError: it is not.
+            UsageError: It does not.
         """
         del options
 
     @property
     def picture_width(self) -> int:
-        """Features of a picture's tokens, as the transformer takes them."""
+        """Return the width of a picture's tokens, as the transformer takes them."""
         return self.config("transformer")["image_embed_dim"]
 
     @property
     def dtype(self) -> Any:
-        """What is computed in, as jax names it."""
+        """Return the dtype of the computation, as a jax dtype."""
         return jnp.dtype("bfloat16" if self.precision == "bf16" else "float32")
 
     def has(self, name: str) -> bool:
-        """Whether there is such a component."""
+        """Return whether the folder has such a component."""
         return self.place(name).is_dir()
 
     def config(self, name: str) -> dict[str, Any]:
-        """The configuration of a component, as its JSON file has it."""
-        return read_json(self.place(name) / "config.json", "download the whole folder of the model")
+        """Return the configuration of a component, read from its JSON file."""
+        return read_json(
+            self.place(name) / "config.json", "download the complete folder of the model"
+        )
 
     def module(self, name: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
-        """A component with shapes for weights, ready to be ported; buffers have values.
+        """Return a component ready to be ported, with its parameters on the meta device.
+
+        Its buffers have values.
 
         Args:
-            name: one of `CLASSES`.
-            dtype: of the weights, by default that of the precision.
+            name: One of `CLASSES`.
+            dtype: Dtype of the weights, by default that of the precision.
 
         Raises:
-            UsageError: it is not there, or its configuration does not fit the class.
+            UsageError: The component is missing, or its configuration does not fit the class.
         """
         config = self.config(name)
         with quietly(), default_dtype(dtype or DTYPES[self.precision]), parameters_on_meta():
@@ -143,19 +147,19 @@ class Components:
         methods: tuple[str | Callable[..., Any], ...],
         shard: Callable[[PortedModel], None] | None = None,
     ) -> PortedModel:
-        """A component with its weights on the devices.
+        """Return a ported component with its weights on the devices.
 
         Args:
-            name: one of `CLASSES`.
-            methods: as for `tpuport.convert`.
-            shard: puts the port on a mesh before its weights are read, by which each device gets
-                its part only; None for one device.
+            name: One of `CLASSES`.
+            methods: Passed to `tpuport.convert`.
+            shard: Shards the port on a mesh before its weights are read, so that each device reads
+                only its part. None for one device.
 
         Raises:
-            UsageError: it is not there.
-            CheckpointError: its weights are damaged, or not those of its configuration.
+            UsageError: The component is missing.
+            CheckpointError: Its weights are damaged, or do not fit its configuration.
         """
-        # Eager PyTorch is not there to compare with: it would need a second copy of the weights.
+        # Verifying against eager PyTorch would need a second copy of the weights.
         ported = tpuport.convert(self.module(name), methods=methods, verify=False)
         if shard is not None:
             shard(ported)
@@ -166,17 +170,17 @@ class Components:
         """Read a component's weights into a port of its `module`.
 
         Raises:
-            CheckpointError: they are damaged, or not those of its configuration.
+            CheckpointError: They are damaged, or do not fit its configuration.
         """
         opened = tpuport.open_checkpoint(self.place(name))
         ported.load(opened, rename=renaming(opened, {*ported.params, *ported.buffers}))
 
     def weights(self, name: str) -> list[Path]:
-        """The files with a component's weights."""
+        """Return the files with a component's weights."""
         return sorted(self.place(name).glob("*.safetensors"))
 
     def tokenizer(self, name: str) -> Any:
-        """A tokenizer: "tokenizer" or "tokenizer_2"."""
+        """Return the tokenizer "tokenizer" or "tokenizer_2"."""
         from transformers import AutoTokenizer
 
         self._check_there(name)
@@ -184,7 +188,7 @@ class Components:
             return AutoTokenizer.from_pretrained(self.place(name))
 
     def image_processor(self) -> Any:
-        """What makes SigLIP's pixels of a picture, without torchvision."""
+        """Return the processor that turns a picture into SigLIP's pixels, without torchvision."""
         from transformers import SiglipImageProcessorPil
 
         self._check_there("feature_extractor")
@@ -192,9 +196,9 @@ class Components:
             return SiglipImageProcessorPil.from_pretrained(self.place("feature_extractor"))
 
     def scheduler(self) -> Any:
-        """The flow-matching scheduler with the model's shift."""
+        """Return the flow-matching scheduler with the model's shift."""
         config = read_json(
-            self.folder / "scheduler" / "scheduler_config.json", "download the whole folder"
+            self.folder / "scheduler" / "scheduler_config.json", "download the complete folder"
         )
         kind = _class("diffusers.FlowMatchEulerDiscreteScheduler")
         return kind.from_config(config)
@@ -203,12 +207,13 @@ class Components:
         if not self.has(name):
             what = self.place(name).relative_to(self.folder)
             raise UsageError(
-                f"{self.folder} has no {what}. What to do: download the whole folder of the model"
+                f"{self.folder} has no {what}. What to do: download the complete folder of the"
+                " model"
             )
 
 
 def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str | None] | None:
-    """How a checkpoint's names become the model's, where only what stands before them differs."""
+    """Return a function from a checkpoint's names to the model's, where only a prefix differs."""
     names = {name for name in opened if not name.startswith(_NOT_OF_TEXT)}
     if names & wanted and len(names) == len(opened):
         return None
@@ -221,10 +226,10 @@ def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str | None] | Non
 
 
 def read_json(path: Path, what_to_do: str) -> dict[str, Any]:
-    """A JSON object.
+    """Return the JSON object in a file.
 
     Raises:
-        UsageError: it is not there, or is something else.
+        UsageError: The file is missing or is not a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -238,12 +243,12 @@ def read_json(path: Path, what_to_do: str) -> dict[str, Any]:
 
 
 def model_folder(name: str | Path) -> Path:
-    """A folder, or that of a model on Hugging Face ("owner/name") which is in the cache here.
+    """Return a folder, or the cached one of a model on Hugging Face ("owner/name").
 
     Nothing is downloaded.
 
     Raises:
-        UsageError: it is no folder, and looks like such a name, and the cache does not have it.
+        UsageError: It is no folder, and the cache has no model of that name.
     """
     path = Path(name)
     if path.exists() or not _OF_HUGGING_FACE.fullmatch(str(name)):
@@ -261,7 +266,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def make_model(kind: str, config: dict[str, Any]) -> torch.nn.Module:
-    """A model of a class as `CLASSES` names it, from its library's configuration."""
+    """Return a model of a class of `CLASSES`, made from its library's configuration."""
     found = _class(kind)
     if not kind.startswith("transformers."):
         return found.from_config(config)
@@ -280,7 +285,7 @@ def _class(name: str) -> Any:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New parameters are of this dtype; what a module computes in float32 by name stays so."""
+    """Make new parameters of this dtype. Modules that name float32 themselves keep it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -291,12 +296,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters of new modules are shapes; buffers have values, since no checkpoint holds some."""
+    """Put the parameters of new modules on the meta device.
+
+    Buffers keep their values, since checkpoints lack some of them.
+    """
     kind: Any = torch.nn.Module
     register = kind.register_parameter
 
     def registered(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        # One that is there already may be tied to another: it stays the same object.
+        # A parameter that is on the meta device already may be tied, and must stay the same object.
         if param is not None and not param.is_meta:
             param = torch.nn.Parameter(param.to("meta"), param.requires_grad)
         register(module, name, param)

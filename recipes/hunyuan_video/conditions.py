@@ -1,4 +1,4 @@
-"""What `encode` found as the rows that a step of denoising takes."""
+"""The results of `encode` as the rows that a denoising step takes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ _TEXTS = ("text", "text_mask", "glyph", "glyph_mask")
 def rows_of(
     given: Mapping[str, jax.Array], shape: tuple[int, ...], *, guidance: float, picture_width: int
 ) -> Arrays:
-    """The conditions of HunyuanVideo-1.5's classes, by name.
+    """Return the conditions of HunyuanVideo-1.5's classes, by name.
 
     Args:
-        given: of `encode.encode`.
-        shape: of the latents (P, C, T, h, w).
-        guidance: above 1 the rows of the negative prompt come first, then those of the prompts.
-        picture_width: features of a picture's tokens.
+        given: Result of `encode.encode`.
+        shape: Shape of the latents, (P, C, T, h, w).
+        guidance: Above 1 the rows of the negative prompt come first, then those of the prompts.
+        picture_width: Width of a picture's tokens.
 
     Returns:
         Rows B = 2P with guidance, else P: "text" (B, L, D), "text_mask" (B, L), "glyph" (B, G, E),
-        "glyph_mask" (B, G); "condition" (B, C + 1, T, h, w), the first frame's latents and where
-        they are; "picture" (B, N, F), with N = 0 for text to video.
+        "glyph_mask" (B, G); "condition" (B, C + 1, T, h, w), the latents of the first frame and a
+        mask of their positions; "picture" (B, N, F), with N = 0 for text to video.
 
     Raises:
-        UsageError: the first frame is not of the latents' size.
+        UsageError: The first frame does not have the latents' size.
     """
     count = shape[0]
     if guidance > 1:
@@ -39,7 +39,7 @@ def rows_of(
         found = {n: given[n] for n in _TEXTS}
     rows, dtype = found["text"].shape[0], found["text"].dtype
     condition = _condition(given.get("first_frame"), shape, dtype)
-    # Of no picture no tokens: the same as what the network makes of zeros, and fewer to attend to.
+    # No picture gives no tokens: the same result as the network's for zeros, at less attention.
     picture = given.get("picture", jnp.zeros((1, 0, picture_width)))
     return {
         **found,
@@ -49,7 +49,7 @@ def rows_of(
 
 
 def _condition(first_frame: jax.Array | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Latents of the first frame and a channel of ones where they are; zeros else."""
+    """Return the latents of the first frame, with a channel of ones at their frame, else zeros."""
     count, channels, *sizes = shape
     found = jnp.zeros((count, channels + 1, *sizes), dtype)
     if first_frame is None:

@@ -1,4 +1,4 @@
-"""Latents to video and an image to latents, by the VAE's own class, in one program each."""
+"""Decoding of latents and encoding of an image by the VAE's own class, in one program each."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,25 +19,25 @@ from tpuport.model.ported import PortedModel
 
 PRECISIONS = ("bf16", "float32")
 PIXELS = 3
-# Both classes have it; the dtype of its weight is that of the whole model.
+# A weight that both classes have. Its dtype is that of the model.
 _FIRST = "decoder.conv_in.conv.weight"
 
 
 def decode_tile(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """(B, C, T, h, w) -> (B, 3, F, H, W): the decoder as it is."""
+    """Run the VAE's own decoder: (B, C, T, h, w) -> (B, 3, F, H, W)."""
     return vae.decoder(latents)
 
 
 def encode_tile(vae: Any, video: torch.Tensor) -> torch.Tensor:
-    """(B, 3, F, H, W) -> (B, 2 C, T, h, w), means and log variances: the encoder as it is."""
+    """Run the VAE's own encoder: (B, 3, F, H, W) -> means and log variances (B, 2 C, T, h, w)."""
     return vae.encoder(video)
 
 
 class VideoVae:
-    """A ported VAE with its two programs; `port_vae` makes it.
+    """A ported VAE with its two programs, made by `port_vae`.
 
     Attributes:
-        ported: what `tpuport.convert` gave; weights can be loaded into it.
+        ported: The port that `tpuport.convert` made. Weights can be loaded into it.
     """
 
     def __init__(self, ported: PortedModel) -> None:
@@ -47,17 +47,16 @@ class VideoVae:
 
 
 def port_vae(model: torch.nn.Module, precision: str = "bf16", mesh: Mesh | None = None) -> VideoVae:
-    """Port a VAE of HunyuanVideo-1.5, which stays as it is; it may be on the meta device.
+    """Port a VAE of HunyuanVideo-1.5 without changing it. It may be on the meta device.
 
     Args:
-        model: diffusers' AutoencoderKLHunyuanVideo15 or upstream's AutoencoderKLConv3D. Tiles are
-            those that it is set to (`model.enable_tiling(...)`).
+        model: diffusers' AutoencoderKLHunyuanVideo15 or upstream's AutoencoderKLConv3D. Its own
+            tile sizes are used (`model.enable_tiling(...)`).
         precision: "bf16" for weights and activations, with norms in float32; or "float32".
-        mesh: tiles are spread over its data axes, weights are whole on every chip. None for one
-            device.
+        mesh: Tiles are sharded over its data axes, weights are replicated. None for one device.
 
     Raises:
-        UsageError: there is no such precision, or the model is of another class.
+        UsageError: There is no such precision, or the model is of another class.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
@@ -74,17 +73,17 @@ def decode_video(vae: VideoVae, latents: Any, tiling: Tiling | None = None) -> j
     """Decode latents tile by tile, as the class's `decode` does with tiling enabled.
 
     Args:
-        vae: from `port_vae`.
-        latents: (B, C, T, h, w) as the transformer leaves them: multiplied by the scaling factor,
-            which is taken out here. Any floating dtype.
-        tiling: other tiles than the model's. Latents within one tile are decoded as a whole.
+        vae: Result of `port_vae`.
+        latents: (B, C, T, h, w) as the transformer returns them, in any floating dtype. They are
+            divided by the scaling factor here.
+        tiling: Replaces the model's tiles. Latents that fit in one tile are decoded in one call.
 
     Returns:
-        (B, 3, 4 (T - 1) + 1, 16 h, 16 w), about -1 to 1, in the dtype of the weights; on a mesh
-        whole on every chip.
+        (B, 3, 4 (T - 1) + 1, 16 h, 16 w), about -1 to 1, in the dtype of the weights; replicated on
+        a mesh.
 
     Raises:
-        UsageError: the latents are not of that shape.
+        UsageError: The latents are not of that shape.
     """
     ported = vae.ported
     _check("latents", latents, ("batch", "channels", "frames", "height", "width"))
@@ -103,17 +102,17 @@ def encode_image(vae: VideoVae, image: Any, tiling: Tiling | None = None) -> jax
     """Encode an image as the first frame's condition of image-to-video.
 
     Args:
-        vae: from `port_vae`.
+        vae: Result of `port_vae`.
         image: (B, 3, H, W) from -1 to 1; height and width are multiples of 16.
-        tiling: `tiling_of(model, "encode")` for an image that is too large; None encodes it whole,
-            as the class does unless tiling is enabled.
+        tiling: `tiling_of(model, "encode")` for an image that is too large. None encodes it in one
+            call, as the class does unless tiling is enabled.
 
     Returns:
         (B, C, 1, H / 16, W / 16), the mode of the posterior times the scaling factor, in the dtype
         of the weights.
 
     Raises:
-        UsageError: the image is not of that shape.
+        UsageError: The image is not of that shape.
     """
     ported = vae.ported
     _check("image", image, ("batch", "channels", "height", "width"))
@@ -136,7 +135,7 @@ def decode_latents(
     latents: jax.Array,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """`decode_video` as a pure function of the state, to trace inside `causal_by_frames`."""
+    """Compute `decode_video` as a pure function of the state, traced inside `causal_by_frames`."""
     latents = latents.astype(_dtype(params, buffers)) / config_of(ported).scaling_factor
 
     def decode(tiles: jax.Array) -> jax.Array:
@@ -153,7 +152,7 @@ def encode_frame(
     image: jax.Array,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """`encode_image` as a pure function of the state, to trace inside `causal_by_frames`."""
+    """Compute `encode_image` as a pure function of the state, traced inside `causal_by_frames`."""
     dtype = _dtype(params, buffers)
     frame = image.astype(dtype)[:, :, None]
 
@@ -170,7 +169,7 @@ def encode_frame(
 
 
 def factors(model: Any) -> tuple[int, int]:
-    """Frames of a latent (the first has one), and pixels of a latent along height and width."""
+    """Return the frames per latent (the first has one), and the pixels per latent side."""
     config = model.config
     if "ffactor_spatial" in config:
         return config.ffactor_temporal, config.ffactor_spatial
@@ -178,7 +177,7 @@ def factors(model: Any) -> tuple[int, int]:
 
 
 def config_of(vae: PortedModel) -> Any:
-    """The configuration of the ported class."""
+    """Return the configuration of the ported class."""
     model: Any = vae.module
     return model.config
 
@@ -201,7 +200,7 @@ def _dtype(params: Any, buffers: Any) -> Any:
 
 
 def _on_mesh(ported: PortedModel, value: Any) -> jax.Array:
-    """Whole on every chip."""
+    """Return the value replicated on every chip."""
     value = jnp.asarray(value)
     if ported.mesh is None:
         return value
@@ -210,7 +209,7 @@ def _on_mesh(ported: PortedModel, value: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def _attention(dtype: Any) -> Iterator[None]:
-    """Of float32, heads of 1024 are too large for splash's tiles in a TPU's fast memory."""
+    """Avoid splash attention in float32: its tiles for heads of 1024 exceed a TPU's fast memory."""
     if dtype != jnp.float32:
         yield
         return

@@ -1,4 +1,4 @@
-"""Stage 2: from noise to latents, a compiled step at a time."""
+"""Stage 2: from noise to latents, with one compiled step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -29,19 +29,19 @@ def denoise_step(
     guidance: float,
     calls: int = 1,
 ) -> torch.Tensor:
-    """One Euler step of the flow (diffusers, FlowMatchEulerDiscreteScheduler.step).
+    """Take one Euler step of the flow (diffusers, FlowMatchEulerDiscreteScheduler.step).
 
-    Latents stay in float32 however the network computes. With guidance, all conditions have the
+    Latents stay in float32 whatever the network computes in. With guidance, all conditions have the
     rows of the negative prompt first.
 
     Args:
-        transformer: of a class in `networks.NETWORKS`.
+        transformer: Of a class in `networks.NETWORKS`.
         latents: float32 (P, C, ...).
-        times: float32 (4,): timestep and sigma, and those of the next step.
-        conditions: by name, of 2P rows each with guidance, else P; the floating ones tell what the
-            network computes in.
-        guidance: 1 for none.
-        calls: of the network; two with guidance take less memory than one.
+        times: float32 (4,): timestep and sigma of this step, then of the next.
+        conditions: Conditions by name, of 2P rows each with guidance, else P. The dtype of the
+            floating ones is what the network computes in.
+        guidance: Guidance scale; 1 for none.
+        calls: Calls of the network. With guidance, two take less memory than one.
     """
     timestep, sigma, next_timestep, next_sigma = times.unbind(0)
     dtype = next(v.dtype for v in conditions.values() if v.dtype.is_floating_point)
@@ -63,16 +63,16 @@ def keeping_step(
     calls: int,
     kind: str,
 ) -> tuple[torch.Tensor, Kept]:
-    """`denoise_step`, and what a later step may reuse of it, call by call.
+    """Take a `denoise_step` and return also what a later step may reuse, call by call.
 
     Args:
-        transformer: see `denoise_step`, as for the others.
-        latents: likewise.
-        times: likewise.
-        conditions: likewise.
-        guidance: likewise.
-        calls: likewise.
-        kind: of `caching.StepCache`.
+        transformer: See `denoise_step`.
+        latents: See `denoise_step`.
+        times: See `denoise_step`.
+        conditions: See `denoise_step`.
+        guidance: See `denoise_step`.
+        calls: See `denoise_step`.
+        kind: See `caching.StepCache`.
     """
     with keeping(transformer, kind) as kept:
         return denoise_step(transformer, latents, times, conditions, guidance, calls), kept
@@ -88,7 +88,7 @@ def reusing_step(
     calls: int,
     kind: str,
 ) -> torch.Tensor:
-    """`denoise_step`, with what `keeping_step` gave in place of the blocks."""
+    """Take a `denoise_step` with what `keeping_step` returned in place of the blocks' results."""
     with reusing(transformer, kind, kept):
         return denoise_step(transformer, latents, times, conditions, guidance, calls)
 
@@ -101,12 +101,12 @@ class Denoiser:
     """The step of a ported transformer, compiled once for all steps of a run.
 
     Args:
-        ported: a transformer with the methods `STEPS`.
-        conditions: see `denoise_step`.
-        guidance: 1 for none.
-        calls: see `denoise_step`.
-        way: how the transformer was spread over a mesh; None if it was not.
-        cache: which steps reuse what of others; None to compute all.
+        ported: A transformer with the methods `STEPS`.
+        conditions: See `denoise_step`.
+        guidance: Guidance scale; 1 for none.
+        calls: See `denoise_step`.
+        way: The spread of the transformer over a mesh; None for one device.
+        cache: The steps that reuse results of others; None to compute all.
     """
 
     ported: PortedModel
@@ -119,14 +119,14 @@ class Denoiser:
     def run(
         self, latents: jax.Array, schedule: np.ndarray[Any, Any], first: int = 0
     ) -> Iterator[tuple[int, jax.Array]]:
-        """Number of steps done and the latents, after each step from the first on.
+        """Yield the number of steps done and the latents after each step.
 
-        The memory of the latents that were given, and of those of each step, goes to the next.
+        The buffers of the given latents and of each step's latents are donated to the next step.
 
         Args:
             latents: float32 (P, C, ...).
-            schedule: of `make_schedule`.
-            first: the step to begin with, a full one.
+            schedule: Result of `make_schedule`.
+            first: Step to begin with, which must be a full one.
         """
         conditions, latents = self._placed(dict(self.conditions)), self._placed(latents)
         full, reuse = self._programs()
@@ -135,18 +135,18 @@ class Denoiser:
             times = self._placed(jnp.asarray(schedule[number]))
             with nullcontext() if self.way is None else self.way.attention():
                 if self.is_full(number):
-                    kept = None  # its memory is needed for what comes
+                    kept = None  # frees its memory for the step
                     latents, kept = full(*state, latents, times, conditions)
                 else:
                     latents = reuse(*state, latents, times, conditions, kept)
             yield number + 1, latents
 
     def is_full(self, step: int) -> bool:
-        """Whether a step, counted from 0, is computed by all blocks."""
+        """Return whether a step, counted from 0, is computed by all blocks."""
         return self.cache is None or self.cache.is_full(step)
 
     def _programs(self) -> tuple[Any, Any]:
-        """A full step with what it keeps, and one that reuses that."""
+        """Return two jitted steps: a full one, which keeps values, and one that reuses them."""
         guidance, calls, cache = self.guidance, self.calls, self.cache
 
         def call(method: Any, params: Any, buffers: Any, *args: Any) -> Any:
@@ -169,30 +169,30 @@ class Denoiser:
         return jax.jit(step, donate_argnums=2), jax.jit(cached_step, donate_argnums=2)
 
     def _placed(self, values: Any) -> Any:
-        """On all devices of the mesh; which part of them a device needs, the program knows."""
+        """Return values replicated on the mesh. The compiled program shards them as it needs."""
         mesh = self.ported.mesh
         return values if mesh is None else jax.device_put(values, NamedSharding(mesh, P()))
 
 
 def make_schedule(scheduler: Any, options: Options) -> np.ndarray[Any, Any]:
-    """Timestep and sigma of each step, and those of the next: float32 (steps, 4).
+    """Return timestep and sigma of each step and of the next: float32 (steps, 4).
 
     Args:
         scheduler: `FlowMatchEulerDiscreteScheduler` of the folder.
-        options: of the run; its shift, if it has one, is taken instead of the scheduler's.
+        options: Options of the run. Its shift, if it has one, replaces the scheduler's.
     """
     if options.shift is not None:
         scheduler.set_shift(options.shift)
-    # As diffusers' pipelines of this model give them.
+    # The same sigmas as in diffusers' pipelines of this model.
     return schedule_of(scheduler, sigmas=np.linspace(1.0, 0.0, options.steps + 1)[:-1])
 
 
 def schedule_of(scheduler: Any, **wanted: Any) -> np.ndarray[Any, Any]:
-    """Timestep and sigma of each step, and those of the next: float32 (steps, 4).
+    """Return timestep and sigma of each step and of the next: float32 (steps, 4).
 
     Args:
-        scheduler: a flow-matching one of diffusers.
-        **wanted: for its `set_timesteps`.
+        scheduler: A flow-matching scheduler of diffusers.
+        **wanted: Arguments of its `set_timesteps`.
     """
     scheduler.set_timesteps(**wanted)
     sigmas: Any = np.asarray(scheduler.sigmas)
@@ -204,10 +204,10 @@ def schedule_of(scheduler: Any, **wanted: Any) -> np.ndarray[Any, Any]:
 def make_noise(
     options: Options, channels: int, size: tuple[int, int], dtype: torch.dtype
 ) -> jax.Array:
-    """The latents that a run begins with, float32 (P, C, T, h, w).
+    """Return the latents that a run begins with, float32 (P, C, T, h, w).
 
-    The numbers are PyTorch's on the CPU, so that a seed means the same as there, in the dtype that
-    the network computes in.
+    The numbers are PyTorch's on the CPU, drawn in the dtype that the network computes in, so that a
+    seed means the same as in PyTorch.
     """
     height, width = (side // STRIDE for side in size)
     shape = (len(options.prompts), channels, options.latent_frames, height, width)

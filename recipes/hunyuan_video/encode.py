@@ -1,4 +1,4 @@
-"""Stage 1: prompts, quoted text and the first image as the denoiser takes them."""
+"""Stage 1: prompts, quoted text and the first image in the form that the denoiser takes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,40 +21,40 @@ Arrays = dict[str, jax.Array]
 
 
 def chat_states(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The hidden states (B, L, D) that enter the text model's last two layers."""
+    """Return the hidden states (B, L, D) that enter the text model's last two layers."""
     found = encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
     return found.hidden_states[LAYER]
 
 
 def glyph_states(encoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """byT5's last hidden states (B, L, D)."""
+    """Return byT5's last hidden states (B, L, D)."""
     return encoder(input_ids=ids, attention_mask=mask.float())[0]
 
 
 def picture_states(encoder: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """SigLIP's last hidden states (B, N, D) of pixels (B, 3, H, W)."""
+    """Return SigLIP's last hidden states (B, N, D) of pixels (B, 3, H, W)."""
     return encoder(pixel_values=pixel_values).last_hidden_state
 
 
 def encode(components: Components, options: Options, mesh: Mesh | None = None) -> Arrays:
-    """Everything that a denoising step takes besides the latents.
+    """Compute every input of a denoising step except the latents.
 
     Args:
-        components: a model folder.
-        options: of the run.
-        mesh: the text model's weights are spread over its axis fsdp; None for one device.
+        components: The model folder.
+        options: Options of the run.
+        mesh: Shards the text model's weights along its axis fsdp; None for one device.
 
     Returns:
-        "text" (P, 1000, D) with "text_mask", "glyph" (P, 256, D) with "glyph_mask"; with guidance
-        the same of the negative prompt, named "negative_...", of one row; for i2v also "picture"
-        (1, N, D) and "first_frame" (1, C, 1, h, w), scaled latents.
+        "text" (P, 1000, D) with "text_mask", "glyph" (P, 256, D) with "glyph_mask". With guidance
+        also the same of the negative prompt, named "negative_...", of one row. For i2v also
+        "picture" (1, N, D) and "first_frame" (1, C, 1, h, w), scaled latents.
 
     Raises:
-        UsageError: a prompt is too long, or a component or the image is missing.
-        CheckpointError: weights are damaged.
+        UsageError: A prompt is too long, or a component or the image is missing.
+        CheckpointError: Weights are damaged.
     """
     prompts = list(options.prompts)
-    # All in one batch: one program, one pass over the weights.
+    # One batch for all prompts: one program, and one pass over the weights.
     texts = [*prompts, options.negative_prompt] if options.has_guidance else prompts
     found = {**_chats(components, texts, mesh), **_glyphs(components, texts)}
     named = {name: rows[: len(prompts)] for name, rows in found.items()}
@@ -79,7 +79,10 @@ def _chats(components: Components, texts: Sequence[str], mesh: Mesh | None) -> A
 
 
 def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
-    """Rows without quoted text are zeros, and byT5 is not read if there are no others."""
+    """Encode the quoted text.
+
+    Rows without any are zeros, and byT5 is loaded only if a row has some.
+    """
     tokens = tokenize_glyphs(components.tokenizer("tokenizer_2"), texts)
     rows = tokens.mask.any(axis=1)
     width = components.config("text_encoder_2")["d_model"]
@@ -131,5 +134,5 @@ def _run(ported: Any, method: Any, *args: Any) -> jax.Array:
         return jax.jit(call)(ported.params, ported.buffers, *given)
     given = jax.device_put(given, NamedSharding(ported.mesh, P()))
     found = jax.jit(call)(ported.params, ported.buffers, *given)
-    # What comes after it need not be on this mesh.
+    # The next stages may use another mesh or none.
     return jax.device_put(jax.device_get(found), jax.devices()[0])

@@ -1,4 +1,4 @@
-"""The stages of a run, one after the other; what a stage has left is not computed again."""
+"""The stages of a run in order. A stage whose result exists is not computed again."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -28,17 +28,17 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class How:
-    """How a run is computed, which decides nothing of its result.
+    """Settings for how a run is computed. They do not affect its result.
 
     Attributes:
-        save_every: after how many steps of denoising their latents are saved.
-        calls: of the network a step, for guidance: two take less memory than one.
-        spread: how the denoiser lies over all devices, a name of `spreading.SPREADS` or "auto"; the
-            text model and the tiles of the video are then on all of them, too. None for the first
-            device alone.
-        output: "mp4", "png" for a picture a frame, or "latents" to decode nothing.
-        say: is told what happens, a line at a time.
-        on_step: is told the number of steps done, and of all, as each one is done.
+        save_every: Number of denoising steps after which the latents are saved.
+        calls: Calls of the network per step. With guidance, two take less memory than one.
+        spread: How the denoiser is spread over all devices: a name of `spreading.SPREADS` or
+            "auto". The text model and the tiles of the video then use all devices, too. None for
+            the first device alone.
+        output: "mp4", "png" for a picture per frame, or "latents" to decode nothing.
+        say: Called with each line of progress.
+        on_step: Called after each step with the number of steps done and the total.
     """
 
     save_every: int = 10
@@ -60,11 +60,11 @@ class How:
 
 
 def run_encode(run: Run, how: How) -> None:
-    """Write `conditions.safetensors`.
+    """Encode the prompts and write `conditions.safetensors`.
 
     Raises:
-        UsageError: a prompt is too long, or a component is missing.
-        CheckpointError: weights are damaged, or the disk is full.
+        UsageError: A prompt is too long, or a component is missing.
+        CheckpointError: Weights are damaged, or the disk is full.
     """
     if run.conditions.is_file():
         how.say(f"encode: {run.conditions} is there")
@@ -76,11 +76,11 @@ def run_encode(run: Run, how: How) -> None:
 
 
 def run_denoise(run: Run, how: How) -> None:
-    """Write `latents.safetensors`; begun before, it goes on from the steps that were saved.
+    """Denoise and write `latents.safetensors`, resuming from saved steps if there are any.
 
     Raises:
         UsageError: `encode` has not ended.
-        CheckpointError: weights or files are damaged, or the disk is full.
+        CheckpointError: Weights or files are damaged, or the disk is full.
     """
     if run.latents.is_file():
         how.say(f"denoise: {run.latents} is there")
@@ -90,7 +90,7 @@ def run_denoise(run: Run, how: How) -> None:
     schedule = make_schedule(run.components.scheduler(), options)
     first, latents = _begun(run)
     if first:
-        how.say(f"denoise: goes on after step {first}")
+        how.say(f"denoise: resumes after step {first}")
     way = _way(how, options)
     shard = None if way is None else way.shard
     ported = run.components.ported("transformer", STEPS, shard)
@@ -107,7 +107,7 @@ def run_denoise(run: Run, how: How) -> None:
             jax.block_until_ready(now)
             how.on_step(done, options.steps)
         latents = now
-        # A step that reuses needs more than latents: a run goes on with a full one.
+        # The partial file holds latents only, so that a resumed run must begin with a full step.
         if due <= done < options.steps and denoiser.is_full(done):
             run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32)})
             due = done + how.save_every
@@ -119,11 +119,11 @@ def run_denoise(run: Run, how: How) -> None:
 
 
 def run_decode(run: Run, how: How) -> None:
-    """Write the videos.
+    """Decode the latents and write the videos.
 
     Raises:
         UsageError: `denoise` has not ended.
-        CheckpointError: weights or files are damaged, or the disk is full.
+        CheckpointError: Weights or files are damaged, or the disk is full.
     """
     if how.output == "latents":
         return
@@ -154,14 +154,14 @@ STAGES: dict[str, Callable[[Run, How], None]] = {
 
 
 def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheReport:
-    """Some stages in order, with their programs kept in the compile cache.
+    """Run some stages in order, with their programs kept in the compile cache.
 
     Returns:
-        Which programs were loaded and which compiled.
+        The programs that were loaded and those that were compiled.
 
     Raises:
-        UsageError: as for the stages.
-        CheckpointError: likewise.
+        UsageError: A stage raised it.
+        CheckpointError: A stage raised it.
     """
     with tpuport.compile_cache(min_compile_seconds=0) as cache, run.components.tracing():
         for stage in stages:
@@ -170,7 +170,7 @@ def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheRepor
 
 
 def _begun(run: Run) -> tuple[int, jax.Array]:
-    """How many steps were saved, and the latents after them."""
+    """Return the number of steps that were saved, and the latents after them."""
     options = run.options
     if run.partial.is_file():
         found = tpuport.load_checkpoint(run.partial)
@@ -183,7 +183,7 @@ def _begun(run: Run) -> tuple[int, jax.Array]:
 
 
 def _way(how: How, options: Options) -> Spread | None:
-    """How the denoiser lies over the devices that there are."""
+    """Return the spread of the denoiser over the available devices."""
     if how.spread is None:
         return None
     name = choose_spread(how.spread, jax.device_count(), options.guidance)
@@ -191,11 +191,11 @@ def _way(how: How, options: Options) -> Spread | None:
 
 
 def _check_finite(latents: Any) -> None:
-    """NaN in the network would be a black video without a word."""
+    """Raise an error for latents that are not finite, which would silently decode to black."""
     values = np.asarray(latents)
     if not np.isfinite(values).all():
         bad = int((~np.isfinite(values)).sum())
         raise UsageError(
             f"{bad} of {values.size} latents are not finite. What to do: try precision='float32',"
-            " or look whether the weights are whole"
+            " or look whether the weights are complete"
         )

@@ -1,4 +1,4 @@
-"""A tiny model in the published folder's layout, with random weights: all that a run needs."""
+"""A tiny model with random weights in the published folder's layout, complete enough for a run."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from recipes.small_tokenizer import SPECIAL, train_tokenizer
 from tpuport.checkpoints.atomic import replacing_folder
 from tpuport.errors import UsageError
 
-# As Qwen 2.5's, without tools and without a system message of its own.
+# Qwen 2.5's template, without tools and without a system message of its own.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -62,25 +62,25 @@ _UPSTREAM_VAE = {
 def make_weights(
     folder: str | Path, seed: int = 0, layout: str = "diffusers", *, glyph_width: int | None = None
 ) -> Path:
-    """Write a tiny HunyuanVideo-1.5, the same for the same seed, in a layout of the large one.
+    """Write a tiny HunyuanVideo-1.5 in a published layout, the same for the same seed.
 
-    All components of the image-to-video pipeline are there, so both tasks run from it: tokenizers
-    and image processor, too. Its videos are noise.
+    It has all components of the image-to-video pipeline, tokenizers and image processor included,
+    so that both tasks run from it. Its videos are noise.
 
     Args:
-        folder: where to; what is there is replaced.
-        seed: of the weights.
-        layout: "diffusers", one folder a component, or "upstream", see `recipes.hunyuan_video.
-            upstream`; it runs by upstream's classes.
-        glyph_width: features of a glyph's byte; None for few, and in upstream's layout for 1472,
-            which its class has written in it.
+        folder: Folder to write to. Its contents are replaced.
+        seed: Random seed of the weights.
+        layout: "diffusers", one folder per component, or "upstream", see
+            `recipes.hunyuan_video.upstream`, which runs with upstream's classes.
+        glyph_width: Width of a glyph token. None for a small one, or in upstream's layout for 1472,
+            which its class hard-codes.
 
     Returns:
         The folder.
 
     Raises:
-        UsageError: there is no such layout.
-        CheckpointError: it cannot be written; what was there still is.
+        UsageError: There is no such layout.
+        CheckpointError: It cannot be written. The previous contents are kept.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
@@ -108,7 +108,7 @@ def make_weights(
 
 
 def _write_upstream(folder: Path, pipeline: Any) -> None:
-    """The components of a pipeline of diffusers under upstream's names."""
+    """Write the components of a diffusers pipeline under upstream's names."""
     from safetensors.torch import save_file
 
     weights = upstream_transformer(pipeline.transformer.state_dict())
@@ -193,7 +193,7 @@ def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
 
 
 def _tokenizer() -> Any:
-    """Qwen 2.5's kind, trained on the system message."""
+    """Return a tokenizer of Qwen 2.5's kind, trained on the system message."""
     from transformers import Qwen2Tokenizer
 
     trained = json.loads(train_tokenizer([system_message()], vocab_size=800).to_str())["model"]

@@ -1,4 +1,4 @@
-"""How the transformers that denoise are called: what differs between their classes, by class."""
+"""The calls of the transformers that denoise: the differences between their classes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from tpuport.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
-# Of a transformer, noisy latents (B, C, ...), timesteps (B,) of this step and of the next, and
+# Takes a transformer, noisy latents (B, C, ...), timesteps (B,) of this step and of the next, and
 # conditions of as many rows.
 Call = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor, Tensors], torch.Tensor]
 
@@ -21,13 +21,13 @@ def _by_name(
     following: torch.Tensor,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """As most of diffusers' are called: every condition by its name."""
+    """Call a transformer with every condition by its name, as most of diffusers' classes are."""
     del following
     return transformer(hidden_states=latents, timestep=timestep, **conditions, return_dict=False)[0]
 
 
 def _of_meanflow(transformer: Any, following: torch.Tensor) -> torch.Tensor | None:
-    """Step-distilled models know where the step leads; others have no weights for it."""
+    """Return the next timestep for step-distilled models, and None for others, which ignore it."""
     return following if transformer.config.use_meanflow else None
 
 
@@ -38,7 +38,7 @@ def _hunyuan(
     following: torch.Tensor,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """diffusers' class, with the conditions of `encode.encode`."""
+    """Call diffusers' HunyuanVideo class with the conditions of `encode.encode`."""
     return transformer(
         hidden_states=torch.cat([latents, conditions["condition"]], dim=1),
         timestep=timestep.to(latents.dtype),
@@ -59,11 +59,11 @@ def _upstream(
     following: torch.Tensor,
     conditions: Tensors,
 ) -> torch.Tensor:
-    """Upstream's own class, with the same conditions (hyvideo, hunyuan_video_pipeline.py)."""
+    """Call upstream's own class with the same conditions (hyvideo, hunyuan_video_pipeline.py)."""
     picture: torch.Tensor | None = conditions["picture"]
     if picture is None or not picture.shape[1]:
         picture = None
-    # As upstream's pipeline calls it: text is float32 inside the refiner.
+    # Autocast as upstream's pipeline has it: the refiner computes text in float32.
     with torch.autocast("cuda", latents.dtype, enabled=latents.dtype != torch.float32):
         return transformer(
             torch.cat([latents, conditions["condition"]], dim=1),
@@ -84,16 +84,16 @@ def _upstream(
 
 @dataclass(frozen=True)
 class Network:
-    """What is to know of a class of transformers.
+    """The facts about a class of transformers that denoising needs.
 
     Attributes:
-        blocks: the attribute with its list of blocks; None if there is more than one.
-        streams: the arguments of a block that it returns anew, in the order of its results.
-        call: how it is called.
-        time_scale: what timesteps of 0 to 1000 are multiplied with.
-        shared: conditions without an axis of rows.
-        even_sigmas: whether its pipeline asks for sigmas from 1 to 1/steps before they are shifted,
-            rather than for the scheduler's own.
+        blocks: The attribute with its list of blocks; None if there is more than one list.
+        streams: The arguments of a block that it returns updated, in the order of its results.
+        call: Function that calls the transformer.
+        time_scale: Factor for timesteps of 0 to 1000.
+        shared: Conditions without a batch dim.
+        even_sigmas: Whether its pipeline passes sigmas from 1 to 1/steps, to be shifted, rather
+            than use the scheduler's own.
     """
 
     blocks: str | None
@@ -110,7 +110,7 @@ NETWORKS: dict[str, Network] = {
     ),
     "HunyuanVideo_1_5_DiffusionTransformer": Network("double_blocks", ("img", "txt"), _upstream),
     "WanTransformer3DModel": Network("blocks"),
-    # Tokens and coordinates come from the caller, as `FluxPipeline` makes them.
+    # Tokens and coordinates come from the caller, prepared as in `FluxPipeline`.
     "FluxTransformer2DModel": Network(
         None, time_scale=1e-3, shared=frozenset({"txt_ids", "img_ids"}), even_sigmas=True
     ),
@@ -118,10 +118,10 @@ NETWORKS: dict[str, Network] = {
 
 
 def network_of(transformer: Any) -> Network:
-    """What is known of a transformer's class.
+    """Return the entry of `NETWORKS` for a transformer's class.
 
     Raises:
-        UsageError: nothing is.
+        UsageError: There is none.
     """
     for kind in type(transformer).__mro__:
         if kind.__name__ in NETWORKS:
@@ -139,14 +139,14 @@ def flow_of(
     conditions: Mapping[str, torch.Tensor],
     calls: int = 1,
 ) -> torch.Tensor:
-    """What the network predicts for rows of latents, like `latents` in shape.
+    """Predict the flow for rows of latents, in the shape of `latents`.
 
     Args:
-        transformer: of a class in `NETWORKS`.
+        transformer: Of a class in `NETWORKS`.
         latents: (B, C, ...).
         timesteps: (2,), from 1000 to 0: of this step and of the next.
-        conditions: by name, of B rows each, but for those that the class shares.
-        calls: of the network, for a part of the rows each.
+        conditions: Conditions by name, of B rows each, except for those that the class shares.
+        calls: Number of calls of the network, each with a part of the rows.
     """
     network, rows = network_of(transformer), latents.shape[0]
     parts, size = [], max(1, rows // calls)

@@ -1,4 +1,4 @@
-"""What decides a video: the options of a run, and the resolutions that the model knows."""
+"""The options of a run, which determine its video, and the resolutions that the model knows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +7,8 @@ from recipes.hunyuan_video.caching import StepCache
 from tpuport.errors import UsageError
 
 TASKS = ("t2v", "i2v")
-# The side of a square of as many pixels, by name: the buckets are all shapes of about that size
-# (upstream, hyvideo/pipelines/hunyuan_video_pipeline.py, target_size_config).
+# The side of a square with about as many pixels as each size in the bucket (upstream,
+# hyvideo/pipelines/hunyuan_video_pipeline.py, target_size_config).
 RESOLUTIONS = {"360p": 480, "480p": 640, "720p": 960, "1080p": 1440}
 STRIDE = 16  # pixels of a latent's side
 FRAMES_A_LATENT = 4
@@ -16,29 +16,29 @@ FRAMES_A_LATENT = 4
 
 @dataclass(frozen=True)
 class Options:
-    """What a run computes; two runs with the same ones give the same video.
+    """The settings of a run. Two runs with the same settings give the same video.
 
     Attributes:
-        prompts: one video each.
+        prompts: Text prompts, one video each.
         task: "t2v", or "i2v" with an image.
-        image: of the first frame, a file; of i2v only.
-        negative_prompt: what guidance leads away from.
-        resolution: a name of `RESOLUTIONS`; with `aspect` it gives height and width.
-        aspect: width and height, such as "16:9"; for i2v the image's own is taken.
-        height: in pixels, in place of both; a multiple of 16.
-        width: likewise.
-        frames: 4n + 1.
-        steps: of denoising.
-        guidance: 1 for none, as distilled models want it.
-        shift: of the noise schedule; None for that of the model's scheduler.
-        seed: of the noise.
-        precision: "bf16" or "float32", of all models.
-        version: of the transformer, such as "720p_t2v", in a folder of upstream's; "" for its only
-            one, and for folders of diffusers.
-        cache: "deepcache" or "teacache" to reuse what blocks gave in earlier steps; None for none.
-        cache_start: see `caching.StepCache`, as for the others.
-        cache_end: likewise.
-        cache_interval: likewise.
+        image: File with the first frame, for i2v only.
+        negative_prompt: What guidance leads away from.
+        resolution: A name of `RESOLUTIONS`, which gives height and width together with `aspect`.
+        aspect: Ratio of width and height, such as "16:9". For i2v the image's ratio is used.
+        height: Height in pixels, which replaces resolution and aspect; a multiple of 16.
+        width: Width in pixels, given together with the height.
+        frames: Frames of the video, 4n + 1.
+        steps: Denoising steps.
+        guidance: Guidance scale; 1 for none, as distilled models need.
+        shift: Shift of the noise schedule; None for that of the model's scheduler.
+        seed: Random seed of the noise.
+        precision: "bf16" or "float32", for all models.
+        version: Version of the transformer, such as "720p_t2v", in upstream's layout. "" for its
+            only one, and for diffusers' layout.
+        cache: "deepcache" or "teacache" to reuse block outputs of earlier steps; None for neither.
+        cache_start: See `caching.StepCache`.
+        cache_end: See `caching.StepCache`.
+        cache_interval: See `caching.StepCache`.
     """
 
     prompts: tuple[str, ...]
@@ -101,27 +101,27 @@ class Options:
 
     @property
     def has_guidance(self) -> bool:
-        """Whether each step computes the negative prompt, too."""
+        """Return whether each step computes the negative prompt, too."""
         return self.guidance > 1
 
     @property
     def step_cache(self) -> StepCache | None:
-        """Which steps reuse what of others."""
+        """Return the steps that reuse results of others, or None."""
         if self.cache is None:
             return None
         return StepCache(self.cache, self.cache_start, self.cache_end, self.cache_interval)
 
     @property
     def latent_frames(self) -> int:
-        """Frames of the latents."""
+        """Return the number of frames of the latents."""
         return (self.frames - 1) // FRAMES_A_LATENT + 1
 
 
 def parse_aspect(text: str) -> tuple[int, int]:
-    """Width and height of "16:9".
+    """Return width and height of a ratio such as "16:9".
 
     Raises:
-        UsageError: it is something else.
+        UsageError: The text has another form.
     """
     width, _, height = text.partition(":")
     if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
@@ -130,10 +130,10 @@ def parse_aspect(text: str) -> tuple[int, int]:
 
 
 def size_of(options: Options) -> tuple[int, int]:
-    """Height and width of the video, in pixels.
+    """Return height and width of the video in pixels.
 
-    The nearest shape of the resolution's buckets, as diffusers' pipelines choose it; for i2v the
-    nearest to the image's own.
+    This is the nearest shape in the resolution's bucket, as diffusers' pipelines choose it; for i2v
+    the nearest to the image's own.
     """
     if options.height is not None and options.width is not None:
         return options.height, options.width

@@ -1,7 +1,7 @@
-"""Other transformers that denoise, through the same loop: Wan, Flux.
+"""Other transformers that denoise with the same loop: Wan, Flux.
 
-Their prompts are encoded, and their latents decoded, by diffusers' own pipelines; what lies between
-them, which takes the time, is this.
+diffusers' own pipelines encode the prompts and decode the latents. This module does the denoising
+between them, which takes most of the time.
 """
 
 import importlib
@@ -37,15 +37,15 @@ _NEGATIVE = "negative_"
 
 @dataclass(frozen=True)
 class Flow:
-    """How latents are denoised.
+    """The settings for denoising latents.
 
     Attributes:
-        steps: of denoising.
-        guidance: 1 for none; conditions of the negative prompt are needed else.
-        shift: of the schedule; None for the scheduler's own.
-        calls: of the network a step; two with guidance take less memory than one.
+        steps: Denoising steps.
+        guidance: Guidance scale; 1 for none. Above 1, conditions of the negative prompt are needed.
+        shift: Shift of the schedule; None for the scheduler's own.
+        calls: Calls of the network per step. With guidance, two take less memory than one.
         precision: "bf16" or "float32".
-        cache: which steps reuse what of others.
+        cache: The steps that reuse results of others.
     """
 
     steps: int = 50
@@ -76,20 +76,20 @@ def denoise_latents(
     """Denoise latents with a diffusers transformer of a class in `networks.NETWORKS`.
 
     Args:
-        folder: of a model as diffusers publishes it, with `transformer` and `scheduler`.
-        latents: noise (P, C, ...), as the class takes it.
-        conditions: arguments of the class's `forward` by name, of P rows each but for coordinates;
-            with guidance also those of the negative prompt, named "negative_...".
-        flow: how.
-        kind: the class's name; by default the one that the folder names.
-        on_step: is told the number of steps done, and of all, as each one is done.
+        folder: Model folder as diffusers publishes it, with `transformer` and `scheduler`.
+        latents: Noise (P, C, ...), in the shape that the class takes.
+        conditions: Arguments of the class's `forward` by name, of P rows each except for
+            coordinates. With guidance also those of the negative prompt, named "negative_...".
+        flow: Settings for denoising.
+        kind: Name of the class; by default the one that the folder names.
+        on_step: Called after each step with the number of steps done and the total.
 
     Returns:
-        float32, like `latents` in shape.
+        float32, of the shape of `latents`.
 
     Raises:
-        UsageError: the class or a condition is not known, or the folder is no model.
-        CheckpointError: weights are damaged.
+        UsageError: The class or a condition is not known, or the folder has no model.
+        CheckpointError: Weights are damaged.
     """
     folder = model_folder(folder)
     config = read_json(folder / "transformer" / "config.json", "give the folder of a model")
@@ -97,7 +97,7 @@ def denoise_latents(
     rows = _rows(network, conditions, flow)
     ported = _ported(folder / "transformer", network, config, flow.precision)
     denoiser = Denoiser(ported, rows, flow.guidance, flow.calls, cache=flow.cache)
-    # A copy: the memory of what is given to the first step is gone after it.
+    # A copy, since the first step donates its input.
     noise = now = jnp.array(latents, jnp.float32)
     for done, now in denoiser.run(noise, _schedule(folder, network, flow, noise.shape)):
         if on_step is not None:
@@ -109,18 +109,18 @@ def denoise_latents(
 def denoise_file(
     folder: str | Path, inputs: str | Path, out: str | Path, flow: Flow, **how: Any
 ) -> None:
-    """`denoise_latents` from a safetensors file to another.
+    """Read latents and conditions from a safetensors file, denoise, and write another file.
 
     Args:
-        folder: see `denoise_latents`.
-        inputs: has "latents" and conditions by name.
-        out: is to have "latents".
-        flow: how.
-        **how: further arguments of `denoise_latents`.
+        folder: See `denoise_latents`.
+        inputs: Safetensors file with "latents" and conditions by name.
+        out: Safetensors file to write "latents" to.
+        flow: Settings for denoising.
+        **how: Further arguments of `denoise_latents`.
 
     Raises:
-        UsageError: as there, or the file has no latents.
-        CheckpointError: a file is damaged, or the disk is full.
+        UsageError: As in `denoise_latents`, or the file has no latents.
+        CheckpointError: A file is damaged, or the disk is full.
     """
     given = tpuport.load_checkpoint(inputs)
     if "latents" not in given:
@@ -135,7 +135,7 @@ def denoise_file(
 
 
 def _rows(network: str, conditions: Mapping[str, Any], flow: Flow) -> dict[str, jax.Array]:
-    """Conditions as a step takes them, the rows of the negative prompt first."""
+    """Return the conditions as a step takes them, with the rows of the negative prompt first."""
     if network not in NETWORKS:
         raise UsageError(f"kind={network!r}: expected one of {', '.join(NETWORKS)}")
     shared = NETWORKS[network].shared
@@ -179,7 +179,7 @@ def _schedule(
 ) -> np.ndarray[Any, Any]:
     diffusers: Any = importlib.import_module("diffusers")
     path = folder / "scheduler" / "scheduler_config.json"
-    config = read_json(path, "download the whole folder")
+    config = read_json(path, "download the complete folder")
     if config.get("prediction_type", "flow_prediction") != "flow_prediction":
         raise UsageError(
             f"{path}: prediction_type={config['prediction_type']!r}, expected a flow. What to do:"

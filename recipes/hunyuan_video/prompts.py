@@ -1,4 +1,4 @@
-"""Prompts as token ids: the chat that the language model reads, and quoted text for byT5."""
+"""Prompts as token ids: the chat for the language model, and the quoted text for byT5."""
 
 import inspect
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import numpy as np
 
 from tpuport.errors import UsageError
 
-# Tokens of a prompt, the chat's opening not counted, and of its quoted text: what the model was
-# trained on.
+# Maximum number of tokens of a prompt, without the chat's opening, and of its quoted text, as in
+# training.
 MAX_LENGTH = 1000
 MAX_GLYPH_LENGTH = 256
-# Of the text model's hidden states, those that enter its last two layers are read.
+# The hidden states that enter the text model's last two layers are used.
 LAYER = -3
 _USER = "<|im_start|>user\n"
 
@@ -25,7 +25,7 @@ class Tokens:
     Attributes:
         ids: int32 (prompts, length).
         mask: int32 (prompts, length), 1 where there is a token. A row of zeros has no text.
-        opening: how many tokens every row begins with that say nothing of the prompt.
+        opening: Number of tokens at the start of every row that are not part of the prompt.
     """
 
     ids: np.ndarray[Any, Any]
@@ -34,21 +34,21 @@ class Tokens:
 
 
 def system_message() -> str:
-    """What precedes every prompt (diffusers, pipelines/hunyuan_video1_5)."""
+    """Return the message that precedes every prompt (diffusers, pipelines/hunyuan_video1_5)."""
     function = _pipeline().HunyuanVideo15Pipeline._get_mllm_prompt_embeds
     return str(inspect.signature(function).parameters["system_message"].default)
 
 
 def tokenize(tokenizer: Any, prompts: Sequence[str], max_length: int = MAX_LENGTH) -> Tokens:
-    """The chats of prompts.
+    """Tokenize the chats of prompts.
 
     Args:
-        tokenizer: of the folder, with a chat template.
-        prompts: texts; of an empty one a space is taken, as upstream does.
-        max_length: tokens of a prompt with what closes the chat.
+        tokenizer: Tokenizer of the folder, with a chat template.
+        prompts: Texts. An empty one is replaced by a space, as upstream does.
+        max_length: Maximum number of tokens of a prompt, with those that close the chat.
 
     Raises:
-        UsageError: a prompt is longer, or the template has no such user's turn.
+        UsageError: A prompt is longer, or the template has no such user's turn.
     """
     chats = _pipeline().format_text_input(list(prompts), system_message())
 
@@ -69,15 +69,15 @@ def tokenize(tokenizer: Any, prompts: Sequence[str], max_length: int = MAX_LENGT
 def tokenize_glyphs(
     tokenizer: Any, prompts: Sequence[str], max_length: int = MAX_GLYPH_LENGTH
 ) -> Tokens:
-    """What stands between quotes in prompts; rows without any are empty.
+    """Tokenize the quoted text in prompts. Rows without any are empty.
 
     Args:
-        tokenizer: byT5's.
-        prompts: texts.
-        max_length: tokens (bytes) of a row.
+        tokenizer: byT5's tokenizer.
+        prompts: Texts.
+        max_length: Maximum number of tokens (bytes) of a row.
 
     Raises:
-        UsageError: a prompt quotes more.
+        UsageError: A prompt quotes more.
     """
     ids = np.zeros((len(prompts), max_length), np.int32)
     mask = np.zeros_like(ids)
@@ -93,7 +93,7 @@ def tokenize_glyphs(
 
 
 def _opening(row: list[int], marker: list[int]) -> int:
-    """Where the user's text begins in a row of ids."""
+    """Return the position at which the user's text begins in a row of ids."""
     for start in range(len(row) - len(marker) + 1):
         if row[start : start + len(marker)] == marker:
             return start + len(marker)

@@ -1,4 +1,4 @@
-"""A run's folder: what each stage leaves for the next, so that a run that was ended goes on.
+"""The folder of a run, with the result of each stage, from which a run that ended early is resumed.
 
 run.json                  options of the run and which model it is of
 conditions.safetensors    of `encode`
@@ -31,12 +31,12 @@ LATENTS = "latents.safetensors"
 
 @dataclass(frozen=True)
 class Run:
-    """A folder that a run has been begun in.
+    """The folder in which a run was begun.
 
     Attributes:
-        folder: where it is.
-        components: the model.
-        options: of the run.
+        folder: Path of the folder.
+        components: The model.
+        options: Options of the run.
     """
 
     folder: Path
@@ -45,10 +45,10 @@ class Run:
 
     @classmethod
     def begin(cls, model: str | Path, folder: str | Path, options: Options) -> "Run":
-        """A new run, or the one that the folder has been begun with.
+        """Begin a run, or return the one that the folder has.
 
         Raises:
-            UsageError: it was begun with other options or another model.
+            UsageError: It was begun with other options or another model.
         """
         folder = Path(folder)
         components = open_components(model, options.precision, options.version)
@@ -68,10 +68,10 @@ class Run:
 
     @classmethod
     def open(cls, model: str | Path, folder: str | Path) -> "Run":
-        """The run that a folder has been begun with.
+        """Return the run that a folder has.
 
         Raises:
-            UsageError: there is none, or it is of another model.
+            UsageError: There is none, or it is of another model.
         """
         path = Path(folder) / RECORD
         record = read_json(path, "begin with `encode` or `generate`, which write it")
@@ -84,46 +84,46 @@ class Run:
 
     @property
     def conditions(self) -> Path:
-        """What `encode` writes."""
+        """Return the file that `encode` writes."""
         return self.folder / "conditions.safetensors"
 
     @property
     def partial(self) -> Path:
-        """What `denoise` writes now and then."""
+        """Return the file that `denoise` writes now and then."""
         return self.folder / "denoising.safetensors"
 
     @property
     def latents(self) -> Path:
-        """What `denoise` writes at the end."""
+        """Return the file that `denoise` writes at the end."""
         return self.folder / LATENTS
 
     def videos(self, kind: str = "mp4") -> list[Path]:
-        """What `decode` writes, by prompt: files, or folders of pictures for "png"."""
+        """Return what `decode` writes for each prompt: files, or folders of pictures for "png"."""
         count, ending = len(self.options.prompts), "" if kind == "png" else f".{kind}"
         names = ["video"] if count == 1 else [f"video-{n}" for n in range(1, count + 1)]
         return [self.folder / f"{name}{ending}" for name in names]
 
     def read(self, path: Path, stage: str) -> dict[str, jax.Array]:
-        """The arrays of a file of an earlier stage.
+        """Return the arrays in a file of an earlier stage.
 
         Raises:
-            UsageError: that stage has not ended.
-            CheckpointError: the file is damaged.
+            UsageError: That stage has not ended.
+            CheckpointError: The file is damaged.
         """
         if not path.is_file():
             raise UsageError(f"{path} is not there. What to do: run `{stage}` first")
         return tpuport.load_checkpoint(path)
 
     def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Write a file whole or not at all.
+        """Write a file atomically.
 
         Raises:
-            CheckpointError: the disk is full.
+            CheckpointError: The disk is full.
         """
         tpuport.save_checkpoint(path, arrays)
 
     def about(self) -> dict[str, Any]:
-        """What is said in a video's file."""
+        """Return the metadata for a video's file: options and versions."""
         from importlib.metadata import version
 
         versions = {n: version(n) for n in ("torch", "jax", "torchax", "diffusers", "transformers")}
@@ -132,18 +132,18 @@ class Run:
 
 
 def latents_apart(left: Path, right: Path) -> tuple[float, float] | None:
-    """How far the latents of one run are from those of another.
+    """Return the PSNR and the cosine of the latents of two runs.
 
     Args:
-        left: a file of `denoise`, what is compared with.
-        right: another one.
+        left: A file of `denoise`, the reference.
+        right: The file to compare with it.
 
     Returns:
-        PSNR in decibels, of the range of the first one's values, and cosine; None if they have
-        different shapes.
+        PSNR in decibels, with the range of the first one's values as peak, and cosine; None if the
+        shapes differ.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: A file is damaged.
     """
     first, second = (
         np.asarray(tpuport.load_checkpoint(path)["latents"], np.float64) for path in (left, right)
@@ -156,7 +156,7 @@ def latents_apart(left: Path, right: Path) -> tuple[float, float] | None:
 
 
 def _model(components: Components) -> dict[str, str]:
-    """Which model it is, by its configurations and the ends of its weights."""
+    """Return a digest of the model's configurations and of the ends of its weight files."""
     names = [name for name in CLASSES if components.has(name)]
     configs = [components.place(name) / "config.json" for name in names]
     weights = [path for name in names for path in components.weights(name)]

@@ -1,4 +1,4 @@
-"""How the denoiser lies over the chips of a slice."""
+"""Ways to spread the denoiser over the chips of a slice."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ class Spread:
     """One way to spread the denoiser.
 
     Attributes:
-        mesh: sizes by axis of `make_mesh`, from the number of chips.
-        rules: the table, from the model.
-        sequence: how a sequence that is spread meets itself (`tpuport.attention_options`).
+        mesh: Returns the axis sizes for `make_mesh`, given the number of chips.
+        rules: Returns the sharding rules, given the model.
+        sequence: Sequence-parallel strategy of attention (`tpuport.attention_options`).
     """
 
     mesh: Callable[[int], dict[str, int]]
@@ -28,7 +28,7 @@ class Spread:
     sequence: Any = None
 
     def shard(self, ported: PortedModel, devices: Any = None) -> None:
-        """Put a port on devices, by default all there are."""
+        """Shard a port over devices, by default all available ones."""
         import jax
 
         devices = jax.devices() if devices is None else devices
@@ -37,7 +37,7 @@ class Spread:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """What holds while the step is traced."""
+        """Set the attention options with which the step is traced."""
         if self.sequence is None:
             yield
             return
@@ -46,11 +46,11 @@ class Spread:
 
 
 class _Names(NamedTuple):
-    """How a class of denoiser names its weights.
+    """The names of weights in a class of denoiser.
 
     Attributes:
-        table: the table of columns and rows.
-        modulation: the modules of a block that make vectors for all of its tokens.
+        table: Sharding rules for tensor parallelism.
+        modulation: Modules of a block that make vectors for all of its tokens.
     """
 
     table: ShardingRules
@@ -71,7 +71,8 @@ def _names_of(model: Any) -> _Names:
 
 
 def _tokens_spread(model: Any) -> ShardingRules:
-    # A third of the weights, each for one vector: stored spread.
+    # These are a third of the weights, and each is applied to one vector, so that gathering is
+    # cheap.
     modulation = [
         Rule(f"**.{name}.linear.{leaf}", P("sequence"), "modulation")
         for name in _names_of(model).modulation
@@ -86,7 +87,7 @@ def _tokens_spread(model: Any) -> ShardingRules:
 
 
 def _columns_and_rows(model: Any) -> ShardingRules:
-    """The table of a model; what it stores spread lies along the mesh's one axis of weights."""
+    """Return the rules of a model's table, with fsdp moved to the mesh's only weight axis."""
     table = _names_of(model).table
     rules = [
         replace(rule, spec=P("tensor")) if rule.spec == P("fsdp") else rule for rule in table.rules
@@ -106,9 +107,10 @@ def _both(model: Any) -> ShardingRules:
     )
 
 
-# "sequence": tokens, exchanged for heads around attention. "guidance": both halves of guidance on
-# chips of their own, tokens over the chips of each. "tensor": columns and rows of weights.
-# "mixed": tokens over half of the chips, columns and rows over pairs.
+# "sequence": tokens are sharded, and exchanged for heads around attention. "guidance": the two
+# halves of guidance are on different chips, with the tokens sharded over the chips of each.
+# "tensor": columns and rows of weights are sharded. "mixed": tokens over half of the chips, columns
+# and rows over pairs.
 SPREADS: dict[str, Spread] = {
     "sequence": Spread(lambda chips: {"sequence": chips}, _tokens_spread, "heads"),
     "guidance": Spread(
@@ -126,12 +128,12 @@ def _half(chips: int) -> int:
 
 
 def choose_spread(name: str, chips: int, guidance: float) -> str | None:
-    """Which way "auto" is: the one with the shortest estimate for a step (docs/hunyuan_video.md).
+    """Resolve "auto" to the spread with the shortest estimated step (docs/hunyuan_video.md).
 
     Args:
-        name: a name of `SPREADS`, which is returned, or "auto".
-        chips: how many there are.
-        guidance: above 1 there are two halves.
+        name: A name of `SPREADS`, which is returned, or "auto".
+        chips: Number of chips.
+        guidance: Guidance scale. Above 1 there are two halves to spread.
 
     Returns:
         The name; None for one chip.
@@ -144,10 +146,10 @@ def choose_spread(name: str, chips: int, guidance: float) -> str | None:
 
 
 def spread_of(name: str) -> Spread:
-    """A way by its name.
+    """Return a spread by its name.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: There is none of that name.
     """
     if name not in SPREADS:
         raise UsageError(f"spread={name!r}: expected one of {', '.join(SPREADS)}")

@@ -1,8 +1,8 @@
-"""A function of images that runs tile by tile, and its results blended, as the VAE's classes do.
+"""A function of images run tile by tile, with its results blended, as the VAE's classes do.
 
-Several tiles of one shape run at a time, one on each chip. Source: `tiled_decode`, `tiled_encode`,
-`blend_v` and `blend_h` of diffusers' AutoencoderKLHunyuanVideo15, and `spatial_tiled_decode` of
-upstream's AutoencoderKLConv3D, which agree.
+Several tiles of one shape are computed at a time, one on each chip. Source: `tiled_decode`,
+`tiled_encode`, `blend_v` and `blend_h` of diffusers' AutoencoderKLHunyuanVideo15, and
+`spatial_tiled_decode` of upstream's AutoencoderKLConv3D, which agree.
 """
 
 import math
@@ -20,19 +20,19 @@ from tpuport.errors import UsageError
 from tpuport.sharding import MeshAxis
 
 HEIGHT, WIDTH = -2, -1
-# The axes that tiles lie over; those of a mesh that are left have size 1, or do the same work.
+# The mesh axes along which tiles are sharded. Chips along other axes repeat the same work.
 AXES = (MeshAxis.DATA.value, MeshAxis.FSDP.value)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images are cut and put together again; each a pair for height and width.
+    """The sizes with which images are cut and blended, each a pair for height and width.
 
     Attributes:
-        tile: sizes of a tile, in elements of what is cut.
-        step: from the start of a tile to that of the next.
-        blend: how far results run into each other, in elements of the result.
-        keep: what is kept of a result.
+        tile: Size of a tile, in elements of the input.
+        step: Distance between the starts of adjacent tiles, in elements of the input.
+        blend: Width of the blended overlap, in elements of the result.
+        keep: Size of the part of a result that is kept.
     """
 
     tile: tuple[int, int]
@@ -48,20 +48,20 @@ class Tiling:
             )
 
     def starts(self, height: int, width: int) -> tuple[range, range]:
-        """Where tiles begin."""
+        """Return the positions at which tiles begin."""
         return range(0, height, self.step[0]), range(0, width, self.step[1])
 
     def cuts(self, height: int, width: int) -> bool:
-        """Whether an image is larger than one tile; if not, it is not cut."""
+        """Return whether an image is larger than one tile. If not, it is not cut."""
         return height > self.tile[0] or width > self.tile[1]
 
 
 def tiling_of(model: Any, of: Literal["decode", "encode"] = "decode") -> Tiling:
-    """The tiles that a VAE is set to (256 pixels with an overlap of a quarter if nothing was said).
+    """Return the tiles that a VAE is set to (by default 256 pixels that overlap by a quarter).
 
     Args:
         model: diffusers' AutoencoderKLHunyuanVideo15 or upstream's AutoencoderKLConv3D.
-        of: which direction: latents are cut to decode, pixels to encode.
+        of: Direction: "decode" cuts latents, "encode" cuts pixels.
     """
     if hasattr(model, "tile_latent_min_size"):
         latent = (model.tile_latent_min_size,) * 2
@@ -90,19 +90,19 @@ def map_tiles(
     tiling: Tiling,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """`function` of the tiles of x, blended; of x itself if that is within one tile.
+    """Apply `function` to the tiles of x and blend them; to x itself if it fits in one tile.
 
     Tiles of one shape go through one loop, as many at a time as there are chips along the mesh's
-    data axes; where they do not divide, chips that are left over compute the first ones again.
+    data axes. If the count does not divide, the remaining chips compute the first tiles again.
 
     Args:
-        function: of (N, C, T, h, w), one tile each, example by example.
+        function: Maps (N, C, T, h, w), one tile each, example by example.
         x: (B, C, T, H, W).
-        tiling: of its last two dims.
+        tiling: Tiling of the last two dims.
         mesh: None for one device.
 
     Returns:
-        (B, C', T', H', W'), whole on every chip.
+        (B, C', T', H', W'), replicated on every chip.
     """
     batch, _, _, height, width = x.shape
     if not tiling.cuts(height, width):
@@ -128,7 +128,7 @@ def map_tiles(
 def _in_rounds(
     function: Callable[[jax.Array], jax.Array], tiles: jax.Array, mesh: Mesh | None
 ) -> jax.Array:
-    """`function` of (N, ...) by a loop that takes one a chip at a time."""
+    """Apply `function` to (N, ...) in a loop that takes one row per chip at a time."""
     axes = () if mesh is None else tuple(axis for axis in AXES if axis in mesh.shape)
     chips = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
     count = tiles.shape[0]
@@ -144,13 +144,17 @@ def _in_rounds(
     def one_round(tiles: jax.Array) -> jax.Array:
         return place(function(place(tiles, axes)), axes)
 
-    # Whole again before rounds and chips become one dim, which the partitioner could not spread.
+    # Replicate before rounds and chips become one dim, which the partitioner could not shard.
     results = place(jax.lax.map(one_round, place(rounds, None, axes)))
     return results.reshape(num_rounds * chips, *results.shape[2:])[:count]
 
 
 def blended(rows: list[list[jax.Array]], tiling: Tiling) -> jax.Array:
-    """Results of tiles as one image. Each runs into those above and before it as they came out."""
+    """Blend the tiles' results into one image.
+
+    Each tile is blended with the one above and the one before it, which are blended already but not
+    yet cropped.
+    """
     lines: list[jax.Array] = []
     above: list[jax.Array] = []
     for row in rows:
@@ -165,7 +169,7 @@ def blended(rows: list[list[jax.Array]], tiling: Tiling) -> jax.Array:
 
 
 def _run_into(before: jax.Array, tile: jax.Array, extent: int, axis: int) -> jax.Array:
-    """The tile, with its first rows or columns faded in from the last of the one before."""
+    """Return the tile with its first rows or columns faded in from the last of the one before."""
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if not extent:
         return tile
@@ -178,6 +182,6 @@ def _run_into(before: jax.Array, tile: jax.Array, extent: int, axis: int) -> jax
 
 
 def _times(x: jax.Array, factors: np.ndarray) -> jax.Array:
-    """x by numbers of Python, which PyTorch rounds to x's dtype only in the product."""
+    """Multiply x by numbers of Python, which PyTorch rounds to x's dtype only in the product."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return (x.astype(wide) * factors.astype(wide)).astype(x.dtype)

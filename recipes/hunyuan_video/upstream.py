@@ -1,4 +1,4 @@
-"""Upstream's own folder of the model (tencent/HunyuanVideo-1.5), run by upstream's own classes.
+"""Upstream's own folder of the model (tencent/HunyuanVideo-1.5), run with upstream's own classes.
 
 transformer/720p_t2v and so on, vae           hyvideo's classes, untouched
 text_encoder/llm                              Qwen2.5-VL, of which the text model is taken
@@ -40,21 +40,21 @@ _PLACES = {
 }
 GLYPHS = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
 GLYPH_PREFIX = "module.text_tower.encoder."
-# Of the noise schedule, by the start of a version's name (upstream, hyvideo/commons, flow_shift).
+# Shift of the noise schedule by the prefix of a version (upstream, hyvideo/commons, flow_shift).
 _SHIFTS = {"480p_i2v_step_distilled": 7.0, "480p": 5.0, "720p_t2v": 9.0, "720p_i2v": 7.0}
 
 
 @dataclass(frozen=True)
 class UpstreamComponents(Components):
-    """A model folder as upstream publishes it.
+    """A model folder in upstream's layout.
 
     Args:
-        folder: has transformer/<version>.
-        precision: of all models.
-        version: of the transformer, such as "720p_t2v_distilled"; "" if the folder has only one.
+        folder: Folder with transformer/<version>.
+        precision: Precision of all models.
+        version: Version of the transformer, such as "720p_t2v_distilled"; "" for its only one.
 
     Raises:
-        UsageError: there is no such version, or more than one to choose from, or upstream's code is
+        UsageError: There is no such version, or more than one to choose from, or upstream's code is
             not installed.
     """
 
@@ -71,7 +71,7 @@ class UpstreamComponents(Components):
 
     @property
     def index(self) -> dict[str, Any]:
-        """The chosen transformer: nothing else says which model a folder is of."""
+        """Return the name of the chosen transformer, the only thing that identifies the model."""
         found = versions(self.folder)
         name = self.version or (found[0] if len(found) == 1 else "")
         if name not in found:
@@ -84,31 +84,31 @@ class UpstreamComponents(Components):
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """The class of each component, with its library."""
+        """Return the class of each component, with its library."""
         return KINDS
 
     def place(self, name: str) -> Path:
-        """The folder of a component, tokenizer or image processor."""
+        """Return the folder of a component, tokenizer or image processor."""
         if name == "transformer":
             return self.folder / "transformer" / self.index["transformer"]
         return self.folder / _PLACES[name]
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Without CUDA upstream's code runs only inside a porting context."""
+        """Set up a porting context, which upstream's code needs to run without CUDA."""
         with (
             warnings.catch_warnings(),
             tpuport.porting("hyvideo", absent=["loguru"], port_modules=False),
         ):
-            # Of the few tokens of text, which upstream lays end to end whatever attn_mode is.
+            # Upstream packs the few tokens of text into one row whatever attn_mode is.
             warnings.filterwarnings("ignore", "Attention has batch of 1,", AttentionWarning)
             yield
 
     def check(self, options: Options) -> None:
-        """Raise unless the model is one for these options.
+        """Raise an error unless the model supports these options.
 
         Raises:
-            UsageError: it is distilled and guidance is asked for, or it is of the other task.
+            UsageError: It is distilled and guidance is asked for, or it is for the other task.
         """
         name = self.index["transformer"]
         if "distilled" in name and options.has_guidance:
@@ -120,33 +120,33 @@ class UpstreamComponents(Components):
 
     @property
     def picture_width(self) -> int:
-        """Features of a picture's tokens, as the transformer takes them."""
+        """Return the width of a picture's tokens, as the transformer takes them."""
         return self.config("transformer")["vision_states_dim"]
 
     def config(self, name: str) -> dict[str, Any]:
-        """The configuration of a component, as its JSON file has it."""
+        """Return the configuration of a component, read from its JSON file."""
         found = super().config(name)
         if name == "transformer":
-            # Not flash-attn's way, which lays all rows end to end: what lies over chips as a batch
-            # would be one sequence there.
+            # Not flash-attn's layout, which packs all rows into one sequence: the batch could then
+            # not be sharded over chips.
             return {**found, "attn_mode": "torch"}
         if name == "text_encoder":
             return found.get("text_config", found)
         if name == "text_encoder_2":
-            # More than byT5's: colours and fonts have tokens of their own.
+            # The vocabulary is larger than byT5's: colours and fonts have tokens of their own.
             rows = self._glyphs()[GLYPH_PREFIX + "embed_tokens.weight"].shape[0]
             return {**found, "vocab_size": rows, "is_encoder_decoder": False}
         return found
 
     def weights(self, name: str) -> list[Path]:
-        """The files with a component's weights."""
+        """Return the files with a component's weights."""
         return [self.folder / GLYPHS] if name == "text_encoder_2" else super().weights(name)
 
     def load(self, ported: PortedModel, name: str) -> None:
         """Read a component's weights into a port of its `module`.
 
         Raises:
-            CheckpointError: they are damaged, or not those of its configuration.
+            CheckpointError: They are damaged, or do not fit its configuration.
         """
         if name != "text_encoder_2":
             super().load(ported, name)
@@ -161,7 +161,7 @@ class UpstreamComponents(Components):
         ported.load(self._glyphs(), rename=rename)
 
     def scheduler(self) -> Any:
-        """The flow-matching scheduler with the version's shift."""
+        """Return the flow-matching scheduler with the version's shift."""
         diffusers: Any = importlib.import_module("diffusers")
         name = self.index["transformer"]
         shifts = [shift for start, shift in _SHIFTS.items() if name.startswith(start)]
@@ -177,27 +177,27 @@ class UpstreamComponents(Components):
 
 
 def versions(folder: Path) -> list[str]:
-    """Names of the transformers that a folder of upstream's has."""
+    """Return the names of the transformers in a folder of upstream's layout."""
     return sorted(path.parent.name for path in folder.glob("transformer/*/config.json"))
 
 
 def open_components(folder: str | Path, precision: str, version: str = "") -> Components:
-    """A model folder of diffusers' layout or of upstream's.
+    """Open a model folder in diffusers' layout or in upstream's.
 
     Args:
-        folder: the model, see `components.model_folder`.
-        precision: of all models.
-        version: of the transformer; for upstream's layout only.
+        folder: The model, see `components.model_folder`.
+        precision: Precision of all models.
+        version: Version of the transformer; for upstream's layout only.
 
     Raises:
-        UsageError: there is no model there, or another one.
+        UsageError: There is no model, or another one.
     """
     folder = model_folder(folder)
     if not (folder / "model_index.json").is_file() and versions(folder):
         return UpstreamComponents(folder, precision, version)
     if version:
         raise UsageError(
-            f"version={version!r}: {folder} is no folder of upstream's, which has transformer/"
+            f"version={version!r}: {folder} is not in upstream's layout, which has transformer/"
             f"{version}/config.json. What to do: give the folder of the version that is wanted"
         )
     return Components(folder, precision)

@@ -1,8 +1,9 @@
-"""diffusers' weights under the names of upstream's classes, AutoencoderKLConv3D and
-HunyuanVideo_1_5_DiffusionTransformer, and as they lie there.
+"""diffusers' weights in the layout of upstream's classes.
 
-The weights are the same but for two things: the refiner of the text has its three projections in
-one, and the last layer's shift and scale change places. Source: the attributes of the classes.
+The classes are AutoencoderKLConv3D and HunyuanVideo_1_5_DiffusionTransformer.
+
+The weights are the same except for two: the text refiner has its three projections in one, and the
+last layer's shift and scale are swapped. Source: the attributes of the classes.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-# Diffusers' -> upstream's; each is tried in turn.
+# From diffusers' names to upstream's. All are applied in turn.
 _VAE = [
     (r"mid_block\.resnets\.0\.", "mid.block_1."),
     (r"mid_block\.resnets\.1\.", "mid.block_2."),
@@ -63,12 +64,12 @@ _REFINER = re.compile(r"(refiner\.blocks\.\d+)\.attn\.to_([qkv])\.")
 
 
 def upstream_vae(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of diffusers' VAE for upstream's class."""
+    """Rename the weights of diffusers' VAE for upstream's class."""
     return {_renamed(name, _VAE): weight for name, weight in weights.items()}
 
 
 def upstream_transformer(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of diffusers' transformer for upstream's class."""
+    """Rename and join the weights of diffusers' transformer for upstream's class."""
     found: dict[str, torch.Tensor] = {}
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for given, weight in weights.items():

@@ -1,4 +1,4 @@
-"""What is replaced in the VAE's own classes while they are traced."""
+"""Replacements in the VAE's own classes while they are traced."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tpuport.errors import UsageError
 
-# Of diffusers and of upstream, and what each calls its projections.
+# The attention classes of diffusers and of upstream, with the names of their projections.
 PROJECTIONS = {
     "HunyuanVideo15AttnBlock": ("to_q", "to_k", "to_v"),
     "AttnBlock": ("q", "k", "v"),
@@ -18,18 +18,18 @@ PROJECTIONS = {
 
 @contextlib.contextmanager
 def causal_by_frames(model: torch.nn.Module) -> Iterator[None]:
-    """Let the attention of a VAE's mid blocks go frame by frame, without a mask, inside the block.
+    """Compute the attention of a VAE's mid blocks frame by frame, without a mask.
 
     The classes fill a mask of (tokens, tokens) row by row in Python, 7,936 rows for a tile of 31
-    latent frames. A frame sees itself and those before it, so the attention of frame i over keys 0
-    to i is the same function, of half the products and with no array of more than (tokens of a
-    frame, tokens). It holds for every model of these classes; afterwards they are as before.
+    latent frames. A frame attends to itself and those before it, so attention of frame i over keys
+    0 to i is the same function, with half the products and no array larger than (tokens of a frame,
+    tokens). All models of these classes are affected; the classes are restored afterwards.
 
     Args:
-        model: a VAE that has such blocks, diffusers' or upstream's.
+        model: A VAE that has such blocks, diffusers' or upstream's.
 
     Raises:
-        UsageError: it has none.
+        UsageError: It has none.
     """
     found = {type(m) for m in model.modules() if type(m).__name__ in PROJECTIONS}
     if not found:
@@ -49,7 +49,7 @@ def causal_by_frames(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _attend_by_frames(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`forward` of an attention block, (B, C, T, H, W) to the same."""
+    """Compute an attention block frame by frame, from (B, C, T, H, W) to the same shape."""
     names = PROJECTIONS[type(self).__name__]
     normed = self.norm(x)
     query, key, value = (_tokens(getattr(self, name)(normed)) for name in names)
@@ -64,5 +64,5 @@ def _attend_by_frames(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """(B, C, T, H, W) -> (B, 1, T H W, C): one head."""
+    """Reshape (B, C, T, H, W) -> (B, 1, T H W, C): one head."""
     return x.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()

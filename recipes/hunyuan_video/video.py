@@ -1,4 +1,4 @@
-"""Frames to mp4 files and back."""
+"""Conversion of frames to mp4 files and back."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -25,18 +25,18 @@ def write_video(
     quality: int = 18,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write H.264 in an mp4 file that players and browsers show, whole or not at all.
+    """Write frames as H.264 in an mp4 file that players and browsers show, atomically.
 
     Args:
-        path: ends in .mp4.
+        path: File name that ends in .mp4.
         frames: uint8 (F, H, W, 3), height and width even.
-        fps: frames a second.
-        quality: x264's constant rate factor; 0 loses nothing but half of the colours' resolution.
-        about: what is said in the file's comment, as JSON: prompt, seed, versions.
+        fps: Frames per second.
+        quality: x264's constant rate factor. 0 is lossless except for halved colour resolution.
+        about: Metadata for the file's comment, as JSON: prompt, seed, versions.
 
     Raises:
-        UsageError: the frames have another shape.
-        CheckpointError: the disk is full.
+        UsageError: The frames have another shape.
+        CheckpointError: The disk is full.
         MissingExtraError: PyAV is not installed.
     """
     av = packages.av()
@@ -60,10 +60,10 @@ def write_video(
 
 
 def read_video(path: str | Path) -> tuple[Frames, dict[str, Any]]:
-    """Frames uint8 (F, H, W, 3), and what `write_video` was told about them.
+    """Return the frames of a video, uint8 (F, H, W, 3), and the metadata of `write_video`.
 
     Raises:
-        UsageError: it is no video.
+        UsageError: The file is no video.
         MissingExtraError: PyAV is not installed.
     """
     av = packages.av()
@@ -83,15 +83,15 @@ def read_video(path: str | Path) -> tuple[Frames, dict[str, Any]]:
 
 
 def write_frames(folder: Path, frames: Frames, about: Mapping[str, Any] | None = None) -> None:
-    """Write a PNG file a frame, `00000.png` and so on, and `about.json`; all or none.
+    """Write each frame as a PNG file, `00000.png` and so on, and `about.json`, atomically.
 
     Args:
-        folder: what is there is replaced.
+        folder: Folder to write to. Its contents are replaced.
         frames: uint8 (F, H, W, 3).
-        about: of the video: prompt, seed, versions.
+        about: Metadata of the video: prompt, seed, versions.
 
     Raises:
-        CheckpointError: the disk is full.
+        CheckpointError: The disk is full.
     """
     from PIL import Image
 
@@ -104,10 +104,10 @@ def write_frames(folder: Path, frames: Frames, about: Mapping[str, Any] | None =
 
 
 def side_by_side(left: Frames, right: Frames) -> Frames:
-    """Two videos of one size beside each other, as long as the shorter.
+    """Join two videos of one size side by side, as long as the shorter.
 
     Raises:
-        UsageError: they have other sizes.
+        UsageError: Their sizes differ.
     """
     if left.shape[1:] != right.shape[1:]:
         raise UsageError(
@@ -119,20 +119,20 @@ def side_by_side(left: Frames, right: Frames) -> Frames:
 
 
 def psnr(left: Frames, right: Frames, peak: float = 255) -> float:
-    """Peak signal to noise in dB, of uint8 frames by default; infinite if they are the same."""
+    """Return the peak signal-to-noise ratio in dB, of uint8 by default; infinite if equal."""
     error = np.mean((left.astype(np.float64) - right.astype(np.float64)) ** 2)
     return float("inf") if error == 0 else float(10 * np.log10(peak**2 / error))
 
 
 def to_frames(video: Any) -> Frames:
-    """uint8 (F, H, W, 3) of what the decoder gives: floats (3, F, H, W) in [-1, 1]."""
+    """Convert the decoder's floats (3, F, H, W) in [-1, 1] to uint8 (F, H, W, 3)."""
     values = np.asarray(video, np.float32).transpose(1, 2, 3, 0)
     return np.round(np.clip(values / 2 + 0.5, 0, 1) * 255).astype(np.uint8)
 
 
 @contextmanager
 def _errors_of(av: Any, path: Path) -> Iterator[None]:
-    """FFmpeg's errors as the system's own where they are, such as a full disk."""
+    """Raise FFmpeg's errors as the operating system's where possible, such as a full disk."""
     try:
         yield
     except av.error.FFmpegError as error:

@@ -18,18 +18,18 @@ from recipes.openpilot.shards import FRAME_ARRAYS, Arrays
 from recipes.openpilot.signals import Signals, signals_at
 from recipes.openpilot.video import Decoded, VideoReader, read_ahead
 
-_AHEAD = 8  # frames that wait decoded
+_AHEAD = 8  # decoded frames that are buffered
 
 
 @dataclass
 class Assembled:
-    """What a segment gives.
+    """The arrays assembled from a segment.
 
     Attributes:
-        arrays: as `shards.FRAME_ARRAYS`, all of one length, which may be 0.
-        camera: device, sensor and files.
-        skipped: frames that were left out, by reason.
-        notes: what was assumed.
+        arrays: Arrays as in `shards.FRAME_ARRAYS`, all of one length, which may be 0.
+        camera: Device, sensor and video files.
+        skipped: Number of frames that were left out, by reason.
+        notes: Assumptions that were made.
     """
 
     arrays: Arrays
@@ -40,10 +40,10 @@ class Assembled:
 
 @dataclass
 class _Source:
-    """A video of a segment, the camera that it is of, and what the log says of its frames.
+    """A video of a segment, its camera, and what the log says of its frames.
 
-    While it is decoded, rows of frames that were whole are added to `seen`; `last` is the last
-    place that the file has.
+    While the video is decoded, rows of its intact frames are added to `seen`; `last` is the last
+    place in the file.
     """
 
     reader: VideoReader
@@ -56,14 +56,14 @@ class _Source:
 def assemble(
     segment: Segment, log: Log, sampling: Sampling, batch_size: int | None = None
 ) -> Assembled:
-    """Frames of a segment with what the model is told besides.
+    """Assemble the frames of a segment with the other inputs of the model.
 
     Args:
-        segment: its files.
-        log: read; problems are added to it.
-        sampling: how cameras are sampled.
-        batch_size: frames that are warped at a time; None for 1 on a CPU, which has no use for
-            more, and 16 elsewhere.
+        segment: Files of the segment.
+        log: Log of the segment. Problems are added to it.
+        sampling: How camera images are sampled.
+        batch_size: Number of frames that are warped at a time; None for 1 on a CPU, where more does
+            not help, and 16 elsewhere.
     """
     if batch_size is None:
         batch_size = 1 if jax.default_backend() == "cpu" else 16
@@ -92,7 +92,7 @@ def _nothing() -> Arrays:
 
 
 def _sources(segment: Segment, log: Log, cameras: DeviceCameras, made: Assembled) -> list[_Source]:
-    """The video of `img`, and that of `big_img` where it is another; as modeld.py chooses them."""
+    """Return the video of `img`, and that of `big_img` if it differs, chosen as in modeld.py."""
 
     def source(name: str, index: str, camera: Camera) -> _Source:
         return _Source(VideoReader(segment.files[name]), camera, frame_table(log, index))
@@ -122,7 +122,7 @@ def _fill(
     sampling: Sampling,
     batch_size: int,
 ) -> None:
-    """Everything of the frames that all of it is there of."""
+    """Fill in the arrays of all frames for which every input exists."""
     table = sources[0].table
     kept: list[int] = []
     images = {n: np.empty((len(table), *FRAME_SHAPE), np.uint8) for n in ("img", "big_img")}
@@ -154,7 +154,7 @@ def _fill(
 def _pictures(
     sources: list[_Source], log: Log, skipped: Counter[str]
 ) -> Iterator[tuple[int, list[Bytes]]]:
-    """Rows of the first source's table, each with its picture and the other's of the same time."""
+    """Yield rows of the first source's table with the pictures of that time from each source."""
     main = sources[0]
     if len(sources) == 1:
         for row, frame in _known(main, log, skipped):
@@ -173,14 +173,14 @@ def _pictures(
             skipped["without a picture of the wide camera"] += 1
             continue
         yield row, [frame.image, picture]
-    for _ in others:  # to the end, so that what is wrong there is reported
+    for _ in others:  # read to the end, so that problems there are reported
         pass
 
 
 def _known(source: _Source, log: Log, skipped: Counter[str]) -> Iterator[tuple[int, Decoded]]:
-    """Frames of a video that the log knows, with their rows in the table.
+    """Yield the frames of a video that the log knows, with their rows in the table.
 
-    Each video is decoded by a thread, while others decode and frames are warped.
+    Each video is decoded in a thread, in parallel with other videos and with warping.
     """
     return read_ahead(_decoded(source, log, skipped), _AHEAD)
 
@@ -188,14 +188,14 @@ def _known(source: _Source, log: Log, skipped: Counter[str]) -> Iterator[tuple[i
 def _decoded(source: _Source, log: Log, skipped: Counter[str]) -> Iterator[tuple[int, Decoded]]:
     reader, rows = source.reader, source.table.rows()
     sizes, keys = reader.scan()
-    # In a transport stream, packets are told apart by the container.
+    # Only a raw stream can merge or split packets; a container keeps them apart.
     raw = reader.path.suffix == ".hevc"
     places = match_packets(sizes, keys, source.table) if raw else np.arange(len(sizes))
     if places is None:
         log.problems[f"sizes in the log are not those of {reader.path.name}"] += 1
         places = np.arange(len(sizes))
     source.last = int(places.max(initial=-1))
-    # What follows on something that is lost shows what is not there.
+    # Frames after a lost packet cannot be decoded correctly.
     follows = np.diff(places, prepend=-1) == 1
     for frame in reader.frames(np.flatnonzero((places < 0) | ~follows).tolist()):
         row = rows.get(int(places[frame.place]))
@@ -213,7 +213,10 @@ def _warped(
     sampling: Sampling,
     batch_size: int,
 ) -> dict[str, Bytes]:
-    """`img` and `big_img` of a batch; the last one is filled up, so that there is one program."""
+    """Warp a batch to `img` and `big_img`.
+
+    The last batch is padded, so that there is one program.
+    """
     count = len(batch)
     filled = batch + [batch[-1]] * (batch_size - count)
     rpy = signals.arrays["rpy_calib"][[row for row, _ in filled]]
@@ -230,7 +233,7 @@ def _warped(
 
 
 def _report(source: _Source, made: Assembled, log: Log) -> None:
-    """What a video did not give, once it was read to its end."""
+    """Record the problems of a video after it was read to its end."""
     reader, name = source.reader, source.reader.path.name
     if reader.problem:
         log.problems[reader.problem] += 1

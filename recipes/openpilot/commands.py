@@ -1,4 +1,4 @@
-"""The commands; what computes is imported when one runs, so that help needs no framework."""
+"""The commands. Each imports its framework only when it runs, so that help is fast."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class Labels(StrEnum):
-    """Where labels come from."""
+    """The source of labels."""
 
     MODEL = "modelV2"
     POSE = "pose"
 
 
 class Sampling(StrEnum):
-    """How the device samples its cameras."""
+    """The way a device samples its cameras."""
 
     BILINEAR = "bilinear"
     NEAREST = "nearest"
 
 
 class Generation(StrEnum):
-    """Releases whose contracts differ."""
+    """Releases whose model contracts differ."""
 
     V097 = "0.9.7"
     V099 = "0.9.9"
@@ -38,7 +38,7 @@ class Generation(StrEnum):
 
 
 class Size(StrEnum):
-    """How large a made-up model is."""
+    """The size of a model with random weights."""
 
     SMALL = "small"
     REAL = "real"
@@ -46,7 +46,7 @@ class Size(StrEnum):
 
 
 class Program(StrEnum):
-    """What is compiled."""
+    """The program to compile."""
 
     WARP = "warp"
     DRIVE = "drive"
@@ -54,45 +54,53 @@ class Program(StrEnum):
 
 
 Model = Annotated[
-    list[Path], typer.Argument(help="The model's .onnx files: one, or vision and policy.")
+    list[Path], typer.Argument(help="ONNX files of the model: one, or vision and policy.")
 ]
-Data = Annotated[Path, typer.Option("--data", "-d", help="The folder of a training set.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="A folder; begun, it goes on.")]
+Data = Annotated[Path, typer.Option("--data", "-d", help="Folder of a training set.")]
+Out = Annotated[
+    Path, typer.Option("--out", "-o", help="Folder to write to; resumed if it was begun.")
+]
 
 Layers = Annotated[
-    list[str] | None, typer.Option("--layer", help="Repeatable: pattern of layers with adapters.")
+    list[str] | None, typer.Option("--layer", help="Pattern of layers with adapters; repeatable.")
 ]
-Rank = Annotated[int, typer.Option(help="Of adapters.")]
+Rank = Annotated[int, typer.Option(help="Rank of the adapters.")]
 Losses = Annotated[
     list[str] | None,
-    typer.Option("--loss", help="Repeatable: name=weight [default: path=1, plan=0.1]."),
+    typer.Option("--loss", help="Loss as name=weight; repeatable [default: path=1, plan=0.1]."),
 ]
-BatchSize = Annotated[int, typer.Option(help="Windows of a step, of all devices together.")]
-Warmup = Annotated[int, typer.Option(help="Frames before those that count; 100 fill all.")]
-Length = Annotated[int, typer.Option(help="Frames that count.")]
+BatchSize = Annotated[int, typer.Option(help="Windows per step, over all devices.")]
+Warmup = Annotated[int, typer.Option(help="Frames before those in the loss; 100 fill every queue.")]
+Length = Annotated[int, typer.Option(help="Frames in the loss.")]
 Truncate = Annotated[
-    int | None, typer.Option(help="Frames after which gradients end [default: none].")
+    int | None, typer.Option(help="Stop gradients after so many frames [default: never].")
 ]
 SeeOnce = Annotated[
     bool,
     typer.Option(
         "--see-once/--see-always",
-        help="What frozen layers make of the cameras: kept from before the first step, or computed"
-        " in each.",
+        help="Compute the frozen layers' outputs for the cameras once before the first step, or"
+        " in each step.",
     ),
 ]
 
 
 def make_data(
-    out: Annotated[Path, typer.Argument(help="A folder: routes/train, routes/held_out, model.")],
-    generation: Annotated[Generation, typer.Option(help="Of the model.")] = Generation.JULY_2026,
-    routes: Annotated[int, typer.Option(help="To learn from; one more is held out.")] = 3,
-    segments: Annotated[int, typer.Option(help="Of each route.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Of each segment; 60 on a device.")] = 8.0,
-    size: Annotated[Size, typer.Option(help="Of the model; large is July 2026's.")] = Size.SMALL,
-    opset: Annotated[int, typer.Option(help="Of the model's files, 18 to 21.")] = 20,
-    fp16: Annotated[bool, typer.Option("--fp16", help="Its weights as half floats.")] = False,
-    seed: Annotated[int, typer.Option(help="Of roads and weights.")] = 0,
+    out: Annotated[
+        Path, typer.Argument(help="Folder to write routes/train, routes/held_out and model to.")
+    ],
+    generation: Annotated[
+        Generation, typer.Option(help="Generation of the model.")
+    ] = Generation.JULY_2026,
+    routes: Annotated[int, typer.Option(help="Routes to train on; one more is held out.")] = 3,
+    segments: Annotated[int, typer.Option(help="Segments per route.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Seconds per segment; a device has 60.")] = 8.0,
+    size: Annotated[Size, typer.Option(help="Model size; large is July 2026's.")] = Size.SMALL,
+    opset: Annotated[int, typer.Option(help="ONNX opset of the model, 18 to 21.")] = 20,
+    fp16: Annotated[
+        bool, typer.Option("--fp16", help="Store the model's weights in float16.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed of roads and weights.")] = 0,
 ) -> None:
     """Write small routes in the real formats, and a model with the real contract."""
     with errors_as_exit_codes("make-data"):
@@ -118,17 +126,19 @@ def make_data(
 
 
 def prepare(
-    routes: Annotated[Path, typer.Argument(help="A folder with segments, at any depth.")],
+    routes: Annotated[Path, typer.Argument(help="Folder with segments, at any depth.")],
     out: Out,
-    labels: Annotated[Labels, typer.Option(help="Of the model that drove, or what was driven.")] = (
-        Labels.MODEL
-    ),
-    sampling: Annotated[Sampling, typer.Option(help="As the model's device.")] = Sampling.BILINEAR,
+    labels: Annotated[
+        Labels, typer.Option(help="What the model that drove said, or the path driven.")
+    ] = (Labels.MODEL),
+    sampling: Annotated[
+        Sampling, typer.Option(help="As on the model's device.")
+    ] = Sampling.BILINEAR,
     keep_private: Annotated[
         bool, typer.Option("--keep-private", help="Keep VIN, dongle id and GPS.")
     ] = False,
 ) -> None:
-    """Logs and videos to a training set; what cannot be used is reported by segment."""
+    """Convert logs and videos to a training set, and report per segment what cannot be used."""
     with errors_as_exit_codes("prepare"):
         from recipes.openpilot.prepare import PrepareOptions
         from recipes.openpilot.progress import prepare_and_show
@@ -141,9 +151,11 @@ def label(
     model: Model,
     data: Data,
     out: Out,
-    host: Annotated[bool, typer.Option("--host", help="By onnxruntime, not here.")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Run the teacher by onnxruntime, on the host.")
+    ] = False,
 ) -> None:
-    """What a teacher says of each frame."""
+    """Write a teacher's outputs for each frame."""
     with errors_as_exit_codes("label"):
         from recipes.openpilot.shards import find_shards
         from recipes.openpilot.teacher import label as write
@@ -158,22 +170,20 @@ def train(
     model: Model,
     data: Data,
     out: Out,
-    teacher: Annotated[Path | None, typer.Option(help="A folder of `label`.")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="Folder that `label` wrote.")] = None,
     layer: Layers = None,
     rank: Rank = 16,
     loss: Losses = None,
-    steps: Annotated[int, typer.Option(help="Of training.")] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 200,
     batch_size: BatchSize = 8,
     warmup: Warmup = 100,
     length: Length = 20,
     truncate: Truncate = None,
     see_once: SeeOnce = True,
-    devices: Annotated[
-        int, typer.Option(help="That windows are spread over; -1 for all there are.")
-    ] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Falls to 0.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of adapters and order.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between states on disk.")] = 100,
+    devices: Annotated[int, typer.Option(help="Number of devices; -1 for all.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate, which decays to 0.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Random seed of adapters and data order.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
 ) -> None:
     """Fine-tune by DoRA over windows of drives."""
     with errors_as_exit_codes("train"):
@@ -202,10 +212,10 @@ def train(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of `train`.")],
+    run: Annotated[Path, typer.Argument(help="Folder that `train` wrote.")],
     out: Out,
 ) -> None:
-    """The trained model as files that promise what the original ones do."""
+    """Export the trained model to files with the contract of the original ones."""
     with errors_as_exit_codes("export"):
         from recipes.openpilot.runs import export_run
 
@@ -220,15 +230,18 @@ def evaluate(
     model: Model,
     data: Data,
     against: Annotated[
-        list[Path] | None, typer.Option("--against", help="Repeatable: files of a base model.")
+        list[Path] | None,
+        typer.Option("--against", help="File of a base model to compare with; repeatable."),
     ] = None,
-    warmup: Annotated[int, typer.Option(help="Frames of a segment that do not count.")] = 0,
+    warmup: Annotated[int, typer.Option(help="Frames at a segment's start to leave out.")] = 0,
     film: Annotated[
-        Path | None, typer.Option(help="An .mp4 or .png: before and after, side by side.")
+        Path | None, typer.Option(help="File (.mp4 or .png) for both models' paths, side by side.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Path errors by horizon, a picture.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="File to plot path errors by horizon to.")
+    ] = None,
 ) -> None:
-    """Errors of paths, lanes and leads on a training set, and pictures."""
+    """Measure errors of paths, lanes and leads on a training set, and draw pictures of them."""
     with errors_as_exit_codes("evaluate"):
         from recipes.openpilot.evaluate import plot_path_errors, table
         from recipes.openpilot.scoring import evaluate_models
@@ -245,19 +258,19 @@ def evaluate(
 def compile_(
     model: Annotated[
         list[Path] | None,
-        typer.Argument(help="The model's .onnx files; by default random weights of real sizes."),
+        typer.Argument(help="ONNX files of the model [default: random weights]."),
     ] = None,
     program: Annotated[
-        list[Program] | None, typer.Option(help="Repeatable: which; all by default.")
+        list[Program] | None, typer.Option(help="Program; repeatable [default: all].")
     ] = None,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-1",
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-1",
     generation: Annotated[
-        Generation, typer.Option(help="Of a model without files.")
+        Generation, typer.Option(help="Generation, without model files.")
     ] = Generation.JULY_2026,
     size: Annotated[
-        Size, typer.Option(help="Of a model without files; real is 0.10's, large July 2026's.")
+        Size, typer.Option(help="Size, without model files; real is 0.10's, large July 2026's.")
     ] = Size.LARGE,
-    frames: Annotated[int, typer.Option(help="Of each drive (drive), or of each chip (warp).")] = (
+    frames: Annotated[int, typer.Option(help="Frames per drive (drive) or per chip (warp).")] = (
         64
     ),
     layer: Layers = None,
@@ -269,10 +282,10 @@ def compile_(
     truncate: Truncate = None,
     see_once: SeeOnce = True,
     quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time.")
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
     ] = True,
 ) -> None:
-    """Compile the programs for a TPU that need not be there, from shapes alone."""
+    """Compile the programs from shapes alone, for a TPU that need not be attached."""
     with errors_as_exit_codes("compile"):
         from recipes.openpilot.compile import compile_program, files_of
 
@@ -313,7 +326,7 @@ def _weights(given: list[str]) -> dict[str, float]:
     from tpuport.errors import UsageError
 
     names = [field.name for field in fields(LossWeights)]
-    # What is named is all there is.
+    # Losses that are not named are left out.
     found = dict.fromkeys(names, 0.0)
     for one in given:
         name, _, weight = one.partition("=")

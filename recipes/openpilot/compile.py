@@ -1,4 +1,4 @@
-"""The programs for a TPU that need not be there, from a model's files and shapes alone."""
+"""Compilation of the programs from a model's files and shapes alone, without a TPU."""
 
 import contextlib
 import tempfile
@@ -35,23 +35,23 @@ from tpuport.program.report import CompileReport
 from tpuport.sharding import Rule, ShardingRules, make_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
-# Each along the axis that its drives or frames are on: a state's are the first, those of frames in
-# time the second.
+# The axis of drives or frames is sharded: the first axis of a state, the second of frames, whose
+# first is time.
 _BY_DRIVE = {"0.**": P("data"), "1.**": P(None, "data")}
 
 
 def chips_of(topology: str) -> int:
-    """How many chips a slice has.
+    """Return the number of chips in a slice.
 
     Raises:
-        UsageError: there is no such slice.
+        UsageError: There is no such slice.
         MissingExtraError: libtpu is not installed.
     """
     return make_mesh({"data": -1}, topology).size
 
 
 class Cameras(torch.nn.Identity):
-    """What the warp is of in a report; it has no weights."""
+    """A module without weights, which names the warp in a report."""
 
 
 def compile_warp(
@@ -62,17 +62,17 @@ def compile_warp(
     sampling: Sampling = "bilinear",
     **how: Any,
 ) -> CompileReport:
-    """Camera frames to what models see.
+    """Compile the warp of camera frames to model images.
 
     Args:
-        camera: whose frames.
-        topology: a slice.
-        frames: at once, of all chips together.
-        sampling: as for `frames.prepare_frames`.
-        **how: further arguments of `tpuport.compile_for`.
+        camera: Camera that the frames are from.
+        topology: TPU slice, such as "v6e-1".
+        frames: Frames in the batch, over all chips.
+        sampling: See `frames.prepare_frames`.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: there is no such slice, or its chips do not divide the frames.
+        UsageError: There is no such slice, or its chips do not divide the frames.
         MissingExtraError: libtpu is not installed.
     """
     check_spread(frames, chips_of(topology), "frames")
@@ -96,19 +96,19 @@ def compile_drive(
     frames: int = BATCH,
     **how: Any,
 ) -> CompileReport:
-    """A frozen model over frames, as a teacher is: its queues go in and come out.
+    """Compile a frozen model over frames, as for a teacher, with queues as inputs and outputs.
 
     Args:
-        model: its files.
-        topology: a slice.
-        batch_size: drives at once, of all chips together.
-        frames: of each drive.
-        **how: further arguments of `tpuport.compile_for`.
+        model: Files of the model.
+        topology: TPU slice, such as "v6e-1".
+        batch_size: Drives in the batch, over all chips.
+        frames: Frames of each drive.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: the files are not those of one model, there is no such slice, or its chips do
+        UsageError: The files are not those of one model, there is no such slice, or its chips do
             not divide the drives.
-        CheckpointError: a file is damaged.
+        CheckpointError: A file is damaged.
         MissingExtraError: libtpu is not installed.
     """
     check_spread(batch_size, chips_of(topology), "drives")
@@ -128,18 +128,20 @@ def compile_train(
     options: TrainOptions | None = None,
     **how: Any,
 ) -> CompileReport:
-    """The step of `train`, its windows spread over the chips; `options.devices` does not count.
+    """Compile the step of `train`, its windows sharded over the chips.
+
+    `options.devices` is ignored.
 
     Args:
-        model: its files.
-        topology: a slice.
-        options: as for `train`; without a loss that has a teacher.
-        **how: further arguments of `tpuport.compile_for`.
+        model: Files of the model.
+        topology: TPU slice, such as "v6e-1".
+        options: Options of training, without a loss that needs a teacher.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: an argument does not fit, there is no such slice, or its chips do not divide
-            the windows.
-        CheckpointError: a file is damaged.
+        UsageError: An argument does not fit, there is no such slice, or its chips do not divide the
+            windows.
+        CheckpointError: A file is damaged.
         MissingExtraError: libtpu is not installed.
     """
     options = options or TrainOptions()
@@ -158,19 +160,19 @@ def compile_program(
     frames: int = BATCH,
     **how: Any,
 ) -> CompileReport:
-    """One of the programs.
+    """Compile one of the programs.
 
     Args:
-        program: "warp" (of the camera of a tici, as many pixels as any), "drive" or "train".
-        model: its files.
-        topology: a slice.
-        options: of training; `batch_size` is how many drives there are, too.
-        frames: of each drive, or of each chip's cameras.
-        **how: further arguments of `tpuport.compile_for`.
+        program: "warp" (of a tici's camera, which has as many pixels as any), "drive" or "train".
+        model: Files of the model.
+        topology: TPU slice, such as "v6e-1".
+        options: Options of training. `batch_size` is also the number of drives.
+        frames: Frames of each drive, or of each chip's cameras.
+        **how: Further arguments of `tpuport.compile_for`.
 
     Raises:
-        UsageError: an argument does not fit.
-        CheckpointError: a file is damaged.
+        UsageError: An argument does not fit.
+        CheckpointError: A file is damaged.
         MissingExtraError: libtpu is not installed.
     """
     match program:
@@ -186,7 +188,7 @@ def compile_program(
 
 @contextlib.contextmanager
 def files_of(model: Sequence[Path] | None, generation: str, size: str) -> Iterator[Sequence[Path]]:
-    """A model's files, or for as long as they are needed those of one with random weights."""
+    """Yield a model's files, or temporary ones of a model with random weights."""
     if model:
         yield model
         return
@@ -195,7 +197,7 @@ def files_of(model: Sequence[Path] | None, generation: str, size: str) -> Iterat
 
 
 def window_shapes(student: Driver, options: TrainOptions) -> Shapes:
-    """The batch of a step: what `windows.Windows` gives, (n, t, ...)."""
+    """Return the shapes of a step's batch, (n, t, ...), as `windows.Windows` makes it."""
     lead = options.batch_size, options.warmup + options.length
     is_seen = options.see_once and student.kind is not Kind.STATEFUL
     names = [name for name in FRAME_INPUTS if not (is_seen and name in IMAGES)]

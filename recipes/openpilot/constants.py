@@ -1,6 +1,6 @@
-"""What all driving models share: times and distances of outputs, cameras, frames, rates.
+"""Constants that all driving models share: times and distances of outputs, cameras, frames.
 
-What differs between generations of models is in their files and is read there (`contract.py`).
+Constants that differ between generations of models are read from their files (`contract.py`).
 Sources in commaai/openpilot: selfdrive/modeld/constants.py, cereal/log.capnp,
 common/transformations/camera.py and model.py.
 """
@@ -55,9 +55,9 @@ class Camera:
     """A pinhole camera.
 
     Attributes:
-        width: pixels.
-        height: pixels.
-        focal_length: pixels.
+        width: Width in pixels.
+        height: Height in pixels.
+        focal_length: Focal length in pixels.
     """
 
     width: int
@@ -66,7 +66,7 @@ class Camera:
 
     @property
     def intrinsics(self) -> np.ndarray:
-        """(3, 3) float64, pixels of a point of the view frame (x right, y down, z forward)."""
+        """Return the matrix (3, 3) float64 from the view frame (x right, y down) to pixels."""
         return np.array(
             [
                 [self.focal_length, 0.0, self.width / 2],
@@ -78,11 +78,11 @@ class Camera:
 
 @dataclass(frozen=True)
 class DeviceCameras:
-    """The cameras of a device that look at the road.
+    """The road-facing cameras of a device.
 
     Attributes:
-        road: fcamera.
-        wide: ecamera, or None where there is none.
+        road: The camera of fcamera.
+        wide: The camera of ecamera, or None if there is none.
     """
 
     road: Camera
@@ -93,8 +93,8 @@ _AR_OX = DeviceCameras(Camera(1928, 1208, 2648.0), Camera(1928, 1208, 567.0))
 _OS = DeviceCameras(Camera(1344, 760, 1141.5), Camera(1344, 760, 425.25))
 _SENSORS = {"ar0231": _AR_OX, "ox03c10": _AR_OX, "os04c10": _OS}
 
-# By initData.deviceType and roadCameraState.sensor. Logs from before there was a second sensor do
-# not name it.
+# By initData.deviceType and roadCameraState.sensor. Logs from before the second sensor do not name
+# it.
 DEVICE_CAMERAS = MappingProxyType(
     {
         ("neo", "unknown"): DeviceCameras(Camera(1164, 874, 910.0), None),
@@ -111,7 +111,7 @@ DEVICE_CAMERAS = MappingProxyType(
 )
 
 _CY = 47.6  # pixels; the horizon, as models crop most of the sky
-# Of `img`, and of `big_img`, which sees twice as wide.
+# Intrinsics of `img`, and of `big_img`, which has twice the field of view.
 MODEL_INTRINSICS = np.array([[910.0, 0, MODEL_WIDTH / 2], [0, 910.0, _CY], [0, 0, 1]])
 BIG_MODEL_INTRINSICS = np.array(
     [[455.0, 0, MODEL_WIDTH / 2], [0, 455.0, 0.5 * (MODEL_HEIGHT + _CY)], [0, 0, 1]]

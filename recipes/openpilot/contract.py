@@ -1,7 +1,7 @@
-"""What a driving model file promises: its inputs, its outputs, and where in them each head lies.
+"""The contract of a driving model file: its inputs, its outputs, and the slice of each head.
 
 Everything is read from the ONNX file itself. The heads are in its metadata, `output_slices`: a
-base64 pickle of {name: slice}, as openpilot's selfdrive/modeld/get_model_metadata.py reads it.
+base64 pickle of {name: slice}, read as in openpilot's selfdrive/modeld/get_model_metadata.py.
 """
 
 import base64
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import onnx
 
 STATE, NEXT_STATE = "state_", "next_state_"
-# More than this is no table of slices.
+# A table of slices is never larger than this.
 _MOST_BYTES = 1 << 20
 
 _NAMES = {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 9: "bool", 10: "float16"}
 
 
 class Kind(StrEnum):
-    """Which part of driving a file is."""
+    """The part of driving that a file computes."""
 
     VISION = "vision"  # images to hidden_state and what is seen; 0.9.8 to 0.10.3
     POLICY = "policy"  # the buffer of features to plan; 0.9.8 to 0.10.3
@@ -38,12 +38,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output.
+    """One input or output of a graph.
 
     Attributes:
-        name: in the graph.
-        shape: a leading dim that the file leaves open is 1, the size that modeld runs.
-        dtype: as numpy names it.
+        name: Name in the graph.
+        shape: Shape in the graph. A leading dim that the file leaves open is 1, the size that
+            modeld runs.
+        dtype: Dtype as numpy names it.
     """
 
     name: str
@@ -53,15 +54,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelContract:
-    """What a file promises to whoever runs it.
+    """The contract between a model file and the code that runs it.
 
     Attributes:
-        kind: which part of driving it is.
-        inputs: in the order of the graph.
-        outputs: likewise.
-        slices: where each head lies along the last dim of the first output.
-        opset: of ONNX's own operators.
-        metadata: all of the file's metadata, as it is there.
+        kind: The part of driving that it computes.
+        inputs: Inputs in the order of the graph.
+        outputs: Outputs in the order of the graph.
+        slices: Slice of each head along the last dim of the first output.
+        opset: Opset of ONNX's own operators.
+        metadata: All metadata of the file.
     """
 
     kind: Kind
@@ -72,22 +73,22 @@ class ModelContract:
     metadata: Mapping[str, str] = field(repr=False)
 
     def input(self, name: str) -> TensorSpec | None:
-        """The input of that name, or None."""
+        """Return the input of that name, or None."""
         return next((spec for spec in self.inputs if spec.name == name), None)
 
     @property
     def images(self) -> tuple[str, ...]:
-        """The names of the inputs that are images: road camera, wide camera."""
+        """Return the names of the inputs that are images: road camera, wide camera."""
         return tuple(spec.name for spec in self.inputs if spec.name in _IMAGES)
 
     @property
     def width(self) -> int:
-        """How many numbers the first output has."""
+        """Return the width of the first output."""
         return self.outputs[0].shape[-1]
 
     @property
     def feature_len(self) -> int:
-        """How many numbers a frame's feature has."""
+        """Return the width of a frame's feature."""
         buffer = self.input("features_buffer") or self.input("state_feat_q")
         if buffer is not None:
             return buffer.shape[-1]
@@ -96,7 +97,7 @@ class ModelContract:
 
 
 _IMAGES = ("img", "big_img", "input_imgs", "big_input_imgs")
-# What each input has to look like; None is any size.
+# The allowed shapes of each input; None is any size.
 _SHAPES: dict[str, tuple[tuple[int | None, ...], ...]] = {
     **dict.fromkeys(_IMAGES, ((1, 12, 128, 256),)),
     "desire": ((1, 100, 8), (1, 25, 8), (8,)),
@@ -118,7 +119,7 @@ _WHAT_TO_DO = (
 
 
 class _SliceUnpickler(pickle.Unpickler):
-    """Makes slices, and nothing else that has a name."""
+    """An unpickler that makes slices and rejects everything else that is named."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in {("builtins", "slice"), ("__builtin__", "slice")}:
@@ -127,10 +128,10 @@ class _SliceUnpickler(pickle.Unpickler):
 
 
 def read_slices(text: str) -> dict[str, slice]:
-    """The table of heads from its metadata text: {name: slice}, by base64 and pickle.
+    """Read the table of heads, {name: slice}, from its metadata text by base64 and pickle.
 
     Raises:
-        CheckpointError: it is damaged, names anything but `slice`, or is no such table.
+        CheckpointError: It is damaged, names anything but `slice`, or is no such table.
     """
     if len(text) > _MOST_BYTES:
         raise CheckpointError(f"output_slices has {len(text)} bytes: a table of slices is small")
@@ -156,10 +157,10 @@ def read_slices(text: str) -> dict[str, slice]:
     return found
 
 
-# Of what a stranger nested, only so much is written out.
+# Long or deeply nested values of an untrusted file are abbreviated.
 _short = reprlib.repr
 
-# What a damaged pickle makes the unpickler raise beside its own errors.
+# Errors that a damaged pickle causes in the unpickler, besides its own.
 _DAMAGED = (*(ValueError, TypeError, IndexError, KeyError), *(AttributeError, OverflowError))
 
 
@@ -172,15 +173,15 @@ def _is_range(part: Any) -> bool:
 
 
 def write_slices(slices: Mapping[str, slice]) -> str:
-    """The metadata text of a table of heads, which `read_slices` and openpilot read."""
+    """Return the metadata text of a table of heads, which `read_slices` and openpilot read."""
     return base64.encodebytes(pickle.dumps(dict(slices), protocol=4)).decode("ascii")
 
 
 def load_onnx(path: str | Path) -> "onnx.ModelProto":
-    """The graph and weights of an ONNX file.
+    """Load the graph and weights of an ONNX file.
 
     Raises:
-        CheckpointError: there is no such file, or it is no ONNX file.
+        CheckpointError: There is no such file, or it is no ONNX file.
     """
     import onnx
     from google.protobuf.message import DecodeError
@@ -207,15 +208,15 @@ def load_onnx(path: str | Path) -> "onnx.ModelProto":
 
 
 def opset_of(model: "onnx.ModelProto") -> int:
-    """The opset of ONNX's own operators that a file is written in."""
+    """Return the opset of ONNX's own operators in which a file is written."""
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
 
 
 def tensor_specs(model: "onnx.ModelProto") -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """A graph's inputs (without initialisers) and outputs.
+    """Return a graph's inputs (without initialisers) and outputs.
 
     Raises:
-        CheckpointError: a dim other than the first is open, or a type is not of a tensor.
+        CheckpointError: A dim other than the first is open, or a type is not that of a tensor.
     """
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = tuple(_spec(value) for value in model.graph.input if value.name not in weights)
@@ -242,13 +243,13 @@ def _spec(value: Any) -> TensorSpec:
 
 
 def read_contract(model: "str | Path | onnx.ModelProto") -> ModelContract:
-    """What a driving model promises, checked.
+    """Read and check the contract of a driving model.
 
     Args:
-        model: the file, or what `load_onnx` gave.
+        model: The file, or the result of `load_onnx`.
 
     Raises:
-        CheckpointError: it is not a driving model of a known generation, or is damaged.
+        CheckpointError: It is not a driving model of a known generation, or is damaged.
     """
     name = "the model"
     if isinstance(model, str | Path):
@@ -257,7 +258,7 @@ def read_contract(model: "str | Path | onnx.ModelProto") -> ModelContract:
     if "output_slices" not in metadata:
         raise CheckpointError(
             f"{name} has no metadata output_slices, only {sorted(metadata) or 'none at all'}: where"
-            f" its heads lie is not known. {_WHAT_TO_DO}"
+            f" its heads are is not known. {_WHAT_TO_DO}"
         )
     try:
         inputs, outputs = tensor_specs(model)

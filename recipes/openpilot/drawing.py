@@ -1,4 +1,4 @@
-"""Pictures of a `scene.Drive`, as a camera of known calibration takes them."""
+"""Pictures of a `scene.Drive` as seen by a camera of known calibration."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from recipes.openpilot.scene import LANE, ROAD_EDGES, Drive
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-MARKERS = 33  # positions that `Painter.marker` tells apart
+MARKERS = 33  # positions that `Painter.paint` can mark
 MARKER_STEP = 0.0125  # between two of them, to the right for each metre forward
 _FAR, _BIN = 240.0, 0.25  # m ahead
 _LINE = 0.15  # m
@@ -22,13 +22,13 @@ _GRASS_CHROMA = (112, 114)
 
 
 class Painter:
-    """Draws what one camera sees, straight in Y, U and V.
+    """A painter of what one camera sees, directly in Y, U and V.
 
     Args:
-        intrinsics: (3, 3).
-        size: width and height, even.
-        rpy_calib: rad, how the device is mounted.
-        dashed: draw the lines of the car's own lane as dashes.
+        intrinsics: Camera matrix, (3, 3).
+        size: Width and height, even.
+        rpy_calib: Mounting angles of the device, in rad.
+        dashed: Whether the lines of the car's own lane are dashed.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Painter:
         self._grid = np.arange(0, _FAR + 2 * _BIN, _BIN)
 
     def paint(self, drive: Drive, time: float, marker: int | None = None) -> Bytes:
-        """One frame.
+        """Paint one frame.
 
         Args:
-            drive: what there is.
-            time: s.
-            marker: which of `MARKERS` places in the sky has a white bar, if any.
+            drive: The drive to paint.
+            time: Time in s.
+            marker: Which of `MARKERS` positions in the sky has a white bar, if any.
 
         Returns:
-            (height * width * 3 / 2,): Y, then U, then V.
+            The picture (height * width * 3 / 2,): Y, then U, then V.
         """
         middle = drive.lines(time, self._grid, (0.0,))[0]
         slope = np.gradient(middle, _BIN)
@@ -97,14 +97,14 @@ class Painter:
         return np.concatenate([y, *chroma])
 
     def _along(self, table: NDArray[np.float64]) -> Floats:
-        """A function of the distance ahead, at every pixel of the ground."""
+        """Interpolate a function of the distance ahead at every pixel of the ground."""
         start = np.take(table[:-1].astype(np.float32), self._bin, mode="clip")
         return start + self._between * np.take(
             np.diff(table).astype(np.float32), self._bin, mode="clip"
         )
 
     def _line(self, aside: Floats, place: float) -> Floats:
-        """How much of each pixel the lines at both sides cover."""
+        """Return how much of each pixel the lines on both sides cover."""
         covered = np.float32(_LINE / 2) - np.abs(aside - np.float32(place))
         covered /= self._pixel
         covered += 0.5
@@ -127,7 +127,7 @@ class Painter:
     def _fill(
         self, image: NDArray[Any], corners: list[tuple[float, float, float]], value: int
     ) -> None:
-        """A rectangle that faces the camera, by two of its corners."""
+        """Fill a rectangle that faces the camera, given by two of its corners."""
         (left, top), (right, bottom) = np.round(
             geometry.project(corners, self._camera_from_calib)
         ).tolist()
@@ -136,10 +136,10 @@ class Painter:
 
 
 def read_marker(y: Bytes) -> int:
-    """Which marker a model's `img` shows.
+    """Return the number of the marker that a model's `img` shows.
 
     Args:
-        y: (256, 512), of `frames.unpack`.
+        y: Plane (256, 512) from `frames.unpack`.
 
     Returns:
         The number, or -1 if there is none.

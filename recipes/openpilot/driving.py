@@ -1,8 +1,8 @@
 """A driving model over time, with its queues as in the car.
 
 Sources in commaai/openpilot: selfdrive/modeld/modeld.py of each release, and compile_modeld.py and
-models/add_history.py of 2026. A frame is 0.05 s; of the queues of features, desires and curvatures,
-entries 0.2 s apart go into the model (since 0.9.8; before, all).
+models/add_history.py of 2026. A frame is 0.05 s. The model takes entries 0.2 s apart from the
+queues of features, desires and curvatures (since 0.9.8; before, all entries).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,32 +20,32 @@ from tpuport.errors import UsageError
 from tpuport.model.scanning import scan
 
 Tensors = dict[str, torch.Tensor]
-# What a model needs of each frame, of the arrays of a training set.
+# The arrays of a training set that a model needs of each frame.
 FRAME_INPUTS = ("img", "big_img", "desire", "traffic_convention", "v_ego", "action_t")
 _RISES = 0.99
 
 
 class Graph(Protocol):
-    """What computes one file: an `ImportedGraph`, or onnxruntime."""
+    """An object that computes one file: an `ImportedGraph`, or onnxruntime."""
 
     def compute(self, given: Mapping[str, torch.Tensor], wanted: Sequence[str]) -> Tensors:
-        """Values from values, each (n, *its shape in the graph)."""
+        """Compute values from values, each (n, *its shape in the graph)."""
         ...
 
     def frozen_frontier(self, given: Any) -> tuple[str, ...]:
-        """The values with which training can begin."""
+        """Return the values with which training can begin."""
         ...
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Which entries of its queues a model takes.
+    """The entries of its queues that a model takes.
 
     Attributes:
-        stride: frames between two entries, and between the two frames of an input.
-        features: entries of the buffer of features.
-        has_current: whether the feature of the frame itself is among them.
-        desires: entries of the desires.
+        stride: Frames between two entries, and between the two frames of an input.
+        features: Number of entries in the buffer of features.
+        has_current: Whether they include the feature of the current frame.
+        desires: Number of entries of the desires.
     """
 
     stride: int
@@ -55,36 +55,36 @@ class Timing:
 
 
 def timing_of(contract: ModelContract) -> Timing:
-    """The timing of a policy or supercombo, as its inputs are sized.
+    """Return the timing of a policy or supercombo, from the sizes of its inputs.
 
     Raises:
-        UsageError: it has no desires or no features.
+        UsageError: It has no desires or no features.
     """
     desire = contract.input("desire_pulse") or contract.input("desire")
     features = contract.input("features_buffer")
     if desire is None or features is None:
         raise UsageError(f"a model of {[s.name for s in contract.inputs]} has no queues to keep")
-    # 100 entries are all of 5 s, 25 are every fourth.
+    # 100 entries are every frame of 5 s, 25 are every fourth.
     stride = 1 if desire.shape[1] == 100 else TEMPORAL_SKIP
     return Timing(stride, features.shape[1], contract.kind is Kind.POLICY, desire.shape[1])
 
 
 class Driver(nn.Module):
-    """One or two files as a model that is driven frame by frame.
+    """A model of one or two files that is run frame by frame.
 
-    Its output is that of the file, or of vision and policy one after the other; `slices` says where
-    the heads are. All states and frames are batched: n drives at once.
+    Its output is that of the file, or the outputs of vision and policy joined; `slices` has the
+    heads' ranges. All states and frames are batched, for n drives at once.
 
     Args:
-        contracts: of the files, vision before policy.
-        graphs: what computes them.
+        contracts: Contracts of the files, vision before policy.
+        graphs: Graphs that compute the files.
 
     Attributes:
-        slices: of the joined output; a second file's `pad` is left out.
-        remat: whether frames are computed again in the backward pass instead of kept.
+        slices: Slices of the joined output, without a second file's `pad`.
+        remat: Whether frames are recomputed in the backward pass instead of kept.
 
     Raises:
-        UsageError: the files are not those of one model.
+        UsageError: The files are not those of one model.
     """
 
     def __init__(self, contracts: Sequence[ModelContract], graphs: Sequence[Graph]) -> None:
@@ -112,16 +112,16 @@ class Driver(nn.Module):
 
     @property
     def image_inputs(self) -> tuple[str, ...]:
-        """The names of the first file's inputs that follow from the cameras alone."""
+        """Return the names of the first file's inputs that depend on the cameras only."""
         return ("new_img",) if self.kind is Kind.STATEFUL else self.contracts[0].images
 
     # -- states ------------------------------------------------------------------------------------
 
     def begin(self, rows: int) -> Tensors:
-        """The state before the first frame, all zero as in the car.
+        """Return the state before the first frame, all zero as in the car.
 
         Args:
-            rows: how many drives there are.
+            rows: Number of drives.
         """
         if self.kind is Kind.STATEFUL:
             states = [s for s in self.contracts[0].inputs if s.name.startswith(STATE)]
@@ -143,14 +143,14 @@ class Driver(nn.Module):
         return found
 
     def images(self, state: Tensors, frames: Tensors) -> tuple[Tensors, Tensors]:
-        """The image inputs of frames, and the images of the state after them.
+        """Return the image inputs for frames, and the images of the state after them.
 
         Args:
-            state: before the first frame.
+            state: State before the first frame.
             frames: `img` and `big_img` (t, n, 6, 128, 256), uint8.
 
         Returns:
-            Inputs (t, n, *their shape in the graph), and what changes in the state.
+            Inputs (t, n, *their shape in the graph), and the changed entries of the state.
         """
         if self.kind is Kind.STATEFUL:
             return {"new_img": torch.stack([frames["img"], frames["big_img"]], dim=2)}, {}
@@ -168,10 +168,10 @@ class Driver(nn.Module):
     # -- frames ------------------------------------------------------------------------------------
 
     def see(self, images: Tensors) -> Tensors:
-        """What frozen layers make of images: all that the trained ones need.
+        """Run the frozen layers on images, up to the values that the trained layers need.
 
         Args:
-            images: (..., *their shape in the graph).
+            images: Image inputs, (..., *their shape in the graph).
 
         Returns:
             Values of the first file's graph, (..., *their shape in the graph).
@@ -181,22 +181,23 @@ class Driver(nn.Module):
             return images
         graph: Graph = self.graphs[0]
         last = len(lead) - 1
-        # Drives outermost: spread over devices, each keeps its own frames.
+        # Drives are the outer axis, so that a sharded batch keeps each drive's frames on its
+        # device.
         flat = {n: value.transpose(0, last).flatten(0, last) for n, value in images.items()}
         found = graph.compute(flat, graph.frozen_frontier(self.image_inputs))
         return {n: value.unflatten(0, lead[::-1]).transpose(0, last) for n, value in found.items()}
 
     def step(self, state: Tensors, seen: Tensors, frame: Tensors) -> tuple[Tensors, torch.Tensor]:
-        """One frame of what `see` has seen.
+        """Compute one frame from the values of `see`.
 
         Args:
-            state: before it.
-            seen: of `see`, each (n, ...).
+            state: State before the frame.
+            seen: Result of `see`, each (n, ...).
             frame: `desire` (n, 8) as logged, `traffic_convention` (n, 2), `v_ego` (n,) in m/s,
                 `action_t` (n, 2) in s.
 
         Returns:
-            The state after it but for its images, and the output (n, all heads).
+            The state after it except for its images, and the output (n, all heads).
         """
         desire = frame["desire"].clone()
         desire[:, 0] = 0
@@ -233,7 +234,7 @@ class Driver(nn.Module):
         return after, out
 
     def _inputs(self, number: int, given: Tensors) -> Tensors:
-        """Those that a file has, with the graph's own batch of one."""
+        """Return the inputs that a file has, with the graph's own batch axis of one."""
         return {
             spec.name: given[spec.name].unsqueeze(1)
             for spec in self.contracts[number].inputs
@@ -272,16 +273,16 @@ class Driver(nn.Module):
         seen: Tensors | None = None,
         stops: torch.Tensor | None = None,
     ) -> tuple[Tensors, torch.Tensor]:
-        """Frames one after another.
+        """Compute frames one after another.
 
         Args:
-            state: before the first.
+            state: State before the first frame.
             frames: `FRAME_INPUTS`, each (t, n, ...); without images if `seen` is given.
-            seen: what `see` has seen of them, (t, n, ...).
-            stops: (t,) bool, before which frames gradients end: truncated backpropagation.
+            seen: Result of `see` for the frames, (t, n, ...).
+            stops: (t,) bool, the frames before which gradients stop: truncated backpropagation.
 
         Returns:
-            The state after the last one, and the outputs (t, n, all heads).
+            The state after the last frame, and the outputs (t, n, all heads).
         """
         pictures: Tensors = {}
         if seen is None:
@@ -296,7 +297,7 @@ class Driver(nn.Module):
             carried = {name: _stopped(value, stop) for name, value in carried.items()}
             return self.step(carried, seen, frame)
 
-        # Pictures are no longer needed, and would be carried through every frame.
+        # The images are already used up, and as scan carries they would be copied for every frame.
         lean = {n: v for n, v in state.items() if n not in ("img", "big_img")}
         last, outputs = scan(one, lean, (seen, given, stops), remat=self.remat)
         kept = {n: state[n] for n in ("img", "big_img") if n in state}
@@ -318,14 +319,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def load_driver(paths: Sequence[str | Path]) -> Driver:
-    """The driver of model files.
+    """Load model files as a driver.
 
     Args:
-        paths: one supercombo, or vision and policy.
+        paths: One supercombo, or vision and policy.
 
     Raises:
-        UsageError: they are not the files of one model.
-        CheckpointError: a file is damaged, or cannot be imported.
+        UsageError: They are not the files of one model.
+        CheckpointError: A file is damaged, or cannot be imported.
     """
     models = [load_onnx(path) for path in paths]
     contracts = [read_contract(model) for model in models]

@@ -1,6 +1,6 @@
-"""The figures by which driving models are compared: errors in metres and metres a second, shares.
+"""Metrics that compare driving models: errors in metres and metres per second, and accuracies.
 
-Everything works on what `outputs.parse` gives and on labels of a training set, both in numpy.
+Everything works on the results of `outputs.parse` and on labels of a training set, both in numpy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,30 +18,30 @@ from tpuport.errors import MissingExtraError, UsageError
 Arrays = Mapping[str, NDArray[Any]]
 HORIZONS = (1.0, 2.0, 3.0, 5.0, 10.0)  # s
 LANE_REACH = 50.0  # m ahead, up to which lines are compared
-_SURE = 0.5  # probability from which a label says that something is there
+_SURE = 0.5  # probability from which a label counts as present
 
 
 @dataclass
 class Figures:
-    """Means over all frames that were added.
+    """Means of the metrics over all frames that were added.
 
     Attributes:
-        sums: by name.
-        counts: by name, of what was summed.
+        sums: Sums by name.
+        counts: Number of summed values by name.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, parsed: Arrays, labels: Arrays) -> None:
-        """Compare frames.
+        """Compare the predictions for some frames with their labels.
 
         Args:
-            parsed: of `outputs.parse`, each (T, ...). Heads that a model lacks are left out.
-            labels: of a training set, each (T, ...), with `NAME_valid`.
+            parsed: Result of `outputs.parse`, each (T, ...). Heads that a model lacks are left out.
+            labels: Labels of a training set, each (T, ...), with `NAME_valid`.
 
         Raises:
-            UsageError: prediction and label are not of as many frames, or of other shapes.
+            UsageError: Prediction and label differ in the number of frames or in shape.
         """
         for name, compare in _COMPARE.items():
             if name in parsed and name in labels:
@@ -62,7 +62,7 @@ class Figures:
         self.counts[name] = self.counts.get(name, 0) + int(np.size(values))
 
     def _add_leads(self, parsed: Arrays, labels: Arrays) -> None:
-        """Cars ahead, where there is one."""
+        """Compare the cars ahead, where there are any."""
         if not {"lead", "lead_prob"} <= parsed.keys() & labels.keys():
             return
         known = np.asarray(labels["lead_valid"] & labels["lead_prob_valid"], bool)
@@ -75,7 +75,7 @@ class Figures:
         self._add("lead_speed_error_mps", np.abs(lead - truth)[:, 2])
 
     def means(self) -> dict[str, float]:
-        """By name; what was never there is left out."""
+        """Return the means by name, without those that have no values."""
         return {n: self.sums[n] / count for n, count in self.counts.items() if count}
 
 
@@ -84,7 +84,7 @@ def _needed(name: str, parsed: Arrays) -> list[str]:
 
 
 def _paths(parsed: Arrays, truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """Distances between where the car is and should be, at the same time."""
+    """Compare paths by the distance between the predicted and the true place at the same time."""
     _same_shape("plan", parsed["plan"], truth)
     away = np.linalg.norm(parsed["plan"][..., :2] - truth[..., :2], axis=-1)
     found = {f"path_error_m@{h:g}s": _at(away, h) for h in HORIZONS}
@@ -102,7 +102,7 @@ def _paths(parsed: Arrays, truth: NDArray[Any]) -> dict[str, NDArray[Any]]:
 
 
 def _at(away: NDArray[Any], horizon: float) -> NDArray[Any]:
-    """Between the two times of a plan that are nearest."""
+    """Interpolate between the two nearest times of a plan."""
     after = int(np.searchsorted(T_IDXS, horizon))
     before = max(0, after - 1)
     step = T_IDXS[after] - T_IDXS[before]
@@ -160,10 +160,10 @@ def _same_shape(name: str, given: NDArray[Any], truth: NDArray[Any]) -> None:
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Figures of several models side by side, as text.
+    """Return the metrics of several models side by side, as text.
 
     Args:
-        found: by model, in the order of the columns, what `Figures.means` gives.
+        found: Results of `Figures.means` by model, in the order of the columns.
     """
     names = list(dict.fromkeys(name for figures in found.values() for name in figures))
     width = max([len(name) for name in names] + [6])
@@ -175,15 +175,15 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def plot_path_errors(path: str | Path, found: Mapping[str, Mapping[str, float]]) -> None:
-    """A picture of path errors by horizon.
+    """Plot the path errors by horizon.
 
     Args:
-        path: of an image; its ending says which kind.
-        found: by model, what `Figures.means` gives.
+        path: File of the image, whose suffix is the format.
+        found: Results of `Figures.means` by model.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        CheckpointError: the disk is full.
+        CheckpointError: The disk is full.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,4 +1,4 @@
-"""What a car logs while it drives: events of the real schema for a `scene.Drive`."""
+"""The events that a car logs while it drives: messages of the real schema for a `scene.Drive`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from recipes.openpilot.schema import log_schema
 _SECOND = 1_000_000_000  # ns
 _READOUT = 20_000_000  # ns between the start and the end of a frame
 _GPS_FREQ, _DEVICE_FREQ, _MONITORING_FREQ = 10, 2, 20
-VIN = "1HGCM82633A004352"  # an example's, of no car that there is
+VIN = "1HGCM82633A004352"  # an example, of no real car
 LATERAL_DELAY, LONGITUDINAL_DELAY = 0.12, 0.15  # s
 
 
@@ -32,9 +32,9 @@ class Encoded:
     """A frame in a video file.
 
     Attributes:
-        frame: which of the drive's.
-        place: in the file, from 0.
-        size: bytes.
+        frame: Number of the frame in the drive.
+        place: Position in the file, from 0.
+        size: Size in bytes.
     """
 
     frame: int
@@ -44,18 +44,18 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Recording:
-    """How a drive is logged.
+    """The settings with which a drive is logged.
 
     Attributes:
-        drive: what happens.
-        device: as initData names it.
-        sensor: as roadCameraState names it.
-        rpy_calib: rad.
-        segment: which segment of the route.
-        frames: the numbers of the frames taken in the segment.
-        first_frame_id: of frame 0.
-        start: ns, when frame 0 begins.
-        right_hand_drive: as the driver's camera found.
+        drive: The drive.
+        device: Device as initData names it.
+        sensor: Sensor as roadCameraState names it.
+        rpy_calib: Mounting angles in rad.
+        segment: Number of the segment in the route.
+        frames: Numbers of the frames in the segment.
+        first_frame_id: Id of frame 0.
+        start: Start of frame 0, in ns.
+        right_hand_drive: Whether the driver's camera found right-hand drive.
     """
 
     drive: Drive
@@ -69,30 +69,30 @@ class Recording:
     right_hand_drive: bool = False
 
     def sof(self, frame: int) -> int:
-        """ns, when a frame begins."""
+        """Return the time in ns at which a frame begins."""
         return self.start + frame * int(DT_MDL * _SECOND)
 
     def eof(self, frame: int) -> int:
-        """ns, when a frame ends: the time that its picture shows."""
+        """Return the time in ns at which a frame ends, which is the time that its picture shows."""
         return self.sof(frame) + _READOUT
 
     def seconds(self, mono_time: int) -> float:
-        """The drive's time."""
+        """Return the drive's time in seconds."""
         return (mono_time - self.start - _READOUT) / _SECOND
 
     def ticks(self, frequency: int) -> Iterator[int]:
-        """ns of events at a frequency while the segment lasts, at a phase of their own."""
+        """Yield the times in ns of events at a frequency in the segment, with their own phase."""
         step = _SECOND // frequency
         first = self.sof(self.frames.start) + (frequency * 7919) % step // 2
         yield from range(first, self.sof(self.frames.stop), step)
 
 
 def make_events(recording: Recording, encoded: dict[str, list[Encoded]]) -> list[bytes]:
-    """A segment's log, each event serialised, in the order of their times.
+    """Return a segment's log as serialised events in the order of their times.
 
     Args:
-        recording: what is logged.
-        encoded: by camera, "road", "wideRoad" and "qRoad", the frames that were written.
+        recording: The settings of the log.
+        encoded: The frames that were written, by camera: "road", "wideRoad" and "qRoad".
     """
     made = [*_beginning(recording), *_states(recording)]
     for frame in recording.frames:
@@ -205,7 +205,7 @@ def _encode_index(recording: Recording, camera: str, one: Encoded) -> Any:
 
 
 def _model(recording: Recording, frame: int) -> list[Any]:
-    """modelV2 and cameraOdometry with what is true, and so what a perfect model would say."""
+    """Return modelV2 and cameraOdometry events with the truth, as from a perfect model."""
     time = recording.seconds(recording.eof(frame))
     labels = {name: value.tolist() for name, value in recording.drive.labels(time).items()}
     plan = np.array(labels["plan"]).T.tolist()

@@ -1,7 +1,7 @@
-"""A trained import back to ONNX: the original file with other weights.
+"""Export of a trained import back to ONNX: the original file with new weights.
 
-Nothing of the graph is written anew, so names, dtypes, opset, metadata and operators are those of
-the original; only the numbers of initialisers change.
+The graph is not rewritten, so names, dtypes, opset, metadata and operators are those of the
+original. Only the values of initialisers change.
 """
 
 import math
@@ -22,20 +22,21 @@ from tpuport.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import onnx
 
-# How far onnxruntime may be from the module, as a share of a head's largest number (or of 1). A
-# float16 file rounds each weight and each step to 11 bits.
+# The allowed difference between onnxruntime and the module, relative to a head's largest number (or
+# 1). A float16 file rounds each weight and each step to 11 bits.
 TOLERANCES = {"float32": 1e-3, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        path: the file.
-        changed: the initialisers whose numbers are others than in the original.
-        largest_difference: of onnxruntime to the module, as a share of a head's largest number.
-        tolerance: what it had to be within.
+        path: The file.
+        changed: Names of the initialisers whose values differ from the original's.
+        largest_difference: Largest difference between onnxruntime and the module, relative to a
+            head's largest number.
+        tolerance: The allowed difference.
     """
 
     path: Path
@@ -45,19 +46,19 @@ class ExportReport:
 
 
 def write_weights(model: "onnx.ModelProto", module: ImportedGraph) -> list[str]:
-    """Put a module's weights where the graph that it was imported from has them.
+    """Write a module's weights into the graph that it was imported from.
 
     Args:
-        model: the original; changed in place, and byte for byte the same where a weight is.
-        module: what `import_onnx` made of it, trained, without adapters.
+        model: The original, changed in place. Weights that are equal keep their bytes.
+        module: The module that `import_onnx` made of it, trained, without adapters.
 
     Returns:
-        The names of what changed.
+        The names of the changed tensors.
 
     Raises:
-        UsageError: the module is of another graph, or has adapters.
-        CheckpointError: a weight is no number, too large for the file's dtype, or would have to be
-            two different ones.
+        UsageError: The module is of another graph, or has adapters.
+        CheckpointError: A weight is not finite, is too large for the file's dtype, or would need
+            two different values.
     """
     wanted = _wanted(model, module)
     changed = []
@@ -78,7 +79,7 @@ def write_weights(model: "onnx.ModelProto", module: ImportedGraph) -> list[str]:
 
 
 def _wanted(model: "onnx.ModelProto", module: ImportedGraph) -> dict[str, tuple[str, np.ndarray]]:
-    """Of each tensor of the file the parameter and its value in the file's layout."""
+    """Return each changed tensor of the file, with its parameter's fqn and its new value."""
     fresh = import_onnx(model)
     ours, theirs = dict(module.named_parameters()), dict(fresh.named_parameters())
     adapters = [name for name in ours if "lora_" in name]
@@ -113,8 +114,9 @@ def _wanted(model: "onnx.ModelProto", module: ImportedGraph) -> dict[str, tuple[
 def _check_untraced(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], origins: Mapping[str, Origin]
 ) -> None:
-    """What is computed from constants of the file cannot be written back, so it has to be as it
-    was.
+    """Raise an error if a parameter that was computed from constants of the file has changed.
+
+    Such a parameter cannot be written back.
     """
     for name, parameter in ours.items():
         if name not in origins and not torch.equal(parameter.cpu(), theirs[name]):
@@ -125,7 +127,7 @@ def _check_untraced(
 
 
 def _write(tensor: Any, fqn: str, array: np.ndarray) -> bool:
-    """Give a tensor of the file other numbers; whether it changed."""
+    """Set the values of a tensor in the file and return whether they changed."""
     from onnx import numpy_helper
 
     before = numpy_helper.to_array(tensor)
@@ -157,20 +159,20 @@ def export(
     rows: Sequence[Mapping[str, np.ndarray]],
     tolerance: float | None = None,
 ) -> ExportReport:
-    """Write a trained module as the file that it was imported from, with its weights.
+    """Write a trained module as the file that it was imported from, with its new weights.
 
-    The file takes its name only after onnxruntime has computed with it what the module computes.
+    The file takes its final name only after onnxruntime computed the same with it as the module.
 
     Args:
-        module: trained; its adapters are merged.
-        original: the file that it was imported from.
-        out: the file to write.
-        rows: real inputs to compare on, each as the contract has them.
-        tolerance: see `TOLERANCES`, whose values are used by default.
+        module: Trained module, with its adapters merged.
+        original: The file that it was imported from.
+        out: The file to write.
+        rows: Real inputs to compare on, each as in the contract.
+        tolerance: Allowed difference, by default from `TOLERANCES`.
 
     Raises:
-        UsageError: the module is of another file, or there is nothing to compare on.
-        CheckpointError: a weight cannot be written, what the file promises would change,
+        UsageError: The module is of another file, or there is nothing to compare on.
+        CheckpointError: A weight cannot be written, the contract of the file would change,
             onnxruntime computes something else, or the disk is full.
     """
     out = Path(out)
@@ -209,17 +211,17 @@ def compare(
     contract: ModelContract,
     rows: Sequence[Mapping[str, np.ndarray]],
 ) -> tuple[float, str]:
-    """How far onnxruntime with a file is from a module.
+    """Measure how far onnxruntime with a file is from a module.
 
     Args:
-        module: run by torch on the CPU.
-        path: the file.
-        contract: of the file.
-        rows: inputs as the contract has them.
+        module: Module, run by torch on the CPU.
+        path: The file.
+        contract: Contract of the file.
+        rows: Inputs as in the contract.
 
     Returns:
-        The largest difference, as a share of a head's largest number or of 1, and the head;
-        infinite where one of the two is no number.
+        The largest difference, relative to a head's largest number or to 1, and the head; infinite
+        where one of the two is NaN.
     """
     import onnxruntime
 
@@ -242,7 +244,7 @@ def compare(
                 theirs = np.asarray(value)[..., part].astype(np.float64)
                 size = max(1.0, float(np.abs(mine[..., part]).max(initial=0.0)))
                 difference = float(np.abs(mine[..., part] - theirs).max(initial=0.0)) / size
-                # What is no number is larger than none, and would be forgotten at the next head.
+                # NaN compares false with everything, so that the next head would replace it.
                 difference = math.inf if math.isnan(difference) else difference
                 if difference > worst:
                     worst, where = difference, name

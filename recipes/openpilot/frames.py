@@ -1,6 +1,6 @@
-"""Camera frames to what models see, on the accelerator: warped, and packed into six planes.
+"""Warping of camera frames to model images on the accelerator, and packing into six planes.
 
-No RGB is made of them, and nothing is normalised: models get the bytes of Y, U and V.
+There is no RGB and no normalisation: models take the bytes of Y, U and V.
 """
 
 from functools import partial
@@ -15,9 +15,9 @@ from recipes.openpilot.geometry import Sampling, chroma_matrix
 from tpuport.errors import UsageError
 
 Bytes = NDArray[np.uint8]
-_SUB_PIXELS = 32  # steps of the device's kernel between two pixels
+_SUB_PIXELS = 32  # fractions of a pixel in the device's kernel
 _WEIGHT_BITS = 15
-_FAR = 2.0**24  # still a whole number in float32 and int32
+_FAR = 2.0**24  # an integer in float32 and int32
 
 
 def prepare_frames(
@@ -29,19 +29,20 @@ def prepare_frames(
 ) -> jax.Array:
     """Warp and pack camera frames, each with its own matrix.
 
-    One program is compiled for each number of frames and size of the camera.
+    One program is compiled for each number of frames and camera size.
 
     Args:
         frames: uint8 (N, height * width * 3 / 2), each Y, then U, then V (yuv420p).
-        matrices: (N, 3, 3), camera pixels from pixels of the model (`geometry.warp_matrix`).
-        size: width and height of the camera.
-        sampling: "bilinear" as devices up to 2025 do, or "nearest" as since 2026.
+        matrices: (N, 3, 3), from pixels of the model to pixels of the camera
+            (`geometry.warp_matrix`).
+        size: Width and height of the camera.
+        sampling: "bilinear" as on devices up to 2025, or "nearest" as since 2026.
 
     Returns:
         uint8 (N, 6, 128, 256).
 
     Raises:
-        UsageError: shapes or dtypes do not fit, or there is no such sampling.
+        UsageError: Shapes or dtypes do not fit, or there is no such sampling.
     """
     width, height = size
     chroma = chroma_matrix(matrices, sampling)
@@ -68,7 +69,7 @@ def prepare_traced(
     size: tuple[int, int],
     sampling: Sampling,
 ) -> jax.Array:
-    """The program of `prepare_frames`, whose arguments are not checked; see `warp` for them."""
+    """Compute `prepare_frames` as a jitted program, without checks. See `warp` for arguments."""
 
     def one(frame: jax.Array, for_luma: jax.Array, for_chroma: jax.Array) -> jax.Array:
         return pack(*warp(frame, for_luma, for_chroma, size=size, sampling=sampling))
@@ -84,14 +85,14 @@ def warp(
     size: tuple[int, int],
     sampling: Sampling,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The planes of a model's image from those of a camera's.
+    """Warp the planes of a camera frame to those of a model's image.
 
     Args:
         frame: uint8 (height * width * 3 / 2,).
-        luma: float32 (3, 3), camera pixels from the model's.
+        luma: float32 (3, 3), from pixels of the model to pixels of the camera.
         chroma: float32 (3, 3), the same for the planes of half the size.
-        size: width and height of the camera.
-        sampling: how.
+        size: Width and height of the camera.
+        sampling: "bilinear" or "nearest".
 
     Returns:
         Y (256, 512), U and V (128, 256), uint8.
@@ -108,11 +109,11 @@ def warp(
 
 
 def pack(y: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
-    """Six planes of one size: Y's four parities, U, V.
+    """Pack Y, U and V into six planes of one size: Y's four parities, U, V.
 
-    Of the rows and columns of Y: even and even, odd and even, even and odd, odd and odd, as
-    openpilot's loadyuv.cl and compile_modeld.py have them; models/README.md has the second and
-    the third the other way round.
+    The parities of the rows and columns of Y are: even and even, odd and even, even and odd, odd
+    and odd, as in openpilot's loadyuv.cl and compile_modeld.py. models/README.md has the second and
+    the third swapped.
 
     Args:
         y: (2 n, 2 m).
@@ -128,7 +129,7 @@ def pack(y: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def unpack(planes: Bytes) -> tuple[Bytes, Bytes, Bytes]:
-    """Y, U and V of six planes (..., 6, n, m), to look at."""
+    """Return Y, U and V of six planes (..., 6, n, m), for viewing."""
     *batch, _, rows, columns = planes.shape
     parities = planes[..., :4, :, :].reshape(*batch, 2, 2, rows, columns)
     y = np.moveaxis(parities, (-4, -3), (-1, -3)).reshape(*batch, 2 * rows, 2 * columns)
@@ -136,7 +137,7 @@ def unpack(planes: Bytes) -> tuple[Bytes, Bytes, Bytes]:
 
 
 def _places(matrix: jax.Array, model: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Homogeneous camera pixels of a model's pixels, in the order of the device's arithmetic."""
+    """Return homogeneous camera pixels of a model's pixels, computed in the device's order."""
     x = jnp.arange(model[0], dtype=jnp.float32)[None, :]
     y = jnp.arange(model[1], dtype=jnp.float32)[:, None]
     first, second, third = (row[0] * x + row[1] * y + row[2] for row in matrix)
@@ -146,7 +147,7 @@ def _places(matrix: jax.Array, model: tuple[int, int]) -> tuple[jax.Array, jax.A
 def _bilinear(
     plane: jax.Array, matrix: jax.Array, size: tuple[int, int], model: tuple[int, int]
 ) -> jax.Array:
-    """As openpilot's transforms/transform.cl, whose weights are of 15 bits at 1/32 of a pixel."""
+    """Sample as openpilot's transforms/transform.cl, with 15-bit weights at 1/32 of a pixel."""
     width, height = size
     x, y, scale = _places(matrix, model)
     scale = jnp.where(scale != 0, _SUB_PIXELS / jnp.where(scale != 0, scale, 1), 0)
@@ -154,7 +155,7 @@ def _bilinear(
     columns = [jnp.clip((x >> 5) + one, 0, width - 1) for one in (0, 1)]
     rows = [jnp.clip((y >> 5) + one, 0, height - 1) * width for one in (0, 1)]
     right, below = x & (_SUB_PIXELS - 1), y & (_SUB_PIXELS - 1)
-    # Products of two fractions of 32 are whole numbers of 15 bits.
+    # The product of two weights in 1/32 is exact in 15 bits.
     per_step = (1 << _WEIGHT_BITS) // _SUB_PIXELS**2
     total = jnp.int32(1 << (_WEIGHT_BITS - 1))
     for row, vertical in zip(rows, (_SUB_PIXELS - below, below), strict=True):
@@ -167,7 +168,7 @@ def _bilinear(
 def _nearest(
     plane: jax.Array, matrix: jax.Array, size: tuple[int, int], model: tuple[int, int]
 ) -> jax.Array:
-    """As openpilot's compile_modeld.py."""
+    """Sample as openpilot's compile_modeld.py."""
     width, height = size
     x, y, scale = _places(matrix, model)
     column, row = (
@@ -178,10 +179,10 @@ def _nearest(
 
 
 def check_packed(name: str, frames: NDArray[np.generic]) -> None:
-    """Refuse what is not packed frames (T, 6, 128, 256).
+    """Raise an error for anything but packed frames (T, 6, 128, 256).
 
     Raises:
-        UsageError: another dtype or shape.
+        UsageError: The dtype or shape differs.
     """
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[1:] != FRAME_SHAPE:
         raise UsageError(

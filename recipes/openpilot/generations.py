@@ -1,4 +1,4 @@
-"""Which files each generation of driving models has, with their inputs and heads.
+"""The files of each generation of driving models, with their inputs and heads.
 
 Sources: the metadata of openpilot's releases, and selfdrive/modeld/modeld.py of each.
 """
@@ -13,7 +13,7 @@ from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TEMPORAL_SKIP
 
 FEATURE_LEN = 512
 
-# The heads of one output, in order, with their widths.
+# Heads of one output in order, with their widths.
 _SEEN = {
     **{"meta": 55, "desire_pred": 32, "pose": 12, "wide_from_device_euler": 6},
     **{"road_transform": 12, "lane_lines": 528, "lane_lines_prob": 8, "road_edges": 264},
@@ -33,12 +33,12 @@ class FileKind:
     """One file of a generation.
 
     Attributes:
-        name: of the file, without `.onnx`.
-        heads: of its output in order: name to width.
-        images: the names of its two image inputs; none for a policy.
-        buffers: its other inputs: name to shape.
-        image_dtype: of the images.
-        stateful: whether its queues are inputs and outputs.
+        name: Name of the file, without `.onnx`.
+        heads: Heads of its output in order: name to width.
+        images: Names of its two image inputs; none for a policy.
+        buffers: Its other inputs: name to shape.
+        image_dtype: Dtype of the images.
+        stateful: Whether its queues are inputs and outputs.
     """
 
     name: str
@@ -50,7 +50,7 @@ class FileKind:
 
     @property
     def slices(self) -> dict[str, slice]:
-        """Where each head lies in the output."""
+        """Return the slice of each head in the output."""
         found, start = {}, 0
         for name, width in self.heads.items():
             found[name] = slice(start, start + width)
@@ -69,7 +69,7 @@ _SUPERCOMBO_2026 = {
     **{"action_t": (1, 2)},
 }
 
-# By the release, or the month where there was none.
+# By release, or by month where there was no release.
 GENERATIONS: Mapping[str, tuple[FileKind, ...]] = MappingProxyType(
     {
         "0.9.7": (
@@ -131,11 +131,11 @@ GENERATIONS: Mapping[str, tuple[FileKind, ...]] = MappingProxyType(
 
 
 def example_inputs(kind: FileKind, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Inputs of a file by name, all zero, in the order of its graph.
+    """Return the inputs of a file by name, all zero, in the order of its graph.
 
     Args:
-        kind: the file.
-        dtype: of what is no image.
+        kind: The file.
+        dtype: Dtype of the inputs that are no images.
     """
     if kind.stateful:
         past = kind.buffers["features_buffer"][1]

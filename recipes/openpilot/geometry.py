@@ -1,9 +1,9 @@
-"""Where points of the road lie in camera images and in models' images.
+"""Projections of points on the road to camera images and to models' images.
 
-Frames of reference, as openpilot has them (common/transformations/README.md): device and calibrated
-frame have x forward, y right, z down; the calibrated frame is the device's turned so that the car
-drives along x and the road lies level. The view frame of a camera has x right, y down, z forward.
-Pixels are at whole numbers: the first has its centre at (0, 0).
+Frames of reference are openpilot's (common/transformations/README.md). The device and the
+calibrated frame have x forward, y right, z down. The calibrated frame is the device's, rotated so
+that the car drives along x on a level road. The view frame of a camera has x right, y down, z
+forward. Pixel centres have integer coordinates: the first is at (0, 0).
 """
 
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from recipes.openpilot.constants import BIG_MODEL_INTRINSICS, MODEL_INTRINSICS
 from tpuport.errors import UsageError
 
-# How cameras are sampled: by the kernel of devices up to 2025, or as since 2026.
+# How cameras are sampled: as by the kernel of devices up to 2025, or as since 2026.
 Sampling = Literal["bilinear", "nearest"]
 SAMPLINGS: tuple[Sampling, ...] = get_args(Sampling)
 
@@ -24,7 +24,7 @@ VIEW_FROM_DEVICE.setflags(write=False)
 
 
 def rotation_from_euler(angles: ArrayLike) -> Array:
-    """Matrices of roll, pitch and yaw, applied in this order.
+    """Return the matrices of roll, pitch and yaw, applied in this order.
 
     Args:
         angles: (..., 3) in rad.
@@ -43,7 +43,7 @@ def rotation_from_euler(angles: ArrayLike) -> Array:
 
 
 def euler_from_rotation(matrices: ArrayLike) -> Array:
-    """Roll, pitch and yaw of matrices (..., 3, 3); pitch between -90 and 90 degrees."""
+    """Return roll, pitch and yaw of matrices (..., 3, 3), with pitch between -90 and 90 degrees."""
     m = np.asarray(matrices, np.float64)
     roll = np.arctan2(m[..., 2, 1], m[..., 2, 2])
     pitch = -np.arcsin(np.clip(m[..., 2, 0], -1, 1))
@@ -51,15 +51,15 @@ def euler_from_rotation(matrices: ArrayLike) -> Array:
 
 
 def warp_matrix(rpy_calib: ArrayLike, camera: ArrayLike, *, big: bool = False) -> Array:
-    """Pixels of the camera from pixels of the model's image.
+    """Return the matrix from pixels of the model's image to pixels of the camera.
 
-    As get_warp_matrix of openpilot's common/transformations/model.py: both see from the same
-    place, so directions are all that counts.
+    This is get_warp_matrix of openpilot's common/transformations/model.py. Both images are seen
+    from the same place, so only directions matter.
 
     Args:
         rpy_calib: (..., 3) rad, the calibrated frame in the device's: liveCalibration.rpyCalib.
         camera: (3, 3) intrinsics.
-        big: of `big_img`.
+        big: Whether the model's image is `big_img`.
 
     Returns:
         (..., 3, 3).
@@ -70,24 +70,24 @@ def warp_matrix(rpy_calib: ArrayLike, camera: ArrayLike, *, big: bool = False) -
 
 
 def camera_from_calib(rpy_calib: ArrayLike, camera: ArrayLike) -> Array:
-    """(..., 3, 3): homogeneous pixels of a camera from points of the calibrated frame."""
+    """Return (..., 3, 3), from points of the calibrated frame to homogeneous camera pixels."""
     return np.asarray(camera, np.float64) @ VIEW_FROM_DEVICE @ rotation_from_euler(rpy_calib)
 
 
 def chroma_matrix(matrices: ArrayLike, sampling: Sampling) -> Array:
-    """What `warp_matrix` is for the U and V planes, of half the size.
+    """Return the equivalent of `warp_matrix` for the U and V planes, which have half the size.
 
-    The kernel of devices up to 2025 keeps centres of pixels where they are
-    (transform_scale_buffer in openpilot's common/mat.h); since 2026 corners of images are kept
-    (make_frame_prepare in selfdrive/modeld/compile_modeld.py). The difference is a quarter of a
-    pixel of these planes at most.
+    The kernel of devices up to 2025 keeps pixel centres in place (transform_scale_buffer in
+    openpilot's common/mat.h). Since 2026 image corners are kept (make_frame_prepare in
+    selfdrive/modeld/compile_modeld.py). The difference is at most a quarter of a pixel of these
+    planes.
 
     Args:
         matrices: (..., 3, 3).
-        sampling: which.
+        sampling: One of `SAMPLINGS`.
 
     Raises:
-        UsageError: no such sampling.
+        UsageError: There is no such sampling.
     """
     if sampling not in SAMPLINGS:
         raise UsageError(f"sampling: expected one of {', '.join(SAMPLINGS)}, got {sampling!r}")
@@ -97,25 +97,25 @@ def chroma_matrix(matrices: ArrayLike, sampling: Sampling) -> Array:
 
 
 def scaled_intrinsics(camera: ArrayLike, size: tuple[int, int], new_size: tuple[int, int]) -> Array:
-    """Intrinsics of a camera whose images were resized, as those of qcamera are.
+    """Return the intrinsics of a camera whose images were resized, as those of qcamera are.
 
     Args:
         camera: (3, 3).
-        size: width and height that they are for.
-        new_size: width and height of the images.
+        size: Width and height that the intrinsics are for.
+        new_size: Width and height of the images.
     """
     x, y = (new / old for new, old in zip(new_size, size, strict=True))
-    # The corners of the images stay, which are half a pixel from the centres.
+    # Resizing keeps the corners of an image, which are half a pixel from the pixel centres.
     scale = np.array([[x, 0, (x - 1) / 2], [0, y, (y - 1) / 2], [0, 0, 1]])
     return scale @ np.asarray(camera, np.float64)
 
 
 def project(points: ArrayLike, camera_from_points: ArrayLike) -> Array:
-    """Pixels of points.
+    """Project points to pixels.
 
     Args:
         points: (..., 3).
-        camera_from_points: (3, 3), as of `camera_from_calib`.
+        camera_from_points: (3, 3), such as `camera_from_calib` returns.
 
     Returns:
         (..., 2), NaN where a point is not in front of the camera.
@@ -127,5 +127,5 @@ def project(points: ArrayLike, camera_from_points: ArrayLike) -> Array:
 
 
 def model_from_calib(*, big: bool = False) -> Array:
-    """(3, 3): homogeneous pixels of a model's image from points of the calibrated frame."""
+    """Return (3, 3), from points of the calibrated frame to homogeneous pixels of a model."""
     return (BIG_MODEL_INTRINSICS if big else MODEL_INTRINSICS) @ VIEW_FROM_DEVICE

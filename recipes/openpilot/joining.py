@@ -1,8 +1,8 @@
-"""Which frame of a video is which frame of the log: by the encoder's index, never by position.
+"""The match of a video's frames with the log's, by the encoder's index, never by position.
 
-roadEncodeIdx says of each frame that was written its place in the file and its id; everything else
-in a log is by that id or by time. An encoder may have dropped frames, a file may begin late or
-break off, and a log may begin with events of the minute before.
+roadEncodeIdx has the place in the file and the id of each frame that was written. Everything else
+in a log is matched by that id or by time. An encoder may have dropped frames, a file may begin late
+or break off, and a log may begin with events of the minute before.
 """
 
 from collections import Counter
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from recipes.openpilot.logs import Log, Table
 
 Ints = NDArray[np.int64]
-# A parser may cut a frame elsewhere than the encoder by its start code, and the first frame comes
-# with what heads the file.
+# A parser may split the stream at another byte of the start code than the encoder, and the first
+# frame includes the header of the file.
 _CUT, _HEAD = 4, 1024  # bytes
 _FURTHEST = 600  # frames that may be lost in one place
-# Cameras of a device take their pictures together, within a few milliseconds.
+# The cameras of a device take pictures within a few milliseconds of each other.
 _TOGETHER = 25_000_000  # ns, half of the time between two frames
 
 
 @dataclass(frozen=True)
 class FrameTable:
-    """Frames of one video file of which the log knows.
+    """The frames of one video file that the log has.
 
     Attributes:
-        place: (n,) in the file, growing.
-        frame_id: (n,) as the camera counts, growing.
+        place: (n,) positions in the file, increasing.
+        frame_id: (n,) ids of the camera, increasing.
         sof: (n,) ns, when the frame begins.
         eof: (n,) ns, when it ends.
         size: (n,) bytes in the file, 0 where the log does not say.
@@ -45,15 +45,15 @@ class FrameTable:
         return len(self.place)
 
     def rows(self) -> dict[int, int]:
-        """Rows by their place in the file."""
+        """Return rows by their place in the file."""
         return {int(place): row for row, place in enumerate(self.place)}
 
 
 def frame_table(log: Log, camera: str) -> FrameTable:
-    """What a log says of a camera's file.
+    """Return the table of a camera's file from a log.
 
     Args:
-        log: the segment's; problems are added to it.
+        log: Log of the segment. Problems are added to it.
         camera: "road", "wideRoad" or "qRoad".
     """
     index = _of_one_segment(log.tables[f"{camera}EncodeIdx"], log.problems, camera)
@@ -63,7 +63,7 @@ def frame_table(log: Log, camera: str) -> FrameTable:
     known = eof > 0
     if not known.all():
         log.problems[f"frames of {camera} without a time"] += int((~known).sum())
-    # Before encoders logged the start of frames, cameras did not either.
+    # Logs from before encoders recorded the start of frames lack it in the camera's events, too.
     sof = np.where(sof > 0, sof, eof)
     order = np.flatnonzero(known)
     growing = np.diff(index["frame_id"][order], prepend=-1) > 0
@@ -75,7 +75,7 @@ def frame_table(log: Log, camera: str) -> FrameTable:
 
 
 def _of_one_segment(index: Table, problems: Counter[str], camera: str) -> Table:
-    """Without what belongs to the minute before or after."""
+    """Return the index without entries of the minute before or after."""
     if not len(index):
         return index
     numbers, counts = np.unique(index["segment"], return_counts=True)
@@ -86,7 +86,7 @@ def _of_one_segment(index: Table, problems: Counter[str], camera: str) -> Table:
 
 
 def _unique(index: Table, problems: Counter[str], camera: str) -> Table:
-    """By place; places that are said to hold different frames are left out."""
+    """Return the index sorted by place, without places for which it names different frames."""
     index = index[np.lexsort((index["frame_id"], index["place"]))]
     pairs = np.stack([index["place"], index["frame_id"]], axis=1)
     _, first = np.unique(pairs, axis=0, return_index=True)
@@ -99,7 +99,7 @@ def _unique(index: Table, problems: Counter[str], camera: str) -> Table:
 
 
 def _times(index: Table, states: Table, name: str) -> Ints:
-    """Of the index, or of the camera's own event where the index has none."""
+    """Return times from the index, or from the camera's own events where the index has none."""
     found = index[name].astype(np.int64)
     if not len(states) or (found > 0).all():
         return found
@@ -109,19 +109,19 @@ def _times(index: Table, states: Table, name: str) -> Ints:
 
 
 def match_packets(sizes: Ints, keys: NDArray[np.bool_], table: FrameTable) -> Ints | None:
-    """Which place of the log each packet of a file has, by how many bytes frames have.
+    """Return the place in the log of each packet of a file, matched by size in bytes.
 
-    A file that lost the start of a frame has a packet less, and by their number all after it would
-    be shifted.
+    A file that lost the start of a frame has one packet less, so that counting packets would shift
+    all later ones.
 
     Args:
         sizes: (n,) bytes of the packets.
         keys: (n,) whether they are key frames.
-        table: what the log says.
+        table: Table of the file from the log.
 
     Returns:
-        (n,) places, -1 for what is no frame that the encoder wrote; None if sizes in the log are of
-        something else. Where the log does not say a size, packets are counted.
+        (n,) places, -1 for a packet that is no frame of the encoder; None if the sizes in the log
+        are of something else. Packets are counted where the log has no size.
     """
     known = {int(p): int(s) for p, s in zip(table.place, table.size, strict=True) if s > 0}
 
@@ -135,7 +135,7 @@ def match_packets(sizes: Ints, keys: NDArray[np.bool_], table: FrameTable) -> In
         if not fits(packet, place):
             place = _next_place(fits, packet, place, len(sizes), known)
         if place < 0:
-            # Not a whole frame; the next packet is the first that may be one.
+            # A fragment of a frame. The next packet is the first that may be complete.
             place = ~place
             continue
         places[packet] = place
@@ -147,8 +147,9 @@ def match_packets(sizes: Ints, keys: NDArray[np.bool_], table: FrameTable) -> In
 def _next_place(
     fits: Callable[[int, int], bool], packet: int, place: int, count: int, known: dict[int, int]
 ) -> int:
-    """The first place from one on that a packet and the next one fit; the complement of the place
-    to go on from if there is none.
+    """Return the first later place that fits a packet and the next one.
+
+    Return the complement of the place to resume from if there is none.
     """
     for other in range(place + 1, place + _FURTHEST):
         if other not in known:
@@ -160,11 +161,11 @@ def _next_place(
 
 
 def together(frames: FrameTable, others: FrameTable) -> Ints:
-    """For each frame, the row of the other camera's that was taken with it, or -1.
+    """Return, for each frame, the row of the other camera's frame taken with it, or -1.
 
     Args:
-        frames: (n,) of them.
-        others: the other camera's.
+        frames: (n,) frames.
+        others: Frames of the other camera.
 
     Returns:
         (n,).
@@ -179,12 +180,12 @@ def together(frames: FrameTable, others: FrameTable) -> Ints:
 
 
 def runs(frame_ids: Ints) -> NDArray[np.int32]:
-    """(T,): the number of the unbroken run that each frame is in."""
+    """Return (T,) the number of the unbroken run that each frame is in."""
     if not len(frame_ids):
         return np.zeros(0, np.int32)
     return np.cumsum(np.diff(frame_ids, prepend=frame_ids[0]) > 1).astype(np.int32)
 
 
 def latest(table: Table, times: Ints) -> Ints:
-    """For each time, the last row that is not after it, or -1."""
+    """Return, for each time, the last row that is not after it, or -1."""
     return np.searchsorted(table["time"], times, "right").astype(np.int64) - 1

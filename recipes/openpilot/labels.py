@@ -1,4 +1,4 @@
-"""What a model should have said: from the log of the one that drove, or from what the car then did.
+"""Labels for a model: from the log of the model that drove, or from the path that the car drove.
 
 Labels are in the calibrated frame of the moment: x forward, y right, z down, metres and seconds.
 Velocities and accelerations of a plan are those of its positions, in the same frame.
@@ -27,7 +27,7 @@ from recipes.openpilot.geometry import euler_from_rotation, rotation_from_euler
 
 Floats = NDArray[np.float32]
 Array = NDArray[np.floating[Any]]
-# By name, what each is for one frame.
+# Shapes for one frame, by name.
 LABEL_SHAPES: dict[str, tuple[int, ...]] = {
     "plan": (IDX_N, PLAN_WIDTH),
     "lane_lines": (NUM_LANE_LINES, IDX_N, 2),
@@ -44,13 +44,13 @@ _SECOND = 1e9  # ns
 
 
 def model_labels(message: Any, problems: Counter[str]) -> dict[str, Floats]:
-    """Labels of a modelV2 message, by the names of the training set.
+    """Return the labels of a modelV2 message, by the names of the training set.
 
-    As openpilot's fill_model_msg.py writes them. What an older model did not say is left out.
+    This inverts openpilot's fill_model_msg.py. Labels that an older model did not log are left out.
 
     Args:
-        message: modelV2.
-        problems: what does not have the sizes of today is added to them.
+        message: The modelV2 message.
+        problems: Counts labels whose sizes differ from today's.
     """
     found: dict[str, Any] = {}
     if _is_at(message.position.t, T_IDXS):
@@ -81,7 +81,7 @@ def _is_at(values: Any, expected: tuple[float, ...]) -> bool:
 
 
 def _stacked(parts: Any, shape: tuple[int, ...], *, transposed: bool = False) -> Floats | None:
-    """An array of a shape, or None if the parts do not make one of finite numbers."""
+    """Return an array of a shape, or None if the parts do not make one of finite numbers."""
     parts = list(parts)
     if any(part is None for part in parts):
         return None
@@ -97,13 +97,13 @@ def _stacked(parts: Any, shape: tuple[int, ...], *, transposed: bool = False) ->
 
 @dataclass(frozen=True)
 class Poses:
-    """How the device moved, in its own frame.
+    """The motion of the device, in its own frame.
 
     Attributes:
-        time: (n,) ns, growing.
+        time: (n,) ns, increasing.
         velocity: (n, 3) m/s.
         turning: (n, 3) rad/s.
-        valid: (n,) whether it was known.
+        valid: (n,) whether the motion was known.
     """
 
     time: NDArray[np.int64]
@@ -115,10 +115,10 @@ class Poses:
 def path_labels(
     poses: Poses, times: NDArray[np.int64], rpy_calib: Array
 ) -> dict[str, tuple[Floats, NDArray[np.bool_]]]:
-    """Plan and pose from how the car really moved.
+    """Return plan and pose from the motion of the car.
 
     Args:
-        poses: also of the ten seconds after the last frame, where they are known.
+        poses: Poses, also of the ten seconds after the last frame if they are known.
         times: (T,) ns, of the frames.
         rpy_calib: (T, 3) rad.
 
@@ -140,14 +140,15 @@ def path_labels(
         plan[known] = _plans(path, future[known], calib[known])
     now = path.at(times[now_known])
     for columns, name in ((slice(0, 3), "velocity"), (slice(3, 6), "turning")):
-        # Both in the device's frame now: the world's is only where the path began.
+        # Both are in the device's frame at that time, since the world frame is only where the path
+        # began.
         own = now[name] if name == "turning" else _turned(_inverse(now["turn"]), now[name])
         pose[now_known, columns] = _turned(calib[now_known], own)
     return {"plan": (plan, known), "pose": (pose, now_known)}
 
 
 def _plans(path: "_Path", future: NDArray[np.int64], calib: Array) -> Array:
-    """(n, 33, 15) at times (n, 33), the first of which is now."""
+    """Return plans (n, 33, 15) at times (n, 33), the first of which is now."""
     at = path.at(future)
     here = calib @ _inverse(at["turn"][:, 0])  # calibrated now from world
     made = np.zeros((*future.shape, PLAN_WIDTH))
@@ -161,7 +162,7 @@ def _plans(path: "_Path", future: NDArray[np.int64], calib: Array) -> Array:
 
 
 class _Path:
-    """Places and turns of a device in the frame in which it began, integrated from its motion."""
+    """The positions and rotations of a device in its first frame, integrated from its motion."""
 
     def __init__(self, poses: Poses) -> None:
         self._time, self._turning = poses.time, poses.turning
@@ -180,7 +181,7 @@ class _Path:
         self._bad_before = np.concatenate([[0], np.cumsum(bad)])
 
     def covers(self, start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the motion is known all the time between moments (n,)."""
+        """Return whether the motion is known without a gap between moments (n,)."""
         first = np.searchsorted(self._time, start, "right") - 1
         last = np.searchsorted(self._time, end, "left")
         inside = (first >= 0) & (last < len(self._time))
@@ -188,7 +189,7 @@ class _Path:
         return inside & (self._bad_before[last] == self._bad_before[first])
 
     def at(self, times: NDArray[np.int64]) -> dict[str, Array]:
-        """All of it at times (...,), which have to be covered."""
+        """Interpolate the motion at times (...,), which must be covered."""
         left = np.clip(np.searchsorted(self._time, times, "right") - 1, 0, len(self._time) - 2)
         step = self._time[left + 1] - self._time[left]
         part = ((times - self._time[left]) / step)[..., None]
@@ -208,14 +209,14 @@ class _Path:
 
 
 def rotation_from_vector(vectors: Array) -> Array:
-    """Matrices (..., 3, 3) that turn about vectors (..., 3) by their lengths in rad (Rodrigues)."""
+    """Return matrices (..., 3, 3) that turn about vectors (..., 3) by their lengths (Rodrigues)."""
     angle = np.linalg.norm(vectors, axis=-1)[..., None, None]
     x, y, z = np.moveaxis(vectors, -1, 0)
     zero = np.zeros_like(x)
     cross = np.stack(
         [np.stack(row, -1) for row in ([zero, -z, y], [z, zero, -x], [-y, x, zero])], -2
     )
-    # sin(a)/a and (1-cos(a))/a^2, without a hole at 0.
+    # sin(a)/a and (1-cos(a))/a^2, defined at 0, too.
     first = np.sinc(angle / np.pi)
     second = 0.5 * np.sinc(angle / (2 * np.pi)) ** 2
     return np.eye(3) + first * cross + second * (cross @ cross)

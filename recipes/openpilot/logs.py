@@ -1,7 +1,7 @@
-"""Logs of any generation, as far as they can be read: what training needs of them, as arrays.
+"""Logs of any generation, as far as they can be read, as arrays for training.
 
 Cap'n Proto only ever appends to a schema, so an old schema reads new logs except for messages that
-it does not know; those are counted. A log that breaks off gives what comes before.
+it does not know, which are counted. A log that breaks off is read up to there.
 """
 
 import bz2
@@ -18,7 +18,7 @@ from recipes.openpilot.labels import model_labels
 from recipes.openpilot.schema import capnp, log_schema, zstandard
 
 Table = NDArray[np.void]  # structured: fields by name
-_CHUNK = 1 << 16  # bytes that are unpacked at a time, and lost if they are damaged
+_CHUNK = 1 << 16  # bytes unpacked at a time, and lost together if damaged
 
 _FRAME = [("time", "i8"), ("frame_id", "i8"), ("sof", "i8"), ("eof", "i8")]
 _INDEX = [*_FRAME, ("segment", "i8"), ("place", "i8"), ("size", "i8")]
@@ -45,17 +45,17 @@ _CHANGING = ("laneChangeStarting", "laneChangeFinishing")
 
 @dataclass
 class Log:
-    """What one or several logs said.
+    """The contents of one or several logs.
 
     Attributes:
-        tables: by name as in `TABLES`, each in the order of its times.
-        labels: what the model that drove said, by frame id (`labels.model_labels`).
-        device: as initData or deviceState names it.
-        sensor: as roadCameraState names it.
-        delays: s, of steering and of acceleration, as carParams has them; None if it does not.
+        tables: Tables by name as in `TABLES`, each in the order of its times.
+        labels: Labels by frame id from the model that drove (`labels.model_labels`).
+        device: Device as initData or deviceState names it.
+        sensor: Sensor as roadCameraState names it.
+        delays: Delays of steering and acceleration in s, from carParams; None if it has none.
         private: VIN and dongle id.
-        events: how many were read, by kind.
-        problems: what could not be read, and how often.
+        events: Number of events that were read, by kind.
+        problems: Number of problems, by description.
     """
 
     tables: dict[str, Table]
@@ -72,11 +72,11 @@ def read_log(path: Path, *, only: frozenset[str] | None = None) -> Log:
     """Read one log.
 
     Args:
-        path: rlog.zst, rlog.bz2 or rlog; what is in it decides.
-        only: names of events that are needed; the others are skipped.
+        path: File rlog.zst, rlog.bz2 or rlog, recognised by its contents.
+        only: Names of the events that are needed. The others are skipped.
 
     Raises:
-        OSError: the file cannot be read at all.
+        OSError: The file cannot be read at all.
         MissingExtraError: openpilot-logging, pycapnp or zstandard is not installed.
     """
     reading = _Reading(only)
@@ -86,11 +86,11 @@ def read_log(path: Path, *, only: frozenset[str] | None = None) -> Log:
 
 
 def unpack_log(data: bytes, problems: Counter[str]) -> bytes:
-    """The messages of a log file, as far as they can be unpacked.
+    """Decompress the messages of a log file, as far as possible.
 
     Args:
-        data: the file.
-        problems: what is wrong is added to them.
+        data: Contents of the file.
+        problems: Problems are added to it.
     """
     if data.startswith(b"BZh"):
         return _unpacked(data, bz2.BZ2Decompressor, OSError, problems)
@@ -106,7 +106,7 @@ def _unpacked(
     error: type[Exception],
     problems: Counter[str],
 ) -> bytes:
-    """Piece by piece, so that what comes before damage is kept; streams may follow each other."""
+    """Decompress in pieces, so that data before damage are kept. Streams may follow each other."""
     unpacked, stream = [], make()
     for start in range(0, len(data), _CHUNK):
         rest = data[start : start + _CHUNK]
@@ -136,7 +136,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Reading:
-    """Rows of tables while a log is read."""
+    """The rows of tables while a log is read."""
 
     def __init__(self, only: frozenset[str] | None) -> None:
         self.rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
@@ -146,11 +146,11 @@ class _Reading:
         self._broken = capnp().KjException
 
     def take(self, event: Any) -> None:
-        """Add an event, or count why not."""
+        """Add an event, or count the reason why it cannot be."""
         try:
             name = str(event.which())
         except self._broken:
-            # A member of the union that the schema does not have.
+            # A union member that the schema does not have.
             self.problems["messages of a kind that the schema does not know"] += 1
             return
         self.log.events[name] += 1
@@ -160,11 +160,12 @@ class _Reading:
         try:
             take(self, event.logMonoTime, getattr(event, name))
         except (self._broken, ValueError, AttributeError) as error:
-            # Also what another schema, such as that of an installed openpilot, has no more.
+            # This also catches fields that another schema, such as an installed openpilot's, has
+            # removed.
             self.problems[f"damaged {name} ({_first_line(error)})"] += 1
 
     def finish(self) -> Log:
-        """The log, each table by time."""
+        """Return the log, with each table sorted by time."""
         for name, rows in self.rows.items():
             table = np.array(rows, TABLES[name])
             self.log.tables[name] = table[np.argsort(table["time"], kind="stable")]
@@ -224,7 +225,7 @@ def _live_pose(reading: _Reading, time: int, message: Any) -> None:
 
 
 def _kalman(reading: _Reading, time: int, message: Any) -> None:
-    """What was livePose until 2024."""
+    """Add a row of what was livePose until 2024."""
     moving, turning = message.velocityDevice, message.angularVelocityDevice
     valid = moving.valid and turning.valid
     row = (time, tuple(moving.value), tuple(turning.value), valid)
@@ -256,7 +257,7 @@ def _values(table: str, *names: str) -> Callable[[_Reading, int, Any], None]:
 
 
 def _lateral_plan(reading: _Reading, time: int, message: Any) -> None:
-    """Where desires were logged until modelV2 had the state of lane changes."""
+    """Add a row of desires, which were logged here until modelV2 had the state of lane changes."""
     reading.rows["lateralPlan"].append((time, message.desire.raw))
 
 

@@ -1,6 +1,6 @@
-"""What a driving model is trained to.
+"""Losses of a driving model.
 
-Positions are in metres, velocities in m/s, angles in radians; an mdn's `std` is the scale b of a
+Positions are in metres, velocities in m/s, angles in radians. An mdn's `std` is the scale b of a
 Laplace distribution, whose density is exp(-|x - mean| / b) / 2b.
 """
 
@@ -16,26 +16,28 @@ from recipes.openpilot.constants import POSITION, VELOCITY
 from recipes.openpilot.outputs import Mdn, Prediction
 from tpuport.errors import UsageError
 
-# Metres: a deviation below this would let one label outweigh all others.
+# In metres. A smaller deviation would let one label outweigh all others.
 LEAST_STD = 1e-2
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What counts how much; 0 leaves a term out.
+    """The weights of the terms. A weight of 0 leaves a term out.
 
     Attributes:
-        plan: `winner_takes_all` of the plan, in nats a number.
-        path: `path_l1` of the plan's positions and velocities, in metres and m/s. The likelihood
-            alone moves a mean the slower the wider its distribution is, so that far positions
-            learn last.
-        lane_lines: `masked_l1` of lane lines, in metres, and of their probabilities in nats.
-        road_edges: likewise of road edges, which have no probabilities.
-        lead: `masked_huber` of leads, in metres and m/s, and of their probabilities in nats.
-        desire_state: `cross_entropy` of what the driver wants, in nats.
-        pose: single-hypothesis likelihood of the pose, in nats a number.
-        distill: `laplace_kl` or cross-entropy to a teacher's heads, in nats a number.
-        feature: `feature_distance` to a teacher's features, from 0 to 2.
+        plan: Weight of `winner_takes_all` of the plan, in nats per number.
+        path: Weight of `path_l1` of the plan's positions and velocities, in metres and m/s. The
+            likelihood alone moves a mean more slowly the wider its distribution is, so that far
+            positions learn last.
+        lane_lines: Weight of `masked_l1` of lane lines, in metres, and of their probabilities in
+            nats.
+        road_edges: Weight of the same for road edges, which have no probabilities.
+        lead: Weight of `masked_huber` of leads, in metres and m/s, and of their probabilities in
+            nats.
+        desire_state: Weight of `cross_entropy` of what the driver wants, in nats.
+        pose: Weight of the single-hypothesis likelihood of the pose, in nats per number.
+        distill: Weight of `laplace_kl` or cross-entropy to a teacher's heads, in nats per number.
+        feature: Weight of `feature_distance` to a teacher's features, from 0 to 2.
     """
 
     plan: float = 1.0
@@ -55,41 +57,41 @@ class LossWeights:
 
 
 def masked_mean(each: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the elements that count; 0 where none does.
+    """Return the mean over the elements that count, or 0 if none does.
 
     Args:
         each: (..., *shape).
-        mask: (...), of leading dims of `each`; how much each counts, or whether.
+        mask: (...), the leading dims of `each`: the weight of each element, or whether it counts.
     """
     mask = mask.reshape(*mask.shape, *(1,) * (each.ndim - mask.ndim)).to(each.dtype)
     whole = mask.expand(each.shape)
-    # Labels that are not there may be anything, also no numbers.
+    # Missing labels may be NaN, and NaN times 0 would be NaN.
     kept = torch.where(whole > 0, each, torch.zeros_like(each))
     return (kept * whole).sum() / whole.sum().clamp(min=1e-6)
 
 
 def laplace_nll(mean: torch.Tensor, log_std: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Minus the logarithm of the density, for each number, in nats.
+    """Return minus the logarithm of the density for each number, in nats.
 
     |target - mean| / b + log 2b with b = exp(log_std), not below `LEAST_STD` (metres, m/s, ...).
-    As in mbalesni/openpilot-pipeline, which found it better than a Gaussian's.
+    mbalesni/openpilot-pipeline found it better than a Gaussian's.
     """
     log_std = log_std.clamp(min=math.log(LEAST_STD), max=11.0)
     return (target - mean).abs() * (-log_std).exp() + log_std + math.log(2)
 
 
 def winner_takes_all(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Likelihood of the best hypothesis, and that it was known to be, in nats a number.
+    """Return the loss of the best hypothesis and of its weight, in nats per number.
 
-    The hypothesis whose mean likelihood is highest is the only one that learns the target, and the
-    weights learn to name it: multiple choice learning (Guzman-Rivera et al., NeurIPS 2012), with
-    the classification of multiple-trajectory prediction (Cui et al., arXiv:1809.10732, eq. 1).
-    With one hypothesis it is the mean of `laplace_nll`.
+    Only the hypothesis with the highest mean likelihood learns the target, and the weights learn to
+    choose it: multiple choice learning (Guzman-Rivera et al., NeurIPS 2012), with the
+    classification of multiple-trajectory prediction (Cui et al., arXiv:1809.10732, eq. 1). With one
+    hypothesis it is the mean of `laplace_nll`.
 
     Args:
-        mdn: with or without hypotheses.
+        mdn: Prediction with or without hypotheses.
         target: (..., *shape); with several choices (..., choices, *shape).
-        mask: (...), which targets are there; with several choices (..., choices).
+        mask: (...), which targets exist; with several choices (..., choices).
     """
     if mdn.logits is None:
         return masked_mean(laplace_nll(mdn.mean, mdn.log_std, target), mask)
@@ -111,22 +113,23 @@ def _one_hot(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def masked_l1(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean distance along each axis of a single-hypothesis mdn to its target, in metres.
+    """Return the mean distance along each axis between a single-hypothesis mdn and its target.
 
     Args:
-        mdn: such as lane lines, (..., 4, 33, 2).
-        target: the same shape.
-        mask: of leading dims, such as (..., 4).
+        mdn: Prediction such as lane lines, (..., 4, 33, 2), in metres.
+        target: Of the same shape.
+        mask: Leading dims, such as (..., 4).
     """
     return masked_mean((mdn.mean - target).abs(), mask)
 
 
 def path_l1(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean distance along each axis of planned positions, in metres, and of velocities, in m/s,
-    which count alike; of several hypotheses that of the nearest, as in `winner_takes_all`.
+    """Return the mean distance along each axis of planned positions and velocities.
+
+    Metres and m/s count alike. Of several hypotheses the nearest counts, as in `winner_takes_all`.
 
     Args:
-        mdn: the plan, (..., 33, 15), or (..., 5, 33, 15).
+        mdn: The plan, (..., 33, 15), or (..., 5, 33, 15).
         target: (..., 33, 15).
         mask: (...), which frames count.
     """
@@ -141,16 +144,16 @@ def path_l1(mdn: Mdn, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_huber(
     mdn: Mdn, target: torch.Tensor, mask: torch.Tensor, delta: float = 1.0
 ) -> torch.Tensor:
-    """Huber's loss (1964): squares below `delta` metres, straight lines above.
+    """Return Huber's loss (1964): quadratic below `delta` metres, linear above.
 
-    Of several hypotheses the nearest one for each choice, and the weights learn to name it, as in
-    `winner_takes_all`.
+    Of several hypotheses the nearest one counts for each choice, and the weights learn to choose
+    it, as in `winner_takes_all`.
 
     Args:
-        mdn: leads, (..., 3, 6, 4), or (..., 2, 6, 4) hypotheses for 3 choices.
+        mdn: Leads, (..., 3, 6, 4), or (..., 2, 6, 4) hypotheses for 3 choices.
         target: (..., 3, 6, 4): x and y in metres, speed in m/s, acceleration in m/s^2.
-        mask: (..., 3), which leads are there.
-        delta: where it becomes a straight line.
+        mask: (..., 3), which leads exist.
+        delta: Where it becomes linear.
     """
     if mdn.logits is None:
         return masked_mean(_huber(mdn.mean - target, delta), mask)
@@ -171,13 +174,16 @@ def _huber(error: torch.Tensor, delta: float) -> torch.Tensor:
 def binary_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """Minus the log-probability of what was the case, in nats; a target may be between 0 and 1."""
+    """Return minus the log-probability of the outcome, in nats. Targets may be between 0 and 1."""
     each = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
     return masked_mean(each, mask)
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Minus the log-probability of a class, in nats; targets are probabilities over the last dim.
+    """Return minus the log-probability of a class, in nats.
+
+    Targets are probabilities over the last dim. Where the target is a teacher's softmax, the
+    gradient is that of the KL divergence to it.
 
     Where the target is a teacher's softmax, its gradient is that of the KL divergence to it.
     """
@@ -185,11 +191,11 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, mask: torch.Tensor
 
 
 def laplace_kl(student: Mdn, teacher: Mdn, mask: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || student) of Laplace distributions, for each number, in nats.
+    """Return KL(teacher || student) of Laplace distributions, in nats per number.
 
     log(b_s / b_t) + (b_t exp(-|d| / b_t) + |d|) / b_s - 1, d the distance of the means (Gil,
-    Alajaji and Linder, "Renyi divergence measures", 2013, table 2). Hypothesis by hypothesis, and
-    of their weights the cross-entropy to the teacher's.
+    Alajaji and Linder, "Renyi divergence measures", 2013, table 2). It is computed per hypothesis,
+    and the cross-entropy of the weights to the teacher's is added.
     """
     low = math.log(LEAST_STD)
     ours, theirs = student.log_std.clamp(low, 11.0), teacher.log_std.clamp(low, 11.0)
@@ -205,9 +211,9 @@ def laplace_kl(student: Mdn, teacher: Mdn, mask: torch.Tensor) -> torch.Tensor:
 def feature_distance(
     student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """1 - cosine between features (..., 512), from 0 to 2: their length carries nothing.
+    """Return 1 - cosine between features (..., 512), from 0 to 2, which ignores their length.
 
-    Cosine distillation as in Wang et al., arXiv:2109.15014.
+    This is cosine distillation as in Wang et al., arXiv:2109.15014.
     """
     return masked_mean(1.0 - F.cosine_similarity(student, teacher, dim=-1), mask)
 
@@ -223,16 +229,16 @@ def driving_terms(
     mask: torch.Tensor,
     weights: LossWeights,
 ) -> Terms:
-    """Each term that has a weight, a head and a label.
+    """Return each term that has a weight, a head and a label.
 
     Args:
-        found: the model's `predictions`, with leading dims (...).
+        found: Result of the model's `predictions`, with leading dims (...).
         labels: `plan` (..., 33, 15), `lane_lines` (..., 4, 33, 2), ... and for each `name_valid`.
         mask: (...), which frames count.
-        weights: of the terms.
+        weights: Weights of the terms.
 
     Raises:
-        UsageError: a term has a weight and the model or the labels lack it.
+        UsageError: A term has a weight and the model or the labels lack it.
     """
     terms: Terms = {}
     for term in _TERMS:
@@ -258,10 +264,10 @@ def _pose(found: Any, labels: Any, mask: torch.Tensor) -> torch.Tensor:
 
 
 def _lane_lines(found: Any, labels: Any, mask: torch.Tensor) -> torch.Tensor:
-    """Lines that are there, by their probability in the label, and that they are."""
+    """Return the loss of lines, weighted by their label's probability, and of that probability."""
     there = labels["lane_lines_prob"]
     loss = masked_l1(found["lane_lines"], labels["lane_lines"], mask.unsqueeze(-1) * there)
-    # Of the two numbers for each line the second is that it is there.
+    # The second of the two numbers for each line is the logit of its presence.
     logits = found["lane_lines_prob"][..., 1::2]
     return loss + binary_cross_entropy(logits, there, mask)
 
@@ -298,16 +304,16 @@ def distillation_terms(
     mask: torch.Tensor,
     weights: LossWeights,
 ) -> Terms:
-    """How far the model is from a teacher, over all heads that both have.
+    """Return how far the model is from a teacher, over all heads that both have.
 
     Args:
-        found: the model's `predictions`.
-        teacher: those of another model; heads that are laid out otherwise are left out.
+        found: Result of the model's `predictions`.
+        teacher: Predictions of another model. Heads with another layout are left out.
         mask: (...), which frames count.
-        weights: of the terms; `distill` and `feature` count.
+        weights: Weights of the terms, of which `distill` and `feature` are used.
 
     Raises:
-        UsageError: no head is of both.
+        UsageError: No head is in both.
     """
     terms: Terms = {}
     if weights.feature:
@@ -345,5 +351,5 @@ def _distance(
 
 
 def total_of(terms: Mapping[str, torch.Tensor], weights: LossWeights) -> torch.Tensor:
-    """The sum of terms by their weights."""
+    """Return the weighted sum of terms."""
     return torch.stack([getattr(weights, name) * value for name, value in terms.items()]).sum()

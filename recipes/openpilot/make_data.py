@@ -1,7 +1,7 @@
 """Small routes in the real formats, of roads whose geometry is known.
 
-Logs are Cap'n Proto by openpilot's schema, videos HEVC by a real encoder. A future path can be read
-from the picture alone: the road winds, and the car follows it.
+Logs are Cap'n Proto in openpilot's schema, videos HEVC from a real encoder. A future path can be
+predicted from the picture alone: the road winds, and the car follows it.
 """
 
 import bz2
@@ -36,31 +36,31 @@ _MARKED_CAMERAS = ("road", "wideRoad")
 
 @dataclass(frozen=True)
 class RouteOptions:
-    """How a route is driven and recorded.
+    """The settings with which a route is driven and recorded.
 
     Attributes:
-        name: of the route, as a device names it.
-        segments: how many.
-        seconds: of each segment; 60 on a device.
+        name: Name of the route in a device's form.
+        segments: Number of segments.
+        seconds: Length of each segment; 60 on a device.
         device: "tici", "tizi", "mici" or "neo".
-        sensor: of its cameras.
-        seed: of the road.
-        speeds: m/s, between which the mean speed is drawn.
-        curvature: 1/m, the sharpest bend.
-        lead: how likely there is a car ahead.
-        lane_change: change lanes halfway.
-        rpy_calib: rad, how the device is mounted.
-        log_format: of rlog.
-        full_video: write fcamera.hevc, and ecamera.hevc where there is a wide camera.
-        wide: as for a device with a wide camera, where the device has one.
-        qcamera: write qcamera.ts.
-        dropped: frames of the drive that were taken but not encoded.
-        dropped_wide: further ones that the wide camera's encoder dropped.
-        markers: draw the number of each frame into the sky.
-        dashed: draw the own lane's lines as dashes.
-        shrink: each side of fcamera and ecamera is divided by it; 2 takes a quarter of the time.
+        sensor: Sensor of its cameras.
+        seed: Random seed of the road.
+        speeds: Range from which the mean speed is drawn, in m/s.
+        curvature: Curvature of the sharpest bend, in 1/m.
+        lead: Probability of a car ahead.
+        lane_change: Whether to change lanes halfway.
+        rpy_calib: Mounting angles of the device, in rad.
+        log_format: Format of rlog.
+        full_video: Whether to write fcamera.hevc, and ecamera.hevc if there is a wide camera.
+        wide: Whether to record the device's wide camera, if it has one.
+        qcamera: Whether to write qcamera.ts.
+        dropped: Frames of the drive that were taken but not encoded.
+        dropped_wide: Further frames that the wide camera's encoder dropped.
+        markers: Whether to draw the number of each frame into the sky.
+        dashed: Whether to draw the own lane's lines as dashes.
+        shrink: Divisor of each side of fcamera and ecamera; 2 takes a quarter of the time.
         quality: x265's constant rate factor.
-        right_hand_drive: whether cars drive on the left there.
+        right_hand_drive: Whether cars drive on the left.
     """
 
     name: str = "00000001--5c0f1e2d3a"
@@ -88,10 +88,10 @@ class RouteOptions:
 
     @property
     def cameras(self) -> DeviceCameras:
-        """Those of the device.
+        """Return the cameras of the device.
 
         Raises:
-            UsageError: there is no such device with such a sensor.
+            UsageError: There is no such device with such a sensor.
         """
         found = DEVICE_CAMERAS.get((self.device, self.sensor))
         if found is None:
@@ -103,11 +103,11 @@ class RouteOptions:
 
     @property
     def frames_each(self) -> int:
-        """Frames of a segment."""
+        """Return the number of frames per segment."""
         return round(self.seconds * MODEL_RUN_FREQ)
 
     def drive(self) -> Drive:
-        """What happens on it."""
+        """Return the drive that happens on the route."""
         return Drive(
             DriveOptions(
                 seconds=self.segments * self.seconds,
@@ -130,23 +130,23 @@ def make_data(
     num_processes: int = 2,
     on_segment: Callable[[Path], None] | None = None,
 ) -> dict[str, list[Path]]:
-    """Write routes to learn from and others to evaluate with, of different roads.
+    """Write routes to train on and others to evaluate with, of different roads.
 
     Args:
-        root: a folder; routes go to `train` and `held_out` in it.
-        train: how many routes.
-        held_out: how many.
-        options: how they are recorded; names, seeds and how devices are mounted differ.
-        seed: of everything.
-        num_processes: that draw and encode.
-        on_segment: called with each segment that is written.
+        root: Folder; routes go to `train` and `held_out` in it.
+        train: Number of routes to train on.
+        held_out: Number of routes to evaluate with.
+        options: Settings of the recording. Names, seeds and mounting angles differ by route.
+        seed: Random seed for roads, names and mounting angles.
+        num_processes: Number of processes that draw and encode.
+        on_segment: Called with each segment that is written.
 
     Returns:
         By "train" and "held_out", the segments' folders.
 
     Raises:
-        UsageError: the options do not fit.
-        CheckpointError: the disk is full.
+        UsageError: The options do not fit.
+        CheckpointError: The disk is full.
         MissingExtraError: openpilot-logging, zstandard or PyAV is not installed.
     """
     options = RouteOptions() if options is None else options
@@ -178,14 +178,14 @@ def _in_processes(
     if num_processes <= 1:
         yield from (make_segment(*one) for one in given)
         return
-    # Not forked: a fork of a process with threads, as jax's has, may hang.
+    # spawn, since a fork of a process with threads, such as jax's, may deadlock.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
         yield from pool.map(make_segment, *zip(*given, strict=True))
 
 
 def make_route(root: str | Path, options: RouteOptions) -> list[Path]:
-    """Write one route, segment by segment, in this process. As `make_data`.
+    """Write one route, segment by segment, in this process. See `make_data`.
 
     Returns:
         The segments' folders.
@@ -194,7 +194,7 @@ def make_route(root: str | Path, options: RouteOptions) -> list[Path]:
 
 
 def make_segment(root: Path, options: RouteOptions, number: int) -> Path:
-    """Write one segment of a route; returns its folder. As `make_data`."""
+    """Write one segment of a route and return its folder. See `make_data`."""
     folder = root / f"{options.name}--{number}"
     folder.mkdir(parents=True, exist_ok=True)
     each = options.frames_each
@@ -217,16 +217,16 @@ def make_segment(root: Path, options: RouteOptions, number: int) -> Path:
 
 
 def write_log(folder: Path, events: Iterable[bytes], log_format: LogFormat) -> Path:
-    """Write rlog, whole or not at all.
+    """Write rlog atomically.
 
     Args:
-        folder: the segment's.
-        events: serialised.
+        folder: Folder of the segment.
+        events: Serialised events.
         log_format: "zst" as devices write it now, "bz2" as before, "raw" as at first.
 
     Raises:
-        UsageError: there is no such format.
-        CheckpointError: the disk is full.
+        UsageError: There is no such format.
+        CheckpointError: The disk is full.
         MissingExtraError: zstandard is not installed.
     """
     compress: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
@@ -283,17 +283,17 @@ def encode(
     h264: bool = False,
     quality: int = 20,
 ) -> list[int]:
-    """Write a video as devices do: raw HEVC, or H.264 in a transport stream; no B frames.
+    """Write a video as devices do: raw HEVC, or H.264 in a transport stream, without B frames.
 
     Args:
-        path: the file.
-        images: each Y, U, V, (height * width * 3 / 2,).
-        size: width and height.
-        h264: of qcamera.
-        quality: constant rate factor; 0 loses little.
+        path: File to write.
+        images: Pictures, each Y, U, V, (height * width * 3 / 2,).
+        size: Width and height.
+        h264: Whether to write H.264, as for qcamera.
+        quality: Constant rate factor; 0 loses little.
 
     Returns:
-        Bytes of each frame.
+        The size of each frame in bytes.
 
     Raises:
         MissingExtraError: PyAV is not installed.

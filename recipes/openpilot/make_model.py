@@ -1,6 +1,6 @@
 """Driving models with the real inputs, outputs and metadata of each generation.
 
-Their weights are random by a seed.
+Their weights are random, the same for the same seed.
 """
 
 import ast
@@ -29,14 +29,14 @@ OPSETS = (18, 19, 20, 21)
 def make_onnx(
     kind: FileKind, *, seed: int = 0, opset: int = 20, fp16: bool = False, size: str = "small"
 ) -> "onnx.ModelProto":
-    """A model as an ONNX graph with its metadata.
+    """Return a model as an ONNX graph with its metadata.
 
     Args:
-        kind: the file.
-        seed: of its weights.
-        opset: 18 to 21.
-        fp16: weights and inputs that are no images in float16, as models ship.
-        size: see `small_model.SIZES`.
+        kind: The file.
+        seed: Random seed of its weights.
+        opset: ONNX opset, 18 to 21.
+        fp16: Whether weights and inputs that are no images are float16, as in published models.
+        size: See `small_model.SIZES`.
 
     Raises:
         UsageError: torch writes no such opset, or there is no such size.
@@ -72,8 +72,9 @@ def make_onnx(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what torch's exporter says of itself: that torchvision is missing, and a deprecation
-    in its own pytrees.
+    """Silence torch's exporter.
+
+    It warns that torchvision is missing, and of a deprecation in its own pytrees.
     """
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = log.level
@@ -88,14 +89,12 @@ def _quietly() -> Iterator[None]:
 
 
 def _name_nodes(model: "onnx.ModelProto") -> None:
-    """Name nodes by the module that they are of, as those of real models are:
-    `/policy/temporal_hydra/plan/2/Gemm`.
-    """
+    """Name nodes by their module, as in published models: `/policy/temporal_hydra/plan/2/Gemm`."""
     counts: Counter[str] = Counter()
     for node in model.graph.node:
         entries = {entry.key: entry.value for entry in node.metadata_props}
         scopes = ast.literal_eval(entries.get("pkg.torch.onnx.name_scopes", "['']"))
-        # The last is the operation's own; before it is the module's.
+        # The last scope is the operation's own; the one before it is the module's.
         module = scopes[-2] if len(scopes) > 1 else ""
         name = "/".join(["", *(module.split(".") if module else []), node.op_type])
         counts[name] += 1
@@ -116,19 +115,19 @@ def make_model(
     """Write the model files of a generation.
 
     Args:
-        folder: made if it is not there.
-        generation: one of `GENERATIONS`.
-        seed: of the weights; the second file has the next one.
-        opset: 18 to 21.
-        fp16: see `make_onnx`.
-        size: likewise.
+        folder: Folder to write to, created if it is missing.
+        generation: One of `GENERATIONS`.
+        seed: Random seed of the weights. The second file uses the next seed.
+        opset: ONNX opset, 18 to 21.
+        fp16: See `make_onnx`.
+        size: See `make_onnx`.
 
     Returns:
         The files, vision before policy.
 
     Raises:
-        UsageError: there is no such generation, opset or size.
-        CheckpointError: a file cannot be written.
+        UsageError: There is no such generation, opset or size.
+        CheckpointError: A file cannot be written.
     """
     if generation not in GENERATIONS:
         raise UsageError(f"generation={generation!r}: expected one of {', '.join(GENERATIONS)}")

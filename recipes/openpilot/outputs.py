@@ -1,7 +1,7 @@
-"""What the numbers that a driving model gives mean: means, deviations, hypotheses, probabilities.
+"""The meaning of a driving model's output: means, deviations, hypotheses, probabilities.
 
 Source: commaai/openpilot, selfdrive/modeld/parse_model_outputs.py. All functions take any leading
-dims (batch, time) and leave their input as it is; upstream's parser changes its own.
+dims (batch, time) and do not change their input; upstream's parser changes its own.
 """
 
 import math
@@ -27,21 +27,21 @@ from recipes.openpilot.constants import (
 )
 from tpuport.errors import CheckpointError, UsageError
 
-# Above this, exp overflows float16; upstream cuts there in every dtype.
+# Above this, exp overflows float16. Upstream clamps there in every dtype.
 MOST_EXPONENT = 11.0
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a range of the output is laid out.
+    """The layout of a range of the output.
 
     Attributes:
         kind: "mdn" has means and logarithms of deviations, "binary" logits of a sigmoid,
-            "categorical" logits of a softmax over the last dim, "raw" is as it is.
-        shape: of one mean, or of all logits.
-        hypotheses: of an mdn: 1, or how many there are, each with its own weight.
-        choices: of several hypotheses: for how many targets they are weighed; each then has its own
-            weights, and the target's shape is (choices, *shape) if there is more than one.
+            "categorical" logits of a softmax over the last dim, "raw" is not interpreted.
+        shape: Shape of one mean, or of all logits.
+        hypotheses: Number of hypotheses of an mdn. Several have weights.
+        choices: Number of targets for which several hypotheses are weighed, each with its own
+            weights. The target's shape is (choices, *shape) if there is more than one.
     """
 
     kind: Literal["mdn", "binary", "categorical", "raw"]
@@ -51,13 +51,13 @@ class Head:
 
     @property
     def width(self) -> int:
-        """How many numbers it has."""
+        """Return the number of elements of the head."""
         size = math.prod(self.shape)
         return size if self.kind != "mdn" else self.hypotheses * (2 * size + self.choices)
 
 
 _LEAD = (len(LEAD_T_IDXS), LEAD_WIDTH)
-# Of each head the layouts that generations have; the width says which.
+# The layouts of each head in the generations, told apart by their widths.
 _MDN: Mapping[str, tuple[Head, ...]] = MappingProxyType(
     {
         "plan": (
@@ -85,10 +85,10 @@ _BINARY = ("lane_lines_prob", "lead_prob", "meta")
 
 
 def head_of(name: str, width: int) -> Head:
-    """How a head of that name and width is laid out; one that is not known is "raw".
+    """Return the layout of a head of that name and width. An unknown name is "raw".
 
     Raises:
-        CheckpointError: no generation has it that wide.
+        CheckpointError: No generation has that width.
     """
     if name in _MDN:
         found = next((head for head in _MDN[name] if head.width == width), None)
@@ -110,12 +110,12 @@ def head_of(name: str, width: int) -> Head:
 
 @dataclass(frozen=True)
 class Mdn:
-    """An mdn as it comes, for losses.
+    """The raw parts of an mdn, for losses.
 
     Attributes:
-        mean: (..., hypotheses, *shape), without the dim of hypotheses where there is one.
-        log_std: likewise; what the deviation is the exponential of.
-        logits: (..., hypotheses, choices), of the hypotheses' weights; None where there is one.
+        mean: (..., hypotheses, *shape), without the dim of hypotheses if there is only one.
+        log_std: Logarithm of the deviation, in the shape of the mean.
+        logits: (..., hypotheses, choices), of the hypotheses' weights; None if there is only one.
     """
 
     mean: torch.Tensor
@@ -127,10 +127,10 @@ Prediction = Mdn | torch.Tensor
 
 
 def cut(outputs: torch.Tensor, slices: Mapping[str, slice]) -> dict[str, torch.Tensor]:
-    """Each head's range, (..., its width).
+    """Return each head's range, (..., its width).
 
     Raises:
-        UsageError: the output is narrower than the heads.
+        UsageError: The output is narrower than the heads.
     """
     widest = max(part.stop for part in slices.values())
     if outputs.shape[-1] < widest:
@@ -142,11 +142,11 @@ def cut(outputs: torch.Tensor, slices: Mapping[str, slice]) -> dict[str, torch.T
 
 
 def predictions(outputs: torch.Tensor, slices: Mapping[str, slice]) -> dict[str, Prediction]:
-    """What losses need of each head: means and logarithms of deviations, or logits.
+    """Return what losses need of each head: means and logarithms of deviations, or logits.
 
     Args:
         outputs: (..., all heads) of one model.
-        slices: of its contract.
+        slices: Slices of its contract.
 
     Returns:
         By name an `Mdn`, or logits in the head's shape.
@@ -171,28 +171,28 @@ def _mdn(raw: torch.Tensor, head: Head) -> Mdn:
 
 
 def std_of(log_std: torch.Tensor) -> torch.Tensor:
-    """The deviation, cut off where float16 ends."""
+    """Return the deviation, clamped where float16 ends."""
     return log_std.clamp(max=MOST_EXPONENT).exp()
 
 
 def probability(logits: torch.Tensor) -> torch.Tensor:
-    """The sigmoid with upstream's cut, which keeps it above 1.6e-5."""
+    """Return the sigmoid with upstream's clamp, which keeps it above 1.6e-5."""
     return 1.0 / (1.0 + (-logits).clamp(max=MOST_EXPONENT).exp())
 
 
 def parse(outputs: Any, slices: Mapping[str, slice]) -> dict[str, Any]:
-    """What openpilot's parser makes of an output.
+    """Parse an output as openpilot does.
 
     Args:
-        outputs: (..., all heads), an array of numpy or a tensor; a traced one, too.
-        slices: of the model's contract.
+        outputs: (..., all heads), a numpy array or a tensor, also a traced one.
+        slices: Slices of the model's contract.
 
     Returns:
-        For an mdn `name` and `name_stds`: of the hypothesis with the most weight, (..., *shape),
-        or (..., choices, *shape). With several hypotheses also `name_weights` (..., hypotheses,
-        choices), `name_hypotheses` and `name_stds_hypotheses` (..., hypotheses, *shape), in falling
-        order of weight if there is one choice. Else probabilities, or what was there. Arrays for an
-        array, tensors for a tensor.
+        For an mdn `name` and `name_stds`: those of the hypothesis with the most weight, (...,
+        *shape), or (..., choices, *shape). With several hypotheses also `name_weights` (...,
+        hypotheses, choices), `name_hypotheses` and `name_stds_hypotheses` (..., hypotheses,
+        *shape), in falling order of weight if there is one choice. For other heads probabilities,
+        or the raw values. Arrays for an array, tensors for a tensor.
     """
     if isinstance(outputs, np.ndarray):
         given = torch.from_numpy(np.array(outputs, np.float32))
@@ -230,13 +230,14 @@ def _parsed(name: str, mdn: Mdn, head: Head) -> dict[str, torch.Tensor]:
 
 
 def _falling(weights: torch.Tensor) -> torch.Tensor:
-    """The order of falling weight along the last dim; of equals the later one is first, as where
-    numpy's order is read backwards.
+    """Return the order of falling weight along the last dim.
+
+    Of equal weights the later one is first, as when numpy's order is reversed.
     """
     return torch.argsort(weights, dim=-1, stable=True).flip(-1)
 
 
 def _taken(values: torch.Tensor, order: torch.Tensor, head: Head) -> torch.Tensor:
-    """Hypotheses (..., hypotheses, *shape) by their numbers (..., n)."""
+    """Return hypotheses (..., hypotheses, *shape) selected by their numbers (..., n)."""
     index = order.reshape(*order.shape, *(1,) * len(head.shape))
     return values.gather(order.ndim - 1, index.expand(*order.shape, *head.shape))

@@ -1,4 +1,4 @@
-"""Predicted paths and lines drawn on what the camera saw, as pictures and as videos."""
+"""Predicted paths and lines drawn on camera images, as pictures and as videos."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ Image = NDArray[np.uint8]
 Array = NDArray[Any]
 Color = tuple[int, int, int]
 TRUTH, BEFORE, AFTER = (255, 255, 255), (240, 90, 60), (60, 200, 90)
-_PATH, _TRUTH_PATH, _LINE = 0.9, 0.12, 0.06  # m, half of what is drawn
-_NEAREST = 2.5  # m ahead, from which is drawn
+_PATH, _TRUTH_PATH, _LINE = 0.9, 0.12, 0.06  # m, half of the drawn width
+_NEAREST = 2.5  # m ahead, where drawing starts
 _SURE = 0.3  # probability from which a line is drawn
-# Of full-range BT.601, rows are R, G, B.
+# From full-range BT.601. Rows are R, G, B.
 _RGB_FROM_YUV = np.array([[1, 0, 1.402], [1, -0.344136, -0.714136], [1, 1.772, 0]])
 
 
 def to_rgb(y: Image, u: Image, v: Image) -> Image:
-    """(2 n, 2 m, 3) of planes (2 n, 2 m), (n, m) and (n, m), to look at."""
+    """Convert planes (2 n, 2 m), (n, m) and (n, m) to RGB (2 n, 2 m, 3), for viewing."""
     full = [np.repeat(np.repeat(plane, 2, axis=0), 2, axis=1) for plane in (u, v)]
     shifted = np.stack([y.astype(float), *(plane.astype(float) - 128 for plane in full)], axis=-1)
     return np.clip(np.round(shifted @ _RGB_FROM_YUV.T), 0, 255).astype(np.uint8)
 
 
 def camera_image(frame: Image, size: tuple[int, int]) -> Image:
-    """(height, width, 3) of a frame as videos give it (`video.Decoded.image`).
+    """Convert a frame as videos give it (`video.Decoded.image`) to RGB (height, width, 3).
 
     Raises:
-        UsageError: the frame is not of that size.
+        UsageError: The frame is not of that size.
     """
     width, height = size
     if frame.shape != (width * height * 3 // 2,):
@@ -53,10 +53,10 @@ def camera_image(frame: Image, size: tuple[int, int]) -> Image:
 
 
 def model_images(img: Image) -> Image:
-    """(T, 256, 512, 3) of packed frames (T, 6, 128, 256).
+    """Convert packed frames (T, 6, 128, 256) to RGB (T, 256, 512, 3).
 
     Raises:
-        UsageError: they are not packed frames.
+        UsageError: They are not packed frames.
     """
     check_packed("img", img)
     return np.stack([to_rgb(*planes) for planes in zip(*unpack(img), strict=True)])
@@ -64,12 +64,12 @@ def model_images(img: Image) -> Image:
 
 @dataclass(frozen=True)
 class Overlay:
-    """What is drawn of one frame.
+    """The path and the lines to draw on one frame.
 
     Attributes:
         plan: (33, 15), or None.
         lane_lines: (4, 33, 2), or None.
-        lane_lines_prob: (4,), those that are likely are drawn; all if None.
+        lane_lines_prob: (4,), of which likely lines are drawn; None to draw all.
         road_edges: (2, 33, 2), or None.
     """
 
@@ -80,7 +80,7 @@ class Overlay:
 
     @classmethod
     def of(cls, values: Mapping[str, Array], row: int) -> "Overlay":
-        """Of one frame of labels or of what `outputs.parse` gives; labels only where valid."""
+        """Return the overlay of one frame of labels or of `outputs.parse`; only valid labels."""
 
         def one(name: str) -> Array | None:
             known = name in values and (
@@ -102,14 +102,14 @@ def draw(
     camera_from_calib: Array | None = None,
     wide_path: bool = True,
 ) -> Image:
-    """A copy of an image with a path and lines on it.
+    """Return a copy of an image with a path and lines on it.
 
     Args:
         image: (H, W, 3).
-        overlay: what.
-        color: of the path and of lines.
-        camera_from_calib: (3, 3) of `geometry.camera_from_calib`; of `img` if None.
-        wide_path: as wide as a car, else as a line.
+        overlay: The path and the lines.
+        color: Color of the path and of lines.
+        camera_from_calib: (3, 3) from `geometry.camera_from_calib`; None for `img`.
+        wide_path: Whether the path is as wide as a car, or a thin line.
     """
     matrix = model_from_calib() if camera_from_calib is None else camera_from_calib
     drawn = image.copy()
@@ -122,7 +122,7 @@ def draw(
         for line in overlay.road_edges:
             _ribbon(drawn, matrix, _line(line), _LINE, color, 0.5)
     if overlay.plan is not None:
-        # A plan is of the camera, which is above the road.
+        # A plan is that of the camera, which is above the road.
         path = overlay.plan[:, :3] + np.array([0, 0, MODEL_CAMERA_HEIGHT])
         half, opacity = (_PATH, 0.45) if wide_path else (_TRUTH_PATH, 0.9)
         _ribbon(drawn, matrix, path, half, color, opacity)
@@ -136,7 +136,7 @@ def _line(line: Array) -> Array:
 def _ribbon(
     image: Image, matrix: Array, points: Array, half: float, color: Color, opacity: float
 ) -> None:
-    """A band along points (n, 3), level, of some width in metres."""
+    """Draw a level band along points (n, 3), of a width in metres."""
     ahead = points[points[:, 0] >= _NEAREST]
     if len(ahead) < 2:
         return
@@ -153,7 +153,7 @@ def _ribbon(
 
 
 def _fill(covered: NDArray[np.bool_], corners: Array) -> None:
-    """Pixels inside four corners (4, 2) that go around them."""
+    """Mark the pixels inside a quadrangle with four corners (4, 2) in order."""
     if not np.isfinite(corners).all():
         return
     height, width = covered.shape
@@ -170,7 +170,7 @@ def _fill(covered: NDArray[np.bool_], corners: Array) -> None:
     for (x0, y0), (x1, y1) in zip(corners, np.roll(corners, -1, axis=0), strict=True):
         sides.append((x1 - x0) * (y - y0) - (y1 - y0) * (x - x0))
     stacked = np.stack(sides)
-    # Half a pixel more, so that thin bands far away stay whole.
+    # With half a pixel of slack, so that thin bands far away have no gaps.
     slack = 0.5 * np.linalg.norm(np.roll(corners, -1, axis=0) - corners, axis=1)[:, None, None]
     inside = (stacked >= -slack).all(axis=0) | (stacked <= slack).all(axis=0)
     covered[top:bottom, left:right] |= inside
@@ -184,14 +184,14 @@ def before_and_after(
     *,
     camera_from_calib: Sequence[Array] | None = None,
 ) -> Image:
-    """Frames with two models' predictions side by side, and the truth in white on both.
+    """Draw two models' predictions on frames side by side, with the truth in white on both.
 
     Args:
         images: T of (H, W, 3): `model_images`, or those of the camera.
-        truth: labels, each (T, ...).
-        before: parsed outputs of the one model, on the left.
-        after: of the other, on the right.
-        camera_from_calib: T of (3, 3) for images of the camera; of `img` if None.
+        truth: Labels, each (T, ...).
+        before: Parsed outputs of one model, on the left.
+        after: Parsed outputs of the other model, on the right.
+        camera_from_calib: T of (3, 3) for images of the camera; None for `img`.
 
     Returns:
         (T, H, 2 W, 3).
@@ -210,16 +210,16 @@ def before_and_after(
 
 
 def save(path: str | Path, frames: Image, *, about: Mapping[str, Any] | None = None) -> None:
-    """Write frames as a video, or one as a picture.
+    """Write frames as a video, or the first one as a picture.
 
     Args:
-        path: ends in .mp4, or in .png for a picture of the first frame.
-        frames: (T, H, W, 3), of even sides.
-        about: what is said in the video's comment.
+        path: File name that ends in .mp4, or in .png for a picture of the first frame.
+        frames: (T, H, W, 3), with even sides.
+        about: Metadata for the video's comment.
 
     Raises:
-        UsageError: another ending, or frames of another shape.
-        CheckpointError: the disk is full.
+        UsageError: The name has another ending, or the frames another shape.
+        CheckpointError: The disk is full.
         MissingExtraError: PyAV is not installed.
     """
     path = Path(path)

@@ -1,8 +1,8 @@
-"""Routes to a training set: read, joined, decoded, warped, packed, labelled.
+"""Routes converted to a training set: read, joined, decoded, warped, packed, labelled.
 
-Logs are read by processes, videos decoded by threads, and frames warped where jax computes. What
-cannot be used is left out and reported, segment by segment; a segment that is finished is kept as
-long as its files and the options are the same.
+Logs are read in processes, videos are decoded in threads, and frames are warped on the device. Data
+that cannot be used are left out and reported per segment. A finished segment is kept as long as its
+files and the options are the same.
 """
 
 import json
@@ -42,15 +42,16 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How a training set is made.
+    """The settings with which a training set is made.
 
     Attributes:
-        labels: "modelV2", of the model that drove, or "pose", the path that was then driven.
-        sampling: as the device samples that the model is for.
-        batch_size: frames that are warped at a time; None as the accelerator likes it.
-        keep_private: also keep VIN, dongle id and GPS.
-        num_processes: that read logs; 0 for none beside this one.
-        num_threads: segments at a time, each of which holds its frames in memory.
+        labels: "modelV2" for those of the model that drove, or "pose" for the path that was driven.
+        sampling: How the device of the model samples its cameras.
+        batch_size: Number of frames that are warped at a time; None for a default that fits the
+            accelerator.
+        keep_private: Whether to keep VIN, dongle id and GPS, too.
+        num_processes: Number of processes that read logs; 0 to read them in this one.
+        num_threads: Number of segments at a time, each of which holds its frames in memory.
     """
 
     labels: LabelSource = "modelV2"
@@ -61,10 +62,10 @@ class PrepareOptions:
     num_threads: int = 2
 
     def check(self) -> None:
-        """Refuse options that nothing can be made of.
+        """Raise an error for options that do not fit.
 
         Raises:
-            UsageError: one does not fit.
+            UsageError: An option does not fit.
         """
         for name, value, known in (
             ("labels", self.labels, LABEL_SOURCES),
@@ -88,20 +89,21 @@ def prepare(
     """Make a training set of all segments below a folder.
 
     Args:
-        root: the folder of routes.
-        out: the folder of the training set; run again, it goes on where it was.
-        options: how.
-        on_segment: called with name and record of each segment, also of those that were there.
+        root: Folder of routes.
+        out: Folder of the training set. An interrupted run is resumed.
+        options: Settings of the training set.
+        on_segment: Called with name and record of each segment, also of those that were finished
+            before.
 
     Returns:
-        By segment, its record: "frames", "runs" (lengths of unbroken ones), "skipped" (frames by
-        reason), "problems" (what could not be read, and how often), "notes" (what was assumed),
-        "camera", "labels", "digest", and "file" where there are frames.
+        The record of each segment: "frames", "runs" (lengths of unbroken runs), "skipped" (frames
+        by reason), "problems" (number of read errors by description), "notes" (assumptions),
+        "camera", "labels", "digest", and "file" if there are frames.
 
     Raises:
-        UsageError: there is no segment, or an option does not fit.
-        CheckpointError: the disk is full; finished segments are kept.
-        MissingExtraError: a package of the extra `openpilot` is not installed.
+        UsageError: There is no segment, or an option does not fit.
+        CheckpointError: The disk is full. Finished segments are kept.
+        MissingExtraError: A package of the extra `openpilot` is not installed.
     """
     options = PrepareOptions() if options is None else options
     options.check()
@@ -132,18 +134,21 @@ def prepare(
 
 
 def _processes(stack: ExitStack, count: int) -> Executor | None:
-    """Reading a log is one thread of Python, so other threads would wait for it."""
+    """Start processes that read logs.
+
+    Reading is pure Python, so that threads would wait for the GIL.
+    """
     if count < 1:
         return None
     count = min(count, os.cpu_count() or 1)
-    # Not forked: jax has threads.
+    # spawn, since jax has threads, and a fork with threads may deadlock.
     context = multiprocessing.get_context("spawn")
     return stack.enter_context(ProcessPoolExecutor(count, mp_context=context))
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One segment."""
+    """One segment to prepare."""
 
     segment: Segment
     after: Segment | None
@@ -153,11 +158,11 @@ class _Job:
     stop: threading.Event
 
     def run(self, old: Record | None) -> Record:
-        """Its record, the old one where it is still true."""
+        """Return the record of the segment, the old one if it is still valid."""
         if self.stop.is_set():
             return {}
         digest = self._digest()
-        # A run that was killed may have finished a file and not its index.
+        # A run that was killed may have finished the file but not the index.
         for found in (old, self._written()):
             if found and found.get("digest") == digest and self._is_there(found):
                 return found
@@ -197,7 +202,7 @@ class _Job:
         return record
 
     def _digest(self) -> str:
-        """Of the files that it is made of, and of the options that matter."""
+        """Return a digest of the segment's files and of the options that matter."""
         used = [*self.segment.files.values()]
         if self.options.labels == "pose" and self.after is not None and self.after.log is not None:
             used.append(self.after.log)
@@ -210,7 +215,7 @@ class _Job:
         return self.out / f"{self.segment.name}{shards.SUFFIX}"
 
     def _written(self) -> Record | None:
-        """The record in the file, if there is one."""
+        """Return the record stored in the file, if there is one."""
         if not self._file.is_file():
             return None
         try:
@@ -239,7 +244,7 @@ class _Job:
 
 
 def _read(path: Path, after: Path | None) -> tuple[Log, Poses]:
-    """A log, and the device's motion in it and in the next one."""
+    """Read a log, and the device's motion in it and in the next one."""
     log = read_log(path)
     tables = [log.tables["livePose"]]
     if after is not None:
@@ -253,7 +258,7 @@ def _read(path: Path, after: Path | None) -> tuple[Log, Poses]:
 
 
 def _logged_labels(log: Log, frame_ids: np.ndarray) -> shards.Arrays:
-    """What modelV2 and cameraOdometry said of the very same frames."""
+    """Return the labels that modelV2 and cameraOdometry logged for exactly these frames."""
     odometry = log.tables["cameraOdometry"]
     poses = {int(row["frame_id"]): row["pose"].astype(np.float32) for row in odometry}
     made: shards.Arrays = {}
@@ -278,7 +283,7 @@ def _private(log: Log, times: np.ndarray) -> tuple[shards.Arrays, dict[str, str]
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """Frames, runs, and what was left out and why, of many segments."""
+    """Return totals over segments: frames, runs, and left-out frames and problems by reason."""
     totals: dict[str, Counter[str]] = {"skipped": Counter(), "problems": Counter()}
     frames, runs, segments = 0, 0, 0
     for record in records:

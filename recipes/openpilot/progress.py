@@ -1,4 +1,4 @@
-"""Preparing a training set as one watches it: a bar, and what was left out of each segment."""
+"""Progress of the preparation of a training set: a bar, and a report of each segment."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def prepare_and_show(
     *,
     console: Console | None = None,
 ) -> dict[str, Record]:
-    """As `prepare.prepare`, with a bar on the terminal and a report of each segment."""
+    """Run `prepare.prepare` with a bar on the terminal and a report of each segment."""
     total, done = len(find_segments(root)), 0
     with steps_bar("segments", total, console) as bar:
 
@@ -33,7 +33,7 @@ def prepare_and_show(
 
 
 def report(name: str, record: Record) -> str:
-    """What a segment gave and what it did not, a line for each reason."""
+    """Return a report of a segment's frames and problems, with a line for each reason."""
     runs = len(record["runs"])
     lines = [f"{name}: {record['frames']} frames in {runs} unbroken run{'s' * (runs != 1)}"]
     lines += [f"  {count} frames left out: {why}" for why, count in record["skipped"].items()]

@@ -1,4 +1,4 @@
-"""A run from the command line: what it was begun with, and its model files."""
+"""Runs from the command line: their arguments and their model files."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ ARGUMENTS = "arguments.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is begun with.
+    """The arguments of a run.
 
     Attributes:
-        model: the files that are fine-tuned.
-        data: the folder of a training set.
-        teacher: a folder of `label`, or None.
-        options: how.
+        model: Files that are fine-tuned.
+        data: Folder of a training set.
+        teacher: Folder that `label` wrote, or None.
+        options: Settings of training.
     """
 
     model: tuple[str, ...]
@@ -37,11 +37,11 @@ class Run:
     options: TrainOptions = dataclasses.field(default_factory=TrainOptions)
 
     def begin(self, folder: str | Path) -> Any:
-        """Train, or go on; the trained driver.
+        """Train or resume training, and return the trained driver.
 
         Raises:
-            UsageError: an argument does not fit, or the folder is of another run.
-            CheckpointError: a file is damaged, or the disk is full.
+            UsageError: An argument does not fit, or the folder is of another run.
+            CheckpointError: A file is damaged, or the disk is full.
         """
         shards = find_shards(self.data)
         teacher = None
@@ -56,10 +56,10 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """The run that a folder was begun with.
+    """Return the run that a folder has.
 
     Raises:
-        UsageError: there is none.
+        UsageError: There is none.
     """
     path = Path(folder) / ARGUMENTS
     try:
@@ -76,18 +76,18 @@ def open_run(folder: str | Path) -> Run:
 
 
 def export_run(folder: str | Path, out: str | Path) -> list[ExportReport]:
-    """Write the model files of a run, under the names of those that it began with.
+    """Write the model files of a run, under the names of the original files.
 
     Each is compared with the trained module on frames of the training set.
 
     Args:
-        folder: of the run; steps that are left are taken first, on one device.
-        out: another folder than that of the original files.
+        folder: Folder of the run. Missing steps are trained first, on one device.
+        out: Folder to write to, other than that of the original files.
 
     Raises:
-        UsageError: there is no such run.
-        CheckpointError: a file would promise something else than the original, or computes
-            something else than the module, or the disk is full.
+        UsageError: There is no such run.
+        CheckpointError: The contract of a file would change, a file computes something else than
+            the module, or the disk is full.
     """
     run, out = open_run(folder), Path(out)
     paths = [Path(path) for path in run.model]
@@ -106,5 +106,5 @@ def export_run(folder: str | Path, out: str | Path) -> list[ExportReport]:
 
 
 def _in_order(paths: Sequence[Path]) -> list[Path]:
-    """As a driver has its graphs: vision before policy."""
+    """Return the files in the order of a driver's graphs: vision before policy."""
     return sorted(paths, key=lambda path: read_contract(path).kind is Kind.POLICY)

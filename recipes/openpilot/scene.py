@@ -1,7 +1,7 @@
-"""A drive along a winding road of which everything is known: what `make_data` draws and logs.
+"""A drive along a winding road with known geometry, which `make_data` draws and logs.
 
-The road lies level in a plane, in world coordinates x and y with y to the right of x, so that a
-positive curvature turns right.
+The road is level, in world coordinates x and y with y to the right of x, so that a positive
+curvature turns right.
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ _SALT = 20_261
 
 @dataclass(frozen=True)
 class DriveOptions:
-    """What a drive is like.
+    """The settings of a drive.
 
     Attributes:
-        seconds: how long.
-        seed: of the road and everything on it.
-        speeds: m/s, between which the mean speed is drawn.
-        curvature: 1/m, the sharpest that a bend can be.
-        lead: how likely there is a car ahead.
-        lane_change: change one lane halfway, with the desire to.
+        seconds: Length of the drive.
+        seed: Random seed of the road and everything on it.
+        speeds: Range from which the mean speed is drawn, in m/s.
+        curvature: Largest curvature of a bend, in 1/m.
+        lead: Probability of a car ahead.
+        lane_change: Whether to change one lane halfway, with the desire set.
     """
 
     seconds: float
@@ -59,10 +59,10 @@ class DriveOptions:
 
 
 class Drive:
-    """Where the car, the road and the car ahead are at any time.
+    """The positions of the car, the road and the car ahead at any time.
 
     Args:
-        options: what it is like.
+        options: Settings of the drive.
     """
 
     def __init__(self, options: DriveOptions) -> None:
@@ -77,13 +77,13 @@ class Drive:
         self._side = 1 if generator.uniform() < 0.5 else -1
 
     def _curvature(self, way: Array) -> Array:
-        """1/m of the middle of the lane."""
+        """Return the curvature of the lane's middle in 1/m."""
         height, length, phase = self._waves.T[:, :, None]
         return (height * np.sin(2 * np.pi * way / length + phase)).sum(0)
 
     @cached_property
     def _road(self) -> tuple[Array, Array, Array, Array]:
-        """Way, heading, x and y of the middle of the lane, every half metre."""
+        """Return distance, heading, x and y of the lane's middle, every half metre."""
         longest = (self.options.speeds[1] + 2) * (self.options.seconds + 2 * _MARGIN) + 400
         way = np.arange(-150, longest, _STEP)
         heading = _integral(self._curvature(way), _STEP)
@@ -96,12 +96,12 @@ class Drive:
 
     @cached_property
     def _car(self) -> dict[str, Array]:
-        """The car every hundredth of a second."""
+        """Return the car's values every hundredth of a second."""
         times = np.arange(-_MARGIN, self.options.seconds + 2 * _MARGIN, _FINE)
         speed = self.speed + 0.4 * np.sin(0.6 * times + self._pace_phase)
         way = _integral(speed, _FINE) + 20
-        # Along the way itself: between points of the road's table, corners would show in what is
-        # derived of it.
+        # Integrated along the road itself. Interpolation in the road's table would have corners,
+        # which would show in derivatives.
         heading, x, y = (np.interp(way[0], self._road[0], column) for column in self._road[1:])
         heading = heading + _integral(self._curvature(way) * speed, _FINE)
         aside = 0.15 * np.sin(0.5 * times + self._sway_phase) + self._changed(times)
@@ -130,18 +130,18 @@ class Drive:
 
     @property
     def lane_change_start(self) -> float:
-        """s, when a lane change begins."""
+        """Return the time in s at which a lane change begins."""
         return (self.options.seconds - _LANE_CHANGE) / 2
 
     def desire(self, time: float) -> int:
-        """Which of `constants.DESIRES`."""
+        """Return the index of the desire in `constants.DESIRES`."""
         passed = time - self.lane_change_start
         if not self.options.lane_change or not 0 <= passed < _LANE_CHANGE:
             return 0
         return 4 if self._side > 0 else 3
 
     def _place(self, way: Array, aside: ArrayLike) -> tuple[Array, Array]:
-        """World coordinates of places by the road."""
+        """Return world coordinates of places by the road."""
         s, heading, x, y = self._road
         turned = np.interp(way, s, heading)
         aside = np.asarray(aside)
@@ -151,11 +151,11 @@ class Drive:
         )
 
     def at(self, name: str, times: ArrayLike) -> Array:
-        """One of the car's values at times in s: "way", "heading", "turning", "vx" ..."""
+        """Interpolate a value of the car at times in s: "way", "heading", "turning", "vx" ..."""
         return np.interp(np.asarray(times), self._car["time"], self._car[name])
 
     def to_car(self, time: float, x: Array, y: Array) -> tuple[Array, Array]:
-        """Coordinates in the car's frame at a time: forward and to the right."""
+        """Return coordinates in the car's frame at a time: forward and to the right."""
         return self._turned(time, x - self.at("x", time), y - self.at("y", time))
 
     def _turned(self, time: float, x: Array, y: Array) -> tuple[Array, Array]:
@@ -163,16 +163,16 @@ class Drive:
         return cos * x + sin * y, cos * y - sin * x
 
     def speed_at(self, times: ArrayLike) -> Array:
-        """m/s."""
+        """Return the speed in m/s."""
         return np.hypot(self.at("vx", times), self.at("vy", times))
 
     def lines(self, time: float, forward: ArrayLike, asides: ArrayLike) -> Array:
-        """How far to the right lines along the road are.
+        """Return how far to the right lines along the road are.
 
         Args:
-            time: s.
+            time: Time in s.
             forward: (n,) m ahead of the car.
-            asides: (m,) m, how far to the right of the lane's middle each line runs.
+            asides: (m,) m, how far to the right of the lane's middle each line is.
 
         Returns:
             (m, n) m to the right of the car.
@@ -185,13 +185,13 @@ class Drive:
         return np.stack(found)
 
     def way_along(self, time: float, forward: ArrayLike) -> Array:
-        """m along the road of places ahead, for what is painted on it."""
+        """Return the distance in m along the road of places ahead, for marks painted on it."""
         way = self.at("way", time) + np.arange(-30, 300, _STEP)
         x, _ = self.to_car(time, *self._place(way, 0.0))
         return np.interp(np.asarray(forward), x, way)
 
     def lead(self, now: float, times: ArrayLike) -> Array:
-        """(n, 4): x, y, speed and acceleration of the car ahead at times, as seen from now."""
+        """Return x, y, speed and acceleration (n, 4) of the car ahead at times, seen from now."""
         times = np.asarray(times, np.float64)
         ahead = [self._lead_way(times + d) for d in (-_FINE, 0.0, _FINE)]
         x, y = self.to_car(now, *self._place(ahead[1], 0.0))
@@ -204,10 +204,10 @@ class Drive:
         return self.at("way", 0.0) + self.speed * times + self._gap + swing
 
     def labels(self, time: float) -> dict[str, NDArray[np.float32]]:
-        """What a model should say at a time, by the names of the training set.
+        """Return the true labels at a time, by the names of the training set.
 
         Args:
-            time: s.
+            time: Time in s.
 
         Returns:
             plan (33, 15), lane_lines (4, 33, 2), lane_lines_prob (4,), road_edges (2, 33, 2),
@@ -230,7 +230,7 @@ class Drive:
         return {name: value.astype(np.float32) for name, value in made.items()}
 
     def plan(self, time: float) -> Array:
-        """(33, 15): the future path and its derivatives in the frame of the car now."""
+        """Return the future path and its derivatives (33, 15) in the frame of the car now."""
         future = time + np.array(T_IDXS)
         made = np.zeros((IDX_N, PLAN_WIDTH))
         made[:, 0], made[:, 1] = self.to_car(time, self.at("x", future), self.at("y", future))
@@ -247,11 +247,11 @@ class Drive:
 
 
 def frame_times(count: int) -> Array:
-    """(count,) s, when frames are taken."""
+    """Return the times (count,) in s at which frames are taken."""
     return np.arange(count) * DT_MDL
 
 
 def _integral(values: Array, step: float) -> Array:
-    """By trapezes, from zero."""
+    """Integrate by trapezoids, from zero."""
     parts = (values[1:] + values[:-1]) * (step / 2)
     return np.concatenate([[0.0], np.cumsum(parts)])

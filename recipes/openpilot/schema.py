@@ -1,4 +1,4 @@
-"""openpilot's log schema, as the package openpilot-logging ships it, and what reads its logs."""
+"""openpilot's log schema from the package openpilot-logging, and packages for its logs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _LOGS = "openpilot's logs"
 
 
 def log_schema() -> Any:
-    """The Cap'n Proto module of cereal/log.capnp: openpilot's own where it is installed.
+    """Return the Cap'n Proto module of cereal/log.capnp, openpilot's own if it is installed.
 
     Raises:
         MissingExtraError: openpilot-logging is not installed.
@@ -17,18 +17,18 @@ def log_schema() -> Any:
 
 
 def capnp() -> Any:
-    """The module pycapnp.
+    """Return the module pycapnp.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     return needed("capnp", _LOGS, "pycapnp", "openpilot")
 
 
 def zstandard() -> Any:
-    """The module zstandard.
+    """Return the module zstandard.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: It is not installed.
     """
     return needed("zstandard", "reading rlog.zst", "zstandard", "openpilot")

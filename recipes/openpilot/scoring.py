@@ -1,4 +1,4 @@
-"""Whole models on a training set: their figures, their pictures, and what enters their files."""
+"""Evaluation of complete models on a training set: metrics, pictures, and real inputs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,20 +25,21 @@ def evaluate_models(
     warmup: int = 0,
     film: str | Path | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The figures of models on the labels of a training set.
+    """Evaluate models on the labels of a training set.
 
     Args:
-        models: by name, the files of each.
-        shards: segments, such as those of held-out routes.
-        warmup: frames at the beginning of a segment that do not count, while queues fill.
-        film: an .mp4 or .png to draw the first two models into, side by side, on the first segment.
+        models: Files of each model, by name.
+        shards: Segments, such as those of held-out routes.
+        warmup: Number of frames at the start of a segment that are left out, while queues fill.
+        film: An .mp4 or .png that shows the first two models on the first segment, side by side.
 
     Returns:
-        By name of the model and of the figure its mean, see `evaluate.Figures`.
+        The mean of each metric, by the names of the model and of the metric, see
+        `evaluate.Figures`.
 
     Raises:
-        UsageError: a model or a segment does not fit.
-        CheckpointError: a file is damaged, or the disk is full.
+        UsageError: A model or a segment does not fit.
+        CheckpointError: A file is damaged, or the disk is full.
     """
     drivers = {name: load_driver([Path(p) for p in paths]) for name, paths in models.items()}
     drives = {name: on_accelerator(driver) for name, driver in drivers.items()}
@@ -60,11 +61,11 @@ def evaluate_models(
 
 
 class _Recording:
-    """A graph that keeps what it is given.
+    """A graph that records its inputs.
 
     Args:
-        graph: computes.
-        names: of all its inputs.
+        graph: The graph that computes.
+        names: Names of all its inputs.
     """
 
     def __init__(self, graph: Any, names: Sequence[str]) -> None:
@@ -72,29 +73,29 @@ class _Recording:
         self.rows: list[Tensors] = []
 
     def compute(self, given: Tensors, wanted: Sequence[str]) -> Tensors:
-        """As the graph, which sees whole rows only."""
+        """Compute as the graph does, and record calls that have all inputs."""
         if {*given} >= self._names:
             self.rows.append({name: given[name] for name in self._names})
         return self._graph.compute(given, wanted)
 
     def frozen_frontier(self, given: Any) -> tuple[str, ...]:
-        """As the graph."""
+        """Return the graph's own frontier."""
         return self._graph.frozen_frontier(given)
 
 
 def real_rows(
     model: Sequence[str | Path], shard: str | Path, *, frames: int = 24, keep: int = 4
 ) -> list[list[Arrays]]:
-    """What enters each file of a model on a drive.
+    """Return the inputs of each file of a model during a drive.
 
     Args:
-        model: its files.
-        shard: a segment.
-        frames: that are driven, so that queues are not empty.
-        keep: how many rows, the last ones.
+        model: Files of the model.
+        shard: The segment.
+        frames: Number of frames to drive, so that queues are not empty.
+        keep: Number of rows to return, the last ones.
 
     Returns:
-        For each file, in the order of `model`, rows as `exporting.export` takes them.
+        For each file, in the order of `model`, rows for `exporting.export`.
     """
     driver: Driver = onnx_driver(model)
     driver.graphs = [

@@ -1,4 +1,4 @@
-"""Which files of a folder belong to which segment of which route."""
+"""Files of a folder sorted by route and segment."""
 
 import re
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ _SEGMENT = re.compile(r"(?P<route>.+)--(?P<number>\d+)")
 
 @dataclass(frozen=True)
 class Segment:
-    """A minute of a route, as far as there are files of it.
+    """One minute of a route, with the files that exist.
 
     Attributes:
-        route: its name.
-        number: which one, from 0.
-        files: by name, such as "rlog.zst" and "fcamera.hevc".
+        route: Name of the route.
+        number: Number of the segment, from 0.
+        files: Files by name, such as "rlog.zst" and "fcamera.hevc".
     """
 
     route: str
@@ -29,26 +29,26 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """Of the segment, and of its file in a training set."""
+        """Return the name of the segment, and of its file in a training set."""
         return f"{self.route}--{self.number}"
 
     @property
     def log(self) -> Path | None:
-        """The whole log, in the newest of its formats."""
+        """Return the full log, in the newest of its formats."""
         return next((self.files[name] for name in LOGS if name in self.files), None)
 
 
 def find_segments(root: str | Path) -> list[Segment]:
-    """All segments below a folder, by route and number.
+    """Find all segments below a folder, sorted by route and number.
 
-    Known are a folder for each segment, as devices have them (`ROUTE--3/rlog.zst`); a folder for
-    each route (`ROUTE/3/rlog.zst`); and files as connect names them (`ROUTE--3--rlog.zst`).
+    The known layouts are a folder per segment, as on devices (`ROUTE--3/rlog.zst`); a folder per
+    route (`ROUTE/3/rlog.zst`); and files as connect names them (`ROUTE--3--rlog.zst`).
 
     Args:
-        root: the folder, or that of one segment.
+        root: Folder of segments, or of one segment.
 
     Raises:
-        UsageError: there is no such folder, no segment in it, or one twice.
+        UsageError: There is no such folder, no segment in it, or a segment twice.
     """
     root = Path(root)
     if not root.is_dir():
@@ -75,13 +75,13 @@ def find_segments(root: str | Path) -> list[Segment]:
 
 
 def following(segment: Segment, segments: Iterable[Segment]) -> Segment | None:
-    """The next minute of the same route, if it is there."""
+    """Return the next minute of the same route, or None."""
     wanted = (segment.route, segment.number + 1)
     return next((one for one in segments if (one.route, one.number) == wanted), None)
 
 
 def _place(path: Path, root: Path) -> tuple[str, int, str] | None:
-    """Route, number and name of a file, or None if it is none of ours."""
+    """Return route, number and name of a file, or None if it is not of a segment."""
     if path.name in _FILES:
         matched = _SEGMENT.fullmatch(path.parent.name)
         if matched:

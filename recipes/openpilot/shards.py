@@ -1,7 +1,8 @@
-"""The training set on disk: one safetensors file for each segment, and an index of them.
+"""The training set on disk: one safetensors file per segment, and an index of them.
 
-Single frames are kept, in the order of time; inputs of two frames and queues are made in training,
-of frames of one `run`. Labels have `NAME_valid` beside them; those that no frame has are left out.
+Single frames are stored in the order of time. Inputs of two frames and queues are made during
+training, from frames of one `run`. Each label has a `NAME_valid`. Labels that no frame has are left
+out.
 """
 
 import json
@@ -19,7 +20,7 @@ from tpuport.errors import CheckpointError, UsageError
 Arrays = dict[str, NDArray[Any]]
 FORMAT = "openpilot-frames-1"
 INDEX, SUFFIX = "index.json", ".safetensors"
-# By name, the dtype and what each frame has.
+# The dtype and the shape of one frame, by name.
 FRAME_ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
     "img": ("uint8", FRAME_SHAPE),
     "big_img": ("uint8", FRAME_SHAPE),
@@ -36,22 +37,22 @@ LABEL_ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {
     **{name: ("float32", shape) for name, shape in LABEL_SHAPES.items()},
     **{f"{name}_valid": ("bool", ()) for name in LABEL_SHAPES},
 }
-# Only where it was asked for: latitude, longitude, altitude.
+# Stored only if asked for: latitude, longitude, altitude.
 PRIVATE_ARRAYS: dict[str, tuple[str, tuple[int, ...]]] = {"gps": ("float64", (3,))}
 _ALL = {**FRAME_ARRAYS, **LABEL_ARRAYS, **PRIVATE_ARRAYS}
 
 
 def write_shard(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write a segment, whole or not at all.
+    """Write a segment atomically.
 
     Args:
-        path: ends in .safetensors.
-        arrays: by name, each (T, ...).
-        metadata: what is said about them; the format is added.
+        path: File name that ends in .safetensors.
+        arrays: Arrays by name, each (T, ...).
+        metadata: Metadata of the file. The format is added.
 
     Raises:
-        UsageError: arrays are missing, or have other shapes or dtypes.
-        CheckpointError: the disk is full.
+        UsageError: Arrays are missing, or have other shapes or dtypes.
+        CheckpointError: The disk is full.
     """
     import tpuport
 
@@ -61,10 +62,10 @@ def write_shard(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, st
 
 
 def check_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Refuse what is not a segment of this format.
+    """Raise an error for arrays that are no segment of this format.
 
     Raises:
-        UsageError: arrays are missing, or have other shapes or dtypes.
+        UsageError: Arrays are missing, or have other shapes or dtypes.
     """
     missing = [name for name in FRAME_ARRAYS if name not in arrays]
     unknown = [name for name in arrays if name not in _ALL]
@@ -93,14 +94,14 @@ def check_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def read_shard(path: str | Path, names: Iterable[str] | None = None) -> Arrays:
-    """Arrays of a segment.
+    """Read arrays of a segment.
 
     Args:
-        path: the file.
-        names: which; all that are there if None. Those that the file does not have are left out.
+        path: The file.
+        names: Names of the arrays, or None for all. Names that the file does not have are left out.
 
     Raises:
-        CheckpointError: the file is damaged, or of another format.
+        CheckpointError: The file is damaged, or of another format.
     """
     wanted = None if names is None else set(names)
     with open_shard(path) as file:
@@ -109,20 +110,20 @@ def read_shard(path: str | Path, names: Iterable[str] | None = None) -> Arrays:
 
 
 def shard_metadata(path: str | Path) -> dict[str, str]:
-    """What is said about a segment: format, labels, camera, digest, record.
+    """Return the metadata of a segment: format, labels, camera, digest, record.
 
     Raises:
-        CheckpointError: the file is damaged, or of another format.
+        CheckpointError: The file is damaged, or of another format.
     """
     with open_shard(path) as file:
         return dict(file.metadata())
 
 
 def open_shard(path: str | Path) -> Any:
-    """A segment of a training set, to read arrays or parts of them.
+    """Open a segment of a training set, to read arrays or parts of them.
 
     Raises:
-        CheckpointError: the file is damaged, or of another format.
+        CheckpointError: The file is damaged, or of another format.
     """
     with open_arrays(path) as file:
         said = dict(file.metadata() or {})
@@ -135,10 +136,10 @@ def open_shard(path: str | Path) -> Any:
 
 
 def open_arrays(path: str | Path) -> Any:
-    """A file of safetensors.
+    """Open a safetensors file.
 
     Raises:
-        CheckpointError: it is damaged, or not there.
+        CheckpointError: It is damaged, or missing.
     """
     import safetensors
 
@@ -151,10 +152,10 @@ def open_arrays(path: str | Path) -> Any:
 
 
 def find_shards(folder: str | Path) -> list[Path]:
-    """The segments of a training set, by name.
+    """Return the segments of a training set, sorted by name.
 
     Raises:
-        UsageError: there are none.
+        UsageError: There are none.
     """
     found = sorted(path for path in Path(folder).glob(f"*{SUFFIX}") if path.name[0] != ".")
     if not found:
@@ -165,10 +166,10 @@ def find_shards(folder: str | Path) -> list[Path]:
 
 
 def read_index(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """Records of all segments, also of those that gave no frames; empty if there are none.
+    """Return the records of all segments, also of those without frames; empty if there are none.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: The file is damaged.
     """
     path = Path(folder) / INDEX
     if not path.is_file():
@@ -183,10 +184,10 @@ def read_index(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def write_index(folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write records of all segments, whole or not at all.
+    """Write the records of all segments atomically.
 
     Raises:
-        CheckpointError: the disk is full.
+        CheckpointError: The disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ordered = {name: records[name] for name in sorted(records)}

@@ -1,4 +1,4 @@
-"""What a model is told besides pictures, at the time of each frame."""
+"""Inputs of a model besides pictures, at the time of each frame."""
 
 from dataclasses import dataclass, field
 
@@ -10,22 +10,22 @@ from recipes.openpilot.joining import FrameTable, latest
 from recipes.openpilot.logs import Log, Table
 from recipes.openpilot.shards import Arrays
 
-_NEAR = 500_000_000  # ns between a frame and the speed that it is given
-# Upstream's guesses: of what steering takes beyond the actuator, and of how it smoothes.
+_NEAR = 500_000_000  # ns between a frame and its speed
+# Upstream's guesses of delays beyond the actuator's: of steering, and of smoothing.
 _MORE_LATERAL, _MORE_LONGITUDINAL = 0.2, 0.3  # s
-_DELAYS = (0.1, 0.15)  # s, of a car that does not say
-# From the end of a frame to when an action counts: modeld.py's frame_delay and action_delay.
+_DELAYS = (0.1, 0.15)  # s, for a car that logs none
+# From the end of a frame to the effect of an action: modeld.py's frame_delay and action_delay.
 _FRAME_DELAY = 1.5 * DT_MDL
 
 
 @dataclass(frozen=True)
 class Signals:
-    """Values at frames (T,).
+    """The values at frames (T,).
 
     Attributes:
         arrays: desire, traffic_convention, v_ego, action_t, rpy_calib; each (T, ...).
-        missing: (T,) by reason, where a frame cannot be used.
-        notes: what was assumed.
+        missing: (T,) by reason, whether a frame cannot be used.
+        notes: Assumptions that were made.
     """
 
     arrays: Arrays
@@ -34,7 +34,7 @@ class Signals:
 
 
 def signals_at(log: Log, frames: FrameTable) -> Signals:
-    """What a log says at the times of frames."""
+    """Return the values of a log at the times of frames."""
     notes: list[str] = []
     rpy, uncalibrated = _calibrations(log.tables["liveCalibration"], frames.eof, notes)
     speed, unknown = _speeds(log.tables["carState"], frames.eof)
@@ -71,7 +71,8 @@ def _speeds(table: Table, times: NDArray[np.int64]):
         np.abs(table["time"][after] - times),
         np.abs(table["time"][np.clip(after - 1, 0, None)] - times),
     )
-    # Of the smallest time on: whole nanoseconds of a long uptime are too much for a float.
+    # Relative to the first time, since nanoseconds of a long uptime exceed a float's exact
+    # integers.
     start = table["time"][0]
     speed = np.interp(times - start, table["time"] - start, table["v_ego"])
     return np.maximum(speed, 0), near > _NEAR
@@ -88,7 +89,7 @@ def _conventions(log: Log, frames: FrameTable, notes: list[str]) -> NDArray[np.f
 
 
 def _desires(log: Log, frames: FrameTable) -> NDArray[np.float64]:
-    """As modeld has them: of the state of lane changes after the frame before."""
+    """Return desires as modeld has them: from the lane change state after the previous frame."""
     plans, models = log.tables["lateralPlan"], log.tables["modelV2"]
     wanted = np.zeros(len(frames), int)
     if len(plans):
@@ -102,7 +103,7 @@ def _desires(log: Log, frames: FrameTable) -> NDArray[np.float64]:
 
 
 def _delays(log: Log, frames: FrameTable, notes: list[str]) -> NDArray[np.float64]:
-    """action_t of modeld.py: when steering and acceleration act on what the frame shows."""
+    """Return action_t of modeld.py: the delays of steering and acceleration after a frame."""
     if log.delays is None:
         notes.append(f"without carParams: delays of {_DELAYS[0]} s and {_DELAYS[1]} s are assumed")
     steering, acceleration = log.delays or _DELAYS

@@ -1,6 +1,8 @@
-"""A driving model in torch, of what the real ones are built of: convolutions over each camera
-(depthwise ones too), a feature of 512 numbers a frame, attention over the buffer of features, and
-heads with several hypotheses where the generation has them. Small, or as large as theirs.
+"""A driving model in torch with the building blocks of the real ones.
+
+It has convolutions over each camera (depthwise ones, too), a feature of 512 numbers per frame,
+attention over the buffer of features, and heads with several hypotheses where the generation has
+them. It can be small, or as large as the real ones.
 """
 
 from collections.abc import Mapping
@@ -19,19 +21,20 @@ from tpuport.errors import UsageError
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is.
+    """The size of a model.
 
     Attributes:
-        widths: channels of the stages of a camera's convolutions, each stage of half the height and
-            width of the one before, the first of a quarter of the picture's.
-        depths: residual blocks of each stage.
-        expansion: how much wider these are inside.
-        where: channels of the last stage's map that are kept as they are.
-        summary: width between both cameras and the feature.
-        policy: width of the tokens.
-        attention_heads: of the policy.
-        feed_forward: how much wider than the tokens the layer after attention is; 0 for none.
-        hidden: width inside a head.
+        widths: Channels of the stages of a camera's convolutions. The first stage has a quarter of
+            the picture's height and width, and each further stage half of the one before.
+        depths: Residual blocks of each stage.
+        expansion: Factor by which these are wider inside.
+        where: Channels of the last stage's map that are kept with their positions.
+        summary: Width between both cameras and the feature.
+        policy: Width of the tokens.
+        attention_heads: Attention heads of the policy.
+        feed_forward: Factor by which the layer after attention is wider than the tokens; 0 for
+            none.
+        hidden: Width inside a head.
     """
 
     widths: tuple[int, ...]
@@ -46,7 +49,7 @@ class Size:
 
     @property
     def seen(self) -> int:
-        """How many numbers are made of one camera."""
+        """Return the number of values per camera."""
         shrunk = 4 * 2 ** (len(self.widths) - 1)
         area = (FRAME_SHAPE[1] // shrunk) * (FRAME_SHAPE[2] // shrunk)
         return self.widths[-1] + self.where * area
@@ -66,7 +69,7 @@ SIZES: Mapping[str, Size] = MappingProxyType(
 
 
 class Residual(nn.Module):
-    """A depthwise convolution and a mix of channels beside the input, scaled by channel."""
+    """A residual block of a depthwise convolution and a mix of channels, scaled by channel."""
 
     def __init__(self, width: int, expansion: int, scale: float) -> None:
         super().__init__()
@@ -76,18 +79,19 @@ class Residual(nn.Module):
         self.scale = nn.Parameter(torch.full((width, 1, 1), scale))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, width, h, w) to the same."""
+        """Map (n, width, h, w) to the same shape."""
         return x + self.scale * self.narrow(F.gelu(self.widen(self.depthwise(x))))
 
 
 def _residuals(width: int, depth: int, expansion: int) -> nn.Sequential:
-    """Blocks that together count as much as one does, however many they are."""
+    """Return residual blocks whose scales add up to the same whatever their number."""
     return nn.Sequential(*(Residual(width, expansion, 0.5 / depth) for _ in range(depth)))
 
 
 class ConvBlock(nn.Module):
-    """Half the height and width: a depthwise convolution, then a mix of channels, and residual
-    ones of the same.
+    """A block that halves height and width.
+
+    It has a depthwise convolution, a mix of channels, and residual blocks.
     """
 
     def __init__(self, inner: int, outer: int, depth: int, expansion: int) -> None:
@@ -97,12 +101,12 @@ class ConvBlock(nn.Module):
         self.residuals = _residuals(outer, depth, expansion)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, inner, h, w) to (n, outer, h / 2, w / 2)."""
+        """Map (n, inner, h, w) to (n, outer, h / 2, w / 2)."""
         return self.residuals(F.gelu(self.mix(self.down(x))))
 
 
 class Encoder(nn.Module):
-    """The two frames of one camera to numbers: what is seen, and where in the picture."""
+    """An encoder of the two frames of one camera: mean features, and a map with positions."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -113,7 +117,7 @@ class Encoder(nn.Module):
         self.where = nn.Conv2d(size.widths[-1], size.where, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, 12, 128, 256), 0 to 255, to (n, seen)."""
+        """Map (n, 12, 128, 256), from 0 to 255, to (n, seen)."""
         x = self.first(F.gelu(self.stem((x - 128.0) / 64.0)))
         for block in self.blocks:
             x = block(x)
@@ -121,7 +125,7 @@ class Encoder(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """An MLP beside its input."""
+    """An MLP with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -129,12 +133,12 @@ class ResBlock(nn.Module):
         self.down = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, width) to the same."""
+        """Map (n, width) to the same shape."""
         return F.relu(x + self.down(F.relu(self.up(x))))
 
 
 class Summarizer(nn.Module):
-    """What both cameras show to one feature."""
+    """A join of both cameras to one feature."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -143,14 +147,14 @@ class Summarizer(nn.Module):
         self.feature = nn.Linear(size.summary, FEATURE_LEN)
 
     def forward(self, road: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """(n, seen) each to (n, 512), of length 8."""
+        """Map two (n, seen) to (n, 512), with a norm of 8."""
         x = F.relu(self.join(torch.cat([road, wide], dim=1)))
         x = self.feature(self.resblock(x))
         return 8.0 * x / (torch.linalg.vector_norm(x, dim=1, keepdim=True) + 1e-3)
 
 
 class Hydra(nn.Module):
-    """Heads on one trunk, each an MLP of its own."""
+    """Heads on one trunk, each with its own MLP."""
 
     def __init__(self, width: int, heads: Mapping[str, int], hidden: int) -> None:
         super().__init__()
@@ -161,13 +165,13 @@ class Hydra(nn.Module):
         self.names = tuple(heads)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """(n, width) to each head (n, its width)."""
+        """Map (n, width) to each head, (n, its width)."""
         x = self.trunk(x)
         return {name: self.get_submodule(name)(x) for name in self.names}
 
 
 class Attention(nn.Module):
-    """Attention among the tokens, with heads."""
+    """Multi-head attention among the tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -177,7 +181,7 @@ class Attention(nn.Module):
         self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, t, width) to the same."""
+        """Map (n, t, width) to the same shape."""
         size = (x.shape[0], x.shape[1], self.heads, x.shape[2] // self.heads)
         q, k, v = (p.reshape(size).transpose(1, 2) for p in self.qkv(self.norm(x)).chunk(3, -1))
         scores = torch.matmul(q, k.transpose(2, 3)) / size[3] ** 0.5
@@ -195,12 +199,12 @@ class FeedForward(nn.Module):
         self.narrow = nn.Linear(times * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, t, width) to the same."""
+        """Map (n, t, width) to the same shape."""
         return x + self.narrow(F.gelu(self.widen(self.norm(x))))
 
 
 class TemporalPolicy(nn.Module):
-    """The buffer of features, and what else a generation gives, to the heads of a policy."""
+    """The policy: from the buffer of features and a generation's other inputs to heads."""
 
     def __init__(
         self, tokens: int, inputs: Mapping[str, tuple[int, ...]], heads: Any, size: Size
@@ -218,18 +222,18 @@ class TemporalPolicy(nn.Module):
     def forward(
         self, features: torch.Tensor, others: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """(n, tokens, 512) and the other inputs to each head."""
+        """Map (n, tokens, 512) and the other inputs to each head."""
         x = self.mlp(self.attention(self.project(features) + self.position))
         context = self.context(torch.cat([others[name].flatten(1) for name in self.inputs], dim=1))
         return self.temporal_hydra(torch.cat([x[:, -1] + x.mean(1), context], dim=1))
 
 
 class DrivingModel(nn.Module):
-    """One file of a generation; its inputs are `kind.images` and then `kind.buffers`.
+    """One file of a generation. Its inputs are `kind.images` and then `kind.buffers`.
 
     Args:
-        kind: which.
-        size: how large.
+        kind: The file.
+        size: Size of the model.
     """
 
     def __init__(self, kind: FileKind, size: Size) -> None:
@@ -249,7 +253,7 @@ class DrivingModel(nn.Module):
             self.policy = TemporalPolicy(tokens, others, policy, size)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Inputs as the contract has them, with n for its 1, to (n, all heads)."""
+        """Map inputs as in the contract, with n for its 1, to (n, all heads)."""
         names = (*self.kind.images, *self.kind.buffers)
         by_name = dict(zip(names, inputs, strict=True))
         found: dict[str, torch.Tensor] = {}
@@ -270,11 +274,12 @@ class DrivingModel(nn.Module):
 
 
 class StatefulModel(nn.Module):
-    """A supercombo with its queues in the graph, as commaai/openpilot's
-    selfdrive/modeld/models/add_history.py puts them around one.
+    """A supercombo with its queues in the graph.
+
+    The queues are those of commaai/openpilot's selfdrive/modeld/models/add_history.py.
 
     Args:
-        model: of a kind with `img`, `big_img`, `features_buffer` and `desire_pulse`.
+        model: A model with `img`, `big_img`, `features_buffer` and `desire_pulse`.
     """
 
     def __init__(self, model: DrivingModel) -> None:
@@ -292,7 +297,7 @@ class StatefulModel(nn.Module):
         state_desire_q: torch.Tensor,
         state_feat_q: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """One frame and the queues to the heads (1, all) and the queues after it."""
+        """Map one frame and the queues to the heads (1, all) and the new queues."""
         dtype = next(self.parameters()).dtype
         img_q = torch.cat([state_img_q[:, 1:], new_img.unsqueeze(1)], dim=1)
         desire_q = torch.cat([state_desire_q[1:], desire.reshape(1, 1, -1)])
@@ -313,15 +318,15 @@ def _size_of(shape: tuple[int, ...]) -> int:
 
 
 def build(kind: FileKind, seed: int = 0, size: str = "small") -> nn.Module:
-    """The torch module of a file, with random weights by a seed.
+    """Return the torch module of a file, with random weights.
 
     Args:
-        kind: the file.
-        seed: of the weights.
-        size: one of `SIZES`.
+        kind: The file.
+        seed: Random seed of the weights.
+        size: One of `SIZES`.
 
     Raises:
-        UsageError: there is no such size.
+        UsageError: There is no such size.
     """
     if size not in SIZES:
         raise UsageError(f"size={size!r}: expected one of {', '.join(SIZES)}")
@@ -329,7 +334,8 @@ def build(kind: FileKind, seed: int = 0, size: str = "small") -> nn.Module:
         torch.manual_seed(seed)
         model = DrivingModel(kind, SIZES[size]).eval()
         for module in model.modules():
-            # torch's own start is so small that three layers leave nothing of the picture.
+            # torch's default initialization is so small that no signal of the picture is left after
+            # three layers.
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         for name, module in model.named_modules():

@@ -1,7 +1,7 @@
-"""The model that is trained: adapters (DoRA, by PEFT) on some layers, all else frozen.
+"""The model that is trained: adapters (DoRA, by PEFT) on some layers, with all else frozen.
 
-DoRA (Liu et al., arXiv:2402.09353) trains the length and the direction of each row of a weight,
-the direction by a product of two thin matrices.
+DoRA (Liu et al., arXiv:2402.09353) trains the norm and the direction of each row of a weight, the
+direction by a product of two thin matrices.
 """
 
 import re
@@ -15,20 +15,20 @@ from torch import nn
 from recipes.openpilot.importing import ImportedGraph
 from tpuport.errors import UsageError
 
-# The last dense layers, temporal projections and heads, as files name them.
+# The last dense layers, temporal projections and heads, by their names in files.
 DEFAULT_LAYERS = (r"hydra", r"policy", r"temporal", r"plan")
 
 
 @dataclass(frozen=True)
 class DoraOptions:
-    """Which layers are trained, and how.
+    """The layers that are trained, and the settings of their adapters.
 
     Attributes:
-        layers: patterns that are looked for in the names of dense and convolution layers, such as
+        layers: Patterns that are searched in the names of dense and convolution layers, such as
             `temporal_hydra/plan`.
-        rank: of the product.
-        alpha: the product counts alpha / rank.
-        seed: of the first matrices.
+        rank: Rank of the product.
+        alpha: The product is scaled by alpha / rank.
+        seed: Random seed of the first matrices.
     """
 
     layers: tuple[str, ...] = DEFAULT_LAYERS
@@ -38,24 +38,24 @@ class DoraOptions:
 
 
 def trainable_layers(graph: nn.Module) -> dict[str, nn.Module]:
-    """The dense and convolution layers by name."""
+    """Return the dense and convolution layers by name."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     return {name: module for name, module in graph.named_modules() if isinstance(module, kinds)}
 
 
 def choose_layers(graph: ImportedGraph, patterns: Sequence[str], rank: int = 1) -> list[str]:
-    """The names of the layers that patterns find.
+    """Return the names of the layers that patterns match.
 
-    Depthwise convolutions are left out: a product cannot be of lower rank than they are.
+    Depthwise convolutions are left out, since a product cannot have a lower rank than they have.
 
     Args:
-        graph: the model.
-        patterns: regular expressions, looked for anywhere in a name. One that finds nothing is
-            wrong only if all do, or if it is none of the defaults.
-        rank: of the adapters.
+        graph: The model.
+        patterns: Regular expressions, searched anywhere in a name. A default pattern may match
+            nothing if another one matches.
+        rank: Rank of the adapters.
 
     Raises:
-        UsageError: a pattern is no regular expression or finds nothing, or a layer cannot have an
+        UsageError: A pattern is no regular expression or matches nothing, or a layer cannot have an
             adapter.
     """
     layers = trainable_layers(graph)
@@ -99,18 +99,19 @@ def _check_untied(layers: dict[str, nn.Module], names: Sequence[str]) -> None:
 
 
 def add_dora(graph: ImportedGraph, options: DoraOptions) -> list[str]:
-    """Put adapters on layers and freeze all else, in place. At first nothing changes: the adapters
-    begin as the identity.
+    """Add adapters to layers and freeze all else, in place.
+
+    The adapters begin as the identity, so that nothing changes at first.
 
     Args:
-        graph: the model, in float32.
-        options: which and how.
+        graph: The model, in float32.
+        options: The layers and the settings of the adapters.
 
     Returns:
         The names of the layers.
 
     Raises:
-        UsageError: see `choose_layers`; or the rank is less than 1.
+        UsageError: See `choose_layers`; or the rank is less than 1.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -134,19 +135,19 @@ def add_dora(graph: ImportedGraph, options: DoraOptions) -> list[str]:
 
 
 def count_trained(graph: nn.Module) -> tuple[int, int]:
-    """How many numbers are trained, and how many there are."""
+    """Return the number of trained parameters, and that of all parameters."""
     sizes = [(p.numel(), p.requires_grad) for p in graph.parameters()]
     return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
 
 
 def merge(graph: ImportedGraph) -> list[str]:
-    """Put what adapters have learned into their layers, and take them off, in place.
+    """Merge adapters into their layers and remove them, in place.
 
     Returns:
         The names of the layers.
 
     Raises:
-        UsageError: a layer would get numbers that are infinite or none.
+        UsageError: A layer would get values that are not finite.
     """
     from peft.tuners.lora import LoraLayer
 

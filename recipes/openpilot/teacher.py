@@ -1,4 +1,4 @@
-"""What a model says about every frame of a training set, kept on disk for others to learn from."""
+"""A model's outputs for every frame of a training set, stored on disk for distillation."""
 
 import itertools
 import json
@@ -23,10 +23,10 @@ BATCH = 64
 
 
 class OnnxGraph:
-    """A file computed by onnxruntime on the host, row by row.
+    """A file that onnxruntime computes on the host, row by row.
 
     Args:
-        path: the file.
+        path: The file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -38,7 +38,7 @@ class OnnxGraph:
         self.inputs = read_contract(path).inputs
 
     def compute(self, given: Mapping[str, torch.Tensor], wanted: Sequence[str]) -> Tensors:
-        """Outputs from inputs, each (n, *its shape in the graph)."""
+        """Compute outputs from inputs, each (n, *its shape in the graph)."""
         if all(name in given for name in wanted):
             return {name: given[name] for name in wanted}
         rows = len(next(iter(given.values())))
@@ -51,34 +51,37 @@ class OnnxGraph:
         return dict(zip(wanted, floats, strict=True))
 
     def frozen_frontier(self, given: Any) -> tuple[str, ...]:
-        """The inputs themselves: of a graph that runs elsewhere no part is computed alone."""
+        """Return the inputs themselves, since no part of this graph can be computed alone."""
         return tuple(given)
 
 
 def onnx_driver(paths: Sequence[str | Path]) -> Driver:
-    """A driver whose files onnxruntime computes, without torch or jax.
+    """Return a driver whose files onnxruntime computes, without torch or jax.
 
     Raises:
-        UsageError: they are not the files of one model.
-        CheckpointError: a file is damaged.
+        UsageError: They are not the files of one model.
+        CheckpointError: A file is damaged.
     """
     contracts: list[ModelContract] = [read_contract(load_onnx(path)) for path in paths]
     order = sorted(range(len(paths)), key=lambda i: contracts[i].kind is Kind.POLICY)
     return Driver([contracts[i] for i in order], [OnnxGraph(paths[i]) for i in order])
 
 
-# What drives some frames: state and frames to the state after them and (t, n, all heads).
+# Maps a state and frames to the state after them and outputs (t, n, all heads).
 Drive = Callable[[Tensors, Tensors], tuple[Any, Any]]
 
 
 def on_accelerator(driver: Driver) -> Drive:
-    """A driver frozen and ported: its frames go through the cameras' layers all at once."""
+    """Return a driver frozen and ported.
+
+    The camera layers take all its frames in one batch.
+    """
     driver.requires_grad_(False)
     return tpuport.convert(driver, verify=False)
 
 
 def runs_of(run: np.ndarray) -> Iterator[slice]:
-    """The unbroken runs of frames, in order.
+    """Yield the unbroken runs of frames, in order.
 
     Args:
         run: (t,) the number of each frame's run.
@@ -91,13 +94,13 @@ def runs_of(run: np.ndarray) -> Iterator[slice]:
 def drive_all(
     driver: Driver, drive: Drive, arrays: Mapping[str, np.ndarray], *, batch: int = BATCH
 ) -> np.ndarray:
-    """The outputs of all frames of a segment, each run begun cold as in the car.
+    """Compute the outputs of all frames of a segment, each run from an empty state.
 
     Args:
-        driver: for its states.
-        drive: the driver itself, or what `on_accelerator` made of it.
+        driver: Driver that makes the states.
+        drive: The driver itself, or the result of `on_accelerator`.
         arrays: `FRAME_INPUTS` and `run`, each (t, ...).
-        batch: frames that are given at once; the last ones are filled up.
+        batch: Number of frames per call. The last call is padded.
 
     Returns:
         (t, all heads), float32.
@@ -123,22 +126,22 @@ def label(
     batch: int = BATCH,
     done: Callable[[Path, int], None] | None = None,
 ) -> list[Path]:
-    """Write a teacher's outputs for each segment; those that are there already are kept.
+    """Write a teacher's outputs for each segment. Outputs that exist are kept.
 
     Args:
-        model: the teacher's files.
-        shards: segments of a training set.
-        out: the folder, of one teacher.
-        host: onnxruntime instead of the accelerator.
-        batch: see `drive_all`.
-        done: told of each segment when it is written, and how many frames it has.
+        model: Files of the teacher.
+        shards: Segments of a training set.
+        out: Folder for this teacher's files.
+        host: Whether to use onnxruntime instead of the accelerator.
+        batch: See `drive_all`.
+        done: Called with each segment that was written, and its number of frames.
 
     Returns:
         The files, one for each segment.
 
     Raises:
-        UsageError: the folder is of another teacher, or a segment lacks what the model needs.
-        CheckpointError: a file is damaged, or the disk is full.
+        UsageError: The folder is of another teacher, or a segment lacks an input of the model.
+        CheckpointError: A file is damaged, or the disk is full.
     """
     out, paths = Path(out), [Path(path) for path in model]
     teacher = {"format": FORMAT, "model": digest_of(paths), "host": host}
@@ -182,16 +185,16 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def read_outputs(path: str | Path) -> tuple[np.ndarray, dict[str, slice]]:
-    """A teacher's outputs for a segment, and where its heads lie.
+    """Read a teacher's outputs for a segment, and the slices of its heads.
 
     Args:
-        path: a file that `label` wrote.
+        path: A file that `label` wrote.
 
     Returns:
-        (t, all heads), and the heads.
+        The outputs (t, all heads), and the slices.
 
     Raises:
-        CheckpointError: it is damaged, or something else.
+        CheckpointError: It is damaged, or something else.
     """
     with open_arrays(path) as file:
         said = dict(file.metadata() or {})
@@ -208,13 +211,13 @@ def read_outputs(path: str | Path) -> tuple[np.ndarray, dict[str, slice]]:
 def pseudo_labels(
     outputs: np.ndarray, slices: Mapping[str, slice], run: np.ndarray, warmup: int = 0
 ) -> dict[str, np.ndarray]:
-    """A teacher's outputs as labels of a training set.
+    """Convert a teacher's outputs to labels of a training set.
 
     Args:
         outputs: (t, all heads).
-        slices: where they lie.
+        slices: Slices of the heads.
         run: (t,) of the training set.
-        warmup: frames at the beginning of a run, while queues fill, that are not labels.
+        warmup: Number of frames at the start of a run that are no labels, while queues fill.
 
     Returns:
         `plan` (t, 33, 15), `lane_lines` (t, 4, 33, 2), ... and `NAME_valid` (t,).

@@ -1,4 +1,4 @@
-"""Fine-tuning over time: adapters learn from windows of drives, and become a model file again."""
+"""Fine-tuning over time: adapters are trained on windows of drives and merged into the model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,33 +29,34 @@ from tpuport.sharding import Rule, ShardingRules, make_mesh
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
 
 RECORD = "run.json"
-# What may change while a run goes on.
+# Options that may change when a run is resumed.
 _FREE = ("save_every", "log_every", "devices")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a driving model is fine-tuned.
+    """The settings with which a driving model is fine-tuned.
 
     Attributes:
-        dora: which layers have adapters.
-        losses: what counts how much; by default the path most, as a likelihood pulls hardest at
-            what is known best already.
-        warmup: frames before those that count, in which queues fill, without gradients; 100 fill
-            them all, as in the car.
-        length: frames that count.
-        every: frames from one window to the next; by default `length`.
-        truncate: frames after which gradients end, or None for all of `length`.
-        steps: of training.
-        batch_size: windows of a step, of all devices together.
-        devices: over which windows are spread, each with all weights; -1 for all there are.
-        learning_rate: at its highest, from which it falls to 0 as a cosine.
-        clip_norm: the largest norm of all gradients together.
-        remat: compute frames again in the backward pass instead of keeping them.
-        see_once: compute what frozen layers make of images once for all steps, and keep it.
-        seed: of adapters and of the order of windows.
-        save_every: steps between states on disk.
-        log_every: steps between lines of the log.
+        dora: Adapters and their layers.
+        losses: Weights of the losses. The path has the largest by default, as a likelihood pulls
+            hardest at what is known best already.
+        warmup: Frames before those in the loss, in which queues fill without gradients. 100 fill
+            all queues, as in the car.
+        length: Frames in the loss.
+        every: Frames from one window to the next; by default `length`.
+        truncate: Number of frames after which gradients stop, or None for all of `length`.
+        steps: Training steps.
+        batch_size: Windows per step, over all devices.
+        devices: Number of devices over which windows are sharded, each with all weights; -1 for all
+            devices.
+        learning_rate: Highest learning rate, which decays to 0 as a cosine.
+        clip_norm: Largest global norm of the gradients.
+        remat: Whether to recompute frames in the backward pass instead of keeping them.
+        see_once: Whether to compute the frozen layers' outputs for images once and store them.
+        seed: Random seed of adapters and of the order of windows.
+        save_every: Steps between checkpoints.
+        log_every: Steps between lines of the log.
     """
 
     dora: DoraOptions = field(default_factory=DoraOptions)
@@ -94,10 +95,10 @@ class SequenceLoss:
     """The loss of windows, called with a `Driver` and a batch (n, t, ...).
 
     Attributes:
-        losses: what counts how much.
-        warmup: frames that do not count.
-        truncate: see `TrainOptions`.
-        slices: of a teacher's outputs, or None.
+        losses: Weights of the losses.
+        warmup: Number of frames that are not in the loss.
+        truncate: See `TrainOptions`.
+        slices: Slices of a teacher's outputs, or None.
     """
 
     losses: LossWeights
@@ -106,7 +107,7 @@ class SequenceLoss:
     slices: Mapping[str, slice] | None = None
 
     def __call__(self, driver: Driver, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """The loss, and each of its terms."""
+        """Return the loss, and each of its terms."""
         outputs = self.outputs(driver, batch)
         late = {n: v[:, self.warmup :].transpose(0, 1) for n, v in batch.items()}
         found = predictions(outputs, driver.slices)
@@ -118,7 +119,7 @@ class SequenceLoss:
         return total_of(terms, self.losses), terms
 
     def outputs(self, driver: Driver, batch: Tensors) -> torch.Tensor:
-        """(t, n, all heads), of the frames that count."""
+        """Return the outputs (t, n, all heads) of the frames in the loss."""
         first = batch["desire"]
         rows, count = first.shape[:2]
         frames = {n: batch[n].transpose(0, 1) for n in FRAME_INPUTS if n in batch}
@@ -140,21 +141,21 @@ def _part(frames: Tensors, seen: Tensors, part: slice) -> tuple[Tensors, Tensors
 
 
 def labels_of(losses: LossWeights) -> list[str]:
-    """The labels that losses with a weight need."""
+    """Return the labels that losses with a weight need."""
     wanted = {LABEL_OF.get(name, name) for name, weight in asdict(losses).items() if weight}
     return [name for name in LABELS if name in wanted]
 
 
 def make_student(model: Sequence[str | Path], dora: DoraOptions) -> Driver:
-    """A driver whose chosen layers have adapters, all else frozen.
+    """Return a driver with adapters on the chosen layers and all else frozen.
 
     Args:
-        model: its files.
-        dora: which layers; a file in which no pattern finds any stays frozen.
+        model: Files of the model.
+        dora: Adapters and their layers. A file in which no pattern matches is left frozen.
 
     Raises:
-        UsageError: a pattern finds no layer in any file.
-        CheckpointError: a file is damaged.
+        UsageError: A pattern matches no layer in any file.
+        CheckpointError: A file is damaged.
     """
     driver = load_driver(model)
     driver.requires_grad_(False)
@@ -172,10 +173,10 @@ def make_student(model: Sequence[str | Path], dora: DoraOptions) -> Driver:
 
 
 def make_step(driver: Driver, loss: Callable[..., Any], options: TrainOptions) -> TrainStep:
-    """The training step of a student, on `options.devices`.
+    """Return the training step of a student, on `options.devices`.
 
     Raises:
-        UsageError: there are not so many devices.
+        UsageError: There are not so many devices.
     """
     driver.remat = options.remat
     ported = tpuport.convert(driver, verify=False)
@@ -187,10 +188,10 @@ def make_step(driver: Driver, loss: Callable[..., Any], options: TrainOptions) -
 
 
 def num_devices(options: TrainOptions) -> int:
-    """How many devices windows are spread over.
+    """Return the number of devices over which windows are sharded.
 
     Raises:
-        UsageError: there are not so many.
+        UsageError: There are not so many.
     """
     found = jax.device_count()
     if options.devices > found:
@@ -201,17 +202,17 @@ def num_devices(options: TrainOptions) -> int:
 
 
 def by_window() -> ShardingRules:
-    """Rules for a step: windows along data, weights whole on each device."""
+    """Return rules for a step: windows sharded along data, weights replicated."""
     return ShardingRules(
         [Rule("**", P(), "replicated")], name="by window", inputs={"**": P("data")}
     )
 
 
 def check_spread(count: int, devices: int, what: str = "windows of a step") -> None:
-    """Refuse windows, or what else there is of, that devices would not share alike.
+    """Raise an error unless devices share windows, or other items, equally.
 
     Raises:
-        UsageError: they do not divide.
+        UsageError: The devices do not divide the count.
     """
     if count % devices:
         raise UsageError(
@@ -221,10 +222,10 @@ def check_spread(count: int, devices: int, what: str = "windows of a step") -> N
 
 
 def make_loss(options: TrainOptions, teacher: Sequence[Path] | None) -> SequenceLoss:
-    """The loss of a run, with its teacher if the loss has a weight for one.
+    """Return the loss of a run, with its teacher if the loss has a weight for one.
 
     Raises:
-        UsageError: it has, and there is none.
+        UsageError: It has such a weight, and there is no teacher.
     """
     slices = None
     if options.losses.distill or options.losses.feature:
@@ -242,23 +243,23 @@ def train(
     *,
     teacher: Sequence[Path] | None = None,
 ) -> Driver:
-    """Fine-tune a model; started again with the same arguments, it goes on.
+    """Fine-tune a model, or resume if started again with the same arguments.
 
-    Writes OUT/states, OUT/log.jsonl and, with `see_once`, OUT/seen.
+    It writes OUT/states, OUT/log.jsonl and, with `see_once`, OUT/seen.
 
     Args:
-        model: its files.
-        shards: segments of a training set.
-        out: the run's folder.
-        options: how.
-        teacher: for each segment a file of `teacher.label`, to distill from.
+        model: Files of the model.
+        shards: Segments of a training set.
+        out: Folder of the run.
+        options: Settings of training.
+        teacher: A file of `teacher.label` for each segment, to distill from.
 
     Returns:
-        The trained driver, its adapters merged: each of its `graphs` can be exported.
+        The trained driver, with its adapters merged. Each of its `graphs` can be exported.
 
     Raises:
-        UsageError: an argument does not fit, or the folder is of another run.
-        CheckpointError: a file is damaged, or the disk is full.
+        UsageError: An argument does not fit, or the folder is of another run.
+        CheckpointError: A file is damaged, or the disk is full.
     """
     options, out = options or TrainOptions(), Path(out)
     loss = make_loss(options, teacher)
@@ -299,7 +300,7 @@ def train(
 def _check_run(
     out: Path, paths: Sequence[Path], shards: Sequence[Path], options: TrainOptions
 ) -> None:
-    """Refuse to go on with a run that was begun otherwise."""
+    """Raise an error if the run was begun with other arguments."""
     check_record(
         out / RECORD,
         {"model": digest_of([*paths]), "shards": digest_of(list(shards)), **_told(options)},
@@ -310,7 +311,7 @@ def _check_run(
 
 
 def _told(options: TrainOptions) -> dict[str, Any]:
-    """What a run goes on with: all but how often it is told of, and where it is computed."""
+    """Return the options that a resumed run must have: all except those in `_FREE`."""
     said = asdict(options)
     said["dora"]["layers"] = list(options.dora.layers)
     return {name: said[name] for name in said if name not in _FREE}

@@ -1,8 +1,8 @@
 """Frames of a segment's video, decoded once in order, each with its place in the file.
 
-A raw HEVC file has no times, and a decoder that drops a broken frame says nothing: every packet is
+A raw HEVC file has no times, and a decoder drops a broken frame silently. So every packet is
 numbered before it is decoded, and frames carry the number of their packet. Damage that still makes
-a valid stream shows in the picture and nowhere else: HEVC of devices has no checksums.
+a valid stream shows only in the picture: HEVC of devices has no checksums.
 """
 
 from collections import deque
@@ -19,18 +19,18 @@ from recipes.packages import av
 
 Bytes = NDArray[np.uint8]
 Item = TypeVar("Item")
-# The second is the first with other limits of brightness: the bytes are what counts.
+# They differ in the range of brightness only, and only the bytes are used.
 _FORMATS = ("yuv420p", "yuvj420p")
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One frame.
+    """One decoded frame.
 
     Attributes:
-        place: in the file, from 0, in the order in which frames are shown.
-        image: (height * width * 3 / 2,): Y, then U, then V, as the camera gave them.
-        packet_size: bytes in the file.
+        place: Position in the file, from 0, in the order in which frames are shown.
+        image: (height * width * 3 / 2,): Y, then U, then V, unchanged from the camera.
+        packet_size: Size in the file in bytes.
     """
 
     place: int
@@ -43,12 +43,12 @@ class VideoReader:
     """A video file that is read from its start.
 
     Attributes:
-        path: the file.
-        width: 0 until a frame is read.
-        height: 0 until a frame is read.
-        packets: how many frames the file has, as far as it was read.
-        damaged: places of frames that are left out: broken, or based on a broken one.
-        problem: what ended the file early, or "".
+        path: The file.
+        width: Width in pixels, 0 until a frame is read.
+        height: Height in pixels, 0 until a frame is read.
+        packets: Number of frames in the file, as far as it was read.
+        damaged: Places of frames that are left out: broken, or predicted from a broken one.
+        problem: The reason why the file ended early, or "".
     """
 
     path: Path
@@ -59,7 +59,7 @@ class VideoReader:
     problem: str = ""
 
     def scan(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Bytes of each packet and whether it is a key frame, (n,) each, without decoding.
+        """Return the size of each packet and whether it is a key frame, (n,), without decoding.
 
         Raises:
             MissingExtraError: PyAV is not installed.
@@ -70,10 +70,10 @@ class VideoReader:
         return np.array(sizes, np.int64), np.array(keys, bool)
 
     def frames(self, broken: Iterable[int] = ()) -> Iterator[Decoded]:
-        """All frames that are whole, in order.
+        """Yield all intact frames, in order.
 
         Args:
-            broken: packets that are known not to be whole, or to follow on something lost.
+            broken: Packets that are known to be incomplete, or to follow on a lost one.
 
         Raises:
             MissingExtraError: PyAV is not installed.
@@ -84,16 +84,16 @@ class VideoReader:
             self.problem = f"{self.path.name} cannot be used further: {error}"
 
     def _packets(self) -> Iterator[tuple[Any, Any]]:
-        """Streams and packets, as far as the file can be read."""
+        """Yield streams and packets, as far as the file can be read."""
         try:
             with av().open(str(self.path), format=_container(self.path)) as file:
                 if not file.streams.video:
                     self.problem = f"{self.path.name} has no video"
                     return
                 stream = file.streams.video[0]
-                # One thread: an error is then of the packet that was given last.
+                # With one thread, an error is raised for the packet that was given last.
                 stream.codec_context.thread_count = 1
-                # Otherwise some damage is decoded to something without a word.
+                # Otherwise some damage is decoded silently.
                 stream.codec_context.options = {"err_detect": "explode"}
                 for packet in file.demux(stream):
                     yield stream, packet
@@ -127,7 +127,7 @@ class VideoReader:
                     self.damaged.add(frame.pts)
 
     def _is_whole(self, frame: Any, keys: list[int], broken: list[int]) -> bool:
-        """Whether nothing from its last key frame on is broken."""
+        """Return whether no packet from the last key frame to this frame is broken."""
         start = max((key for key in keys if key <= frame.pts), default=None)
         return start is not None and not any(start <= place <= frame.pts for place in broken)
 
@@ -150,7 +150,7 @@ class VideoReader:
 
 
 def read_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
-    """The same items, up to `count` of them made by another thread before they are asked for."""
+    """Yield the same items, up to `count` of which a thread has made ahead of time."""
     end: Any = object()
     with ThreadPoolExecutor(1) as pool:
         waiting = deque(pool.submit(next, items, end) for _ in range(count))
@@ -160,5 +160,5 @@ def read_ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _container(path: Path) -> str | None:
-    """Raw HEVC has nothing at its start that names it."""
+    """Return the format of raw HEVC, which has no header to recognise it by."""
     return "hevc" if path.suffix == ".hevc" else None

@@ -1,4 +1,4 @@
-"""Stretches of a training set: frames in a row, with labels, for training over time."""
+"""Windows of a training set: consecutive frames with labels, for training over time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from recipes.records import digest_of
 from tpuport.errors import UsageError
 
 LABELS = ("plan", "lane_lines", "road_edges", "lead", "desire_state", "pose")
-# Labels that go with another one.
+# Labels that are read together with another one.
 PROBABILITIES = {"lane_lines": "lane_lines_prob", "lead": "lead_prob"}
 IMAGES = ("img", "big_img")
 SEEN, TEACHER = "seen/", "teacher"
@@ -26,11 +26,11 @@ SEEN, TEACHER = "seen/", "teacher"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a window begins.
+    """The start of a window.
 
     Attributes:
-        shard: number of the segment.
-        start: its first frame.
+        shard: Number of the segment.
+        start: First frame of the window.
     """
 
     shard: int
@@ -41,16 +41,16 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     """Windows of equal length, each within one unbroken run.
 
     Args:
-        shards: segments of a training set.
-        length: frames of a window.
-        every: frames from the beginning of one to that of the next.
-        labels: which are given; each has to be in some segment.
-        seen: for each segment a file of `write_seen`, which takes the place of images.
-        teacher: for each segment a file of `teacher.label`.
+        shards: Segments of a training set.
+        length: Frames of a window.
+        every: Frames from the start of one window to that of the next.
+        labels: Names of the labels. Each must be in some segment.
+        seen: A file of `write_seen` for each segment, which replaces its images.
+        teacher: A file of `teacher.label` for each segment.
 
     Raises:
-        UsageError: no run is long enough, or a label is in no segment.
-        CheckpointError: a file is damaged.
+        UsageError: No run is long enough, or a label is in no segment.
+        CheckpointError: A file is damaged.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
                             f"{self.shards[place.shard]} has no {one}, which other segments have."
                             " What to do: prepare all segments alike"
                         )
-                    # What is not valid may be no number, and is not read.
+                    # Labels that are not valid may be NaN.
                     found[one] = np.nan_to_num(file.get_slice(one)[part])
         if self.seen is not None:
             with open_arrays(self.seen[place.shard]) as file:
@@ -119,10 +119,10 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 def teacher_slices(files: Sequence[Path]) -> dict[str, slice]:
-    """Where the heads of teachers' outputs lie: of all files alike.
+    """Return the slices of a teacher's heads, which must be equal in all files.
 
     Raises:
-        UsageError: they are of different models.
+        UsageError: They are of different models.
     """
     tables = [read_outputs(path)[1] for path in files]
     if any(table != tables[0] for table in tables):
@@ -133,19 +133,19 @@ def teacher_slices(files: Sequence[Path]) -> dict[str, slice]:
 def write_seen(
     driver: Driver, model: Sequence[Path], shards: Sequence[Path], out: Path
 ) -> list[Path]:
-    """What the frozen layers before the trained ones make of every frame, computed once.
+    """Compute the outputs of the frozen layers before the trained ones for every frame, once.
 
     Args:
-        driver: its `requires_grad` says what is trained.
-        model: the files that it is of, for provenance.
-        shards: segments of a training set.
-        out: the folder; files there that are of the same model, layers and segment are kept.
+        driver: The driver, whose `requires_grad` tells which layers are trained.
+        model: Files of the driver, for provenance.
+        shards: Segments of a training set.
+        out: Folder to write to. Files there of the same model, layers and segment are kept.
 
     Returns:
-        A file for each segment, values by name, each (t, ...).
+        A file for each segment, with values by name, each (t, ...).
 
     Raises:
-        CheckpointError: a segment is damaged, or the disk is full.
+        CheckpointError: A segment is damaged, or the disk is full.
     """
     graph: Any = driver.graphs[0]
     frontier = graph.frozen_frontier(driver.image_inputs)

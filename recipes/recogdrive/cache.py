@@ -1,7 +1,7 @@
 """The frozen VLM's last hidden states of every scene, on disk for the planner.
 
-Each token is there whole or not at all, so a run that was killed goes on where it was: it computes
-what is not there.
+Each token is written atomically, so that a run that was killed is resumed with the tokens that are
+missing.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from recipes.recogdrive.vlm import ChatModel
 from tpuport.errors import UsageError
 from tpuport.training import initialize
 
-MAX_LENGTH = 2800  # tokens that upstream pads each prompt to
+MAX_LENGTH = 2800  # the length to which upstream pads each prompt
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """How scenes become the model's arguments, all of the same shapes.
+    """A converter of scenes to the model's arguments, all of the same shapes.
 
     Attributes:
-        tokenizer: one of transformers'.
-        tiling: how images become tiles.
-        tokens_per_tile: how many tokens a tile is.
-        max_length: what prompts are padded to on their left.
+        tokenizer: A tokenizer of transformers.
+        tiling: The way images are cut into tiles.
+        tokens_per_tile: Number of tokens per tile.
+        max_length: Length to which prompts are padded on the left.
     """
 
     tokenizer: Any
@@ -48,14 +48,14 @@ class Prompts:
     max_length: int = MAX_LENGTH
 
     def arguments(self, scene: Frame) -> dict[str, np.ndarray]:
-        """The arrays of one scene, without a batch dim.
+        """Return the arrays of one scene, without a batch dim.
 
         Returns:
-            input_ids, segments, position_ids int32 (max_length,), pixel_values float32
-            (tiles, 3, side, side) and image_flags int32 (tiles,), with the tiling's bound of tiles.
+            input_ids, segments, position_ids int32 (max_length,), pixel_values float32 (tiles, 3,
+            side, side) and image_flags int32 (tiles,), padded to the tiling's bound of tiles.
 
         Raises:
-            UsageError: the prompt is longer than `max_length`, or there is no image.
+            UsageError: The prompt is longer than `max_length`, or the image is missing.
         """
         try:
             image = read_image(scene.image)
@@ -81,7 +81,7 @@ class Prompts:
         }
 
     def tokens(self, scene: Frame, num_tiles: int) -> list[int]:
-        """The prompt of a scene in tokens, up to where the model would answer."""
+        """Return the tokens of a scene's prompt, up to the start of the model's answer."""
         image = IMG_START + IMG_CONTEXT * (self.tokens_per_tile * num_tiles) + IMG_END
         text = (
             f"<|im_start|>system\n{SYSTEM_MESSAGE}<|im_end|>\n"
@@ -99,9 +99,9 @@ def last_hidden_states(
     segments: torch.Tensor,
     position_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """What is cached, (rows, length, width) in float32; a row that does not fit is NaN.
+    """Return the states to cache, (rows, length, width) in float32, NaN for rows that do not fit.
 
-    Arguments are those of `ChatModel.hidden_states`.
+    Return the states to cache, (rows, length, width) in float32, NaN where a row does not fit.
     """
     hidden, fits = model.hidden_states(input_ids, pixel_values, image_flags, segments, position_ids)
     return torch.where(fits[:, None, None], hidden.float(), float("nan"))
@@ -118,26 +118,26 @@ def write_cache(
     num_threads: int = 8,
     on_batch: Callable[[int], None] | None = None,
 ) -> int:
-    """Cache the scenes that are not there yet.
+    """Cache the scenes that are not in the cache yet.
 
-    Images are read and tokens written by threads while the model computes.
+    Threads read images and write tokens while the model computes.
 
     Args:
         compute: `last_hidden_states` of a ported model, called with keyword arguments.
-        prompts: how scenes become its arguments.
-        scenes: what to cache.
-        root: the folder of the cache.
-        batch_size: scenes at a time; the last batch is filled up, so there is one program.
+        prompts: Converts scenes to its arguments.
+        scenes: Scenes to cache.
+        root: Folder of the cache.
+        batch_size: Scenes at a time. The last batch is padded, so that there is one program.
         layout: "upstream" or "safetensors".
-        num_threads: that read and write.
-        on_batch: called with how many tokens are written, after each batch.
+        num_threads: Number of threads that read and write.
+        on_batch: Called after each batch with the number of tokens written so far.
 
     Returns:
-        How many were written.
+        The number of tokens that were written.
 
     Raises:
-        UsageError: an image is not there, or a prompt is too long.
-        CheckpointError: a token cannot be written.
+        UsageError: An image is missing, or a prompt is too long.
+        CheckpointError: A token cannot be written.
     """
     todo = missing_scenes(scenes, root, layout)
     done, writing = 0, []
@@ -159,7 +159,7 @@ def write_cache(
 
 
 def missing_scenes(scenes: Sequence[Frame], root: str | Path, layout: Layout) -> list[Frame]:
-    """The scenes that a cache does not have in a layout."""
+    """Return the scenes that a cache lacks in a layout."""
     if not Path(root).is_dir():
         return list(scenes)
     there = {(entry.log, entry.token) for entry in find_entries(root, layout)}
@@ -169,7 +169,7 @@ def missing_scenes(scenes: Sequence[Frame], root: str | Path, layout: Layout) ->
 def _read_ahead(
     pool: ThreadPoolExecutor, prompts: Prompts, scenes: Sequence[Frame], batch_size: int
 ) -> Iterator[tuple[Sequence[Frame], dict[str, torch.Tensor]]]:
-    """Batches and their scenes, the next one being read while one is used."""
+    """Yield batches with their scenes, while the next batch is read."""
     parts = [scenes[i : i + batch_size] for i in range(0, len(scenes), batch_size)]
 
     def begin(part: Sequence[Frame]) -> list[Future[dict[str, np.ndarray]]]:
@@ -194,10 +194,10 @@ def _write(root: str | Path, scene: Frame, hidden: torch.Tensor, layout: Layout)
 
 
 def shard_of(scenes: Sequence[Frame], shard: int, num_shards: int) -> list[Frame]:
-    """The scenes that one of several processes caches, by their order.
+    """Return the scenes that one of several processes caches, by their order.
 
     Raises:
-        UsageError: there is no such process.
+        UsageError: There is no such process.
     """
     if not 0 <= shard < num_shards:
         raise UsageError(f"shard {shard} of {num_shards}: expected one from 0 up to their number")
@@ -205,40 +205,45 @@ def shard_of(scenes: Sequence[Frame], shard: int, num_shards: int) -> list[Frame
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m recipes.recogdrive cache`."""
+    """Add the flags of `python -m recipes.recogdrive cache`."""
     add = parser.add_argument
     add(
         "--model_name_or_path",
         required=True,
-        help="folder of the VLM: `model` in stage 1 output_dir",
+        help="folder of the VLM: `model` in the output_dir of stage 1",
     )
     add("--scenes", required=True, help="JSONL file of scenes (recipes/recogdrive/scenes.py)")
     add("--cache_path", required=True, help="folder of the cache")
     add("--layout", default="upstream", choices=("upstream", "safetensors"))
-    add("--batch_size", type=int, default=8, help="scenes at a time")
-    add("--max_length", type=int, default=MAX_LENGTH, help="tokens that prompts are padded to")
-    add("--max_dynamic_patch", type=int, default=12, help="most tiles, without the thumbnail")
+    add("--batch_size", type=int, default=8, help="scenes per batch")
+    add("--max_length", type=int, default=MAX_LENGTH, help="length to which prompts are padded")
+    add(
+        "--max_dynamic_patch",
+        type=int,
+        default=12,
+        help="maximum number of tiles, without the thumbnail",
+    )
     add("--fp32", action="store_true", help="compute in float32; upstream caches in bfloat16")
-    add("--upstream", help="a checkout of recogdrive whose own model computes")
+    add("--upstream", help="a checkout of recogdrive, to use its own model")
     add("--no_verify", action="store_true", help="do not compare a batch with eager PyTorch")
-    add("--num_shards", type=int, help="processes that share the scenes")
-    add("--shard", type=int, help="which of them this is, from 0; both or neither")
+    add("--num_shards", type=int, help="number of processes that share the scenes")
+    add("--shard", type=int, help="number of this process, from 0; needs --num_shards")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of a command line."""
+    """Parse the flags of a command line."""
     parser = argparse.ArgumentParser("recipes.recogdrive cache", description=__doc__)
     add_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Cache all scenes; run again after a kill, it goes on."""
+    """Cache all scenes, or resume after a kill."""
     run(parse(arguments))
 
 
 def run(options: argparse.Namespace) -> int:
-    """As `main`, with parsed flags; returns how many tokens were written."""
+    """Run `main` with parsed flags, and return the number of tokens written."""
     shard, num_shards = _share(options)
     scenes = shard_of(read_scenes(options.scenes), shard, num_shards)
     check_origin(
@@ -271,7 +276,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(options: argparse.Namespace) -> tuple[int, int]:
-    """Which of how many processes this is: as flags say, or else of the run that it joins."""
+    """Return the number of this process and their count, from flags or the distributed run."""
     if (options.shard is None) != (options.num_shards is None):
         there, missing = ("shard", "num_shards")[:: 1 if options.num_shards is None else -1]
         raise UsageError(
@@ -285,12 +290,12 @@ def _share(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def ported_states(model: ChatModel, *, bf16: bool, verify: bool) -> Callable[..., Any]:
-    """`last_hidden_states` of a frozen model as a program.
+    """Return `last_hidden_states` of a frozen model as a program.
 
     Args:
-        model: in float32, on the CPU.
-        bf16: compute in bfloat16.
-        verify: compare the first batch with eager PyTorch.
+        model: Model in float32, on the CPU.
+        bf16: Whether to compute in bfloat16.
+        verify: Whether to compare the first batch with eager PyTorch.
     """
     frozen = model.eval().requires_grad_(False)
     ported = tpuport.convert(frozen, methods=(last_hidden_states,), verify=verify)

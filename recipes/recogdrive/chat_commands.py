@@ -1,6 +1,6 @@
-"""The commands of the chat model, whose flags are parsed as upstream's are: `--freeze_llm True`.
+"""The commands of the chat model, whose flags are parsed like upstream's: `--freeze_llm True`.
 
-What computes is imported when a command runs, so that help needs no framework.
+Each imports its framework only when it runs, so that help is fast.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import typer
 
 from tpuport.commands._common import errors_as_exit_codes
 
-# All arguments are left to the command's own parser, which also prints its help.
+# The command's own parser gets all arguments, and prints its own help.
 _OWN_PARSER = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,

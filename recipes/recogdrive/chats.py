@@ -1,7 +1,7 @@
-"""Conversations about images: the meta and JSONL files they come in, and their tokens and labels.
+"""Conversations about images: their meta and JSONL files, and their tokens and labels.
 
-The format and the template `internvl2_5` are InternVL's (MIT licence). What is a word that weights
-were trained on (special tokens, the system message) is as it is there.
+The format and the template `internvl2_5` are InternVL's (MIT licence). Words that weights were
+trained on (special tokens, the system message) are unchanged.
 """
 
 import json
@@ -16,18 +16,18 @@ from tpuport.errors import UsageError
 
 IMAGE = "<image>"
 IMG_START, IMG_CONTEXT, IMG_END = "<img>", "<IMG_CONTEXT>", "</img>"
-# Tokens that stage 1 adds to a tokenizer, in this order: their ids follow each other.
+# Tokens that stage 1 adds to a tokenizer. Their order determines their ids.
 ADDED_TOKENS = (
     *(IMG_START, IMG_END, IMG_CONTEXT, "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>"),
     *("<loc>", "</loc>", "<FRONT VIEW>", "<FRONT LEFT VIEW>", "<FRONT RIGHT VIEW>"),
     *("<BACK LEFT VIEW>", "<BACK RIGHT VIEW>", "<BACK VIEW>"),
 )
-# What the template says where a conversation has no system message of its own.
+# The template's message for conversations without a system message.
 SYSTEM_MESSAGE = (
     "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的"  # noqa: RUF001
     "多模态大语言模型。"
 )
-IGNORED = -100  # the label of a token that no loss is computed for
+IGNORED = -100  # the label of a token without a loss
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Source:
     """One data set of a meta file.
 
     Attributes:
-        name: its key there.
-        root: the folder that paths of images begin in.
-        annotation: the JSONL file of its conversations.
-        data_augment: whether its tiles are compressed at random.
-        repeat_time: how often it is there in an epoch; below 1 the part of it that is.
-        max_dynamic_patch: of its images, where it has a bound of its own.
+        name: Its key in the file.
+        root: Folder that image paths are relative to.
+        annotation: JSONL file of its conversations.
+        data_augment: Whether its tiles are compressed at random.
+        repeat_time: Repetitions per epoch; below 1 the fraction that is used.
+        max_dynamic_patch: Maximum number of tiles of its images, if it has its own.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Sample:
     """One line of a JSONL file.
 
     Attributes:
-        turns: who speaks ("system", "human" or "gpt") and what.
-        images: paths, absolute.
-        where: file and line, for messages.
-        source: the data set that it is of.
+        turns: Speaker ("system", "human" or "gpt") and text of each turn.
+        images: Absolute paths of the images.
+        where: File and line, for messages.
+        source: The data set of the sample.
     """
 
     turns: list[tuple[str, str]]
@@ -74,8 +74,8 @@ class Encoded:
 
     Attributes:
         input_ids: int32 (length,).
-        labels: int32 (length,), `IGNORED` for all that the assistant does not say.
-        is_whole: False where a limit of the length cut off the tokens of an image.
+        labels: int32 (length,), `IGNORED` for all tokens that the assistant does not say.
+        is_whole: False if a length limit cut off tokens of an image.
     """
 
     input_ids: np.ndarray
@@ -84,13 +84,13 @@ class Encoded:
 
 
 def read_meta(path: str | Path) -> list[Source]:
-    """The data sets of a meta file.
+    """Read the data sets of a meta file.
 
-    Paths in it that are not absolute are relative to the working directory, as upstream, or else to
-    the file's own folder.
+    Relative paths in it are relative to the working directory, as in upstream, or else to the
+    file's own folder.
 
     Raises:
-        UsageError: the file is not there, is not JSON, or lacks a key.
+        UsageError: The file is missing, is not JSON, or lacks a key.
     """
     path = Path(path)
     found = _json(path.read_text(encoding="utf-8") if path.is_file() else None, str(path))
@@ -123,10 +123,10 @@ def _located(given: str, folder: Path) -> Path:
 
 
 def read_lines(source: Source) -> list[tuple[int, str]]:
-    """The lines of a data set's JSONL file that an epoch has, each with its number from 1.
+    """Return the lines of a data set's JSONL file in an epoch, each with its number from 1.
 
     Raises:
-        UsageError: the file is not there, or `repeat_time` is not a part or a whole number.
+        UsageError: The file is missing, or `repeat_time` is neither below 1 nor an integer.
     """
     if not source.annotation.is_file():
         raise UsageError(
@@ -146,10 +146,10 @@ def read_lines(source: Source) -> list[tuple[int, str]]:
 
 
 def read_sample(line: str, number: int, source: Source) -> Sample:
-    """A sample from its line.
+    """Parse a sample from its line.
 
     Raises:
-        UsageError: it is no JSON, has no conversation, a speaker there is not, or a video.
+        UsageError: It is not JSON, has no conversation or an unknown speaker, or is a video.
     """
     where = f"{source.annotation}:{number}"
     found = _json(line, where)
@@ -171,7 +171,8 @@ def read_sample(line: str, number: int, source: Source) -> Sample:
         )
     if isinstance(images, str):
         images = [images]
-        # Whoever speaks first, as upstream: a system message is given the word, and keeps it.
+        # The first turn gets the word whoever speaks, as in upstream. A system message then keeps
+        # it.
         speaker, text = turns[0]
         turns[0] = (speaker, text if IMAGE in text else f"{IMAGE}\n{text}")
     return Sample(turns, [source.root / image for image in images], where, source)
@@ -189,17 +190,17 @@ def _json(text: str | None, where: str) -> Any:
 def expand_images(
     turns: Sequence[tuple[str, str]], tokens: Sequence[int], where: str = "the conversation"
 ) -> list[tuple[str, str]]:
-    """Turns in which the word for each image is that many tokens, between those for its ends.
+    """Replace the word for each image by its number of tokens, between the tokens for its ends.
 
-    Only what a human says has images; words for more images than there are stay words.
+    Only human turns have images. Words beyond the number of images are kept.
 
     Args:
-        turns: speaker and text.
-        tokens: for each image, in order.
-        where: they come from, for messages.
+        turns: Speaker and text.
+        tokens: Number of tokens of each image, in order.
+        where: Source of the turns, for messages.
 
     Raises:
-        UsageError: there are more images than words for them.
+        UsageError: There are more images than words for them.
     """
     expanded, used = [], 0
     for speaker, text in turns:
@@ -227,20 +228,20 @@ def encode(
     system_message: str | None = SYSTEM_MESSAGE,
     where: str = "the conversation",
 ) -> Encoded:
-    """A conversation in tokens by the template `internvl2_5`, with labels for what is answered.
+    """Tokenize a conversation by the template `internvl2_5`, with labels for the answers.
 
     Labels begin after the words that open an answer, and end with the token that closes it.
 
     Args:
-        turns: speaker and text, with `<image>` for images.
-        tokenizer: one of transformers'.
-        tokens: of each image.
-        max_seq_length: tokens after so many are cut off.
-        system_message: where the conversation has none; None for none.
-        where: it comes from, for messages.
+        turns: Speaker and text, with `<image>` for images.
+        tokenizer: A tokenizer of transformers.
+        tokens: Number of tokens of each image.
+        max_seq_length: Length at which the tokens are cut off.
+        system_message: Message for a conversation that has none; None for no message.
+        where: Source of the conversation, for messages.
 
     Raises:
-        UsageError: images and words for them do not match.
+        UsageError: Images and words for them do not match.
     """
     said = list(turns)
     if said[0][0] == "system":

@@ -1,6 +1,6 @@
 """The commands of the planner; those of the chat model are in `finetune` and `cache`.
 
-What computes is imported when a command runs, so that help needs no framework.
+Each imports its framework only when it runs, so that help is fast.
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ from tpuport.errors import UsageError
 
 
 class Layout(StrEnum):
-    """How a cache lies on disk."""
+    """The layout of a cache on disk."""
 
     UPSTREAM = "upstream"
     SAFETENSORS = "safetensors"
 
 
 class Size(StrEnum):
-    """Sizes of a planner."""
+    """The size of a planner."""
 
     TINY = "tiny"
     SMALL = "small"
@@ -31,7 +31,7 @@ class Size(StrEnum):
 
 
 class Method(StrEnum):
-    """How trajectories are sampled."""
+    """The method by which trajectories are sampled."""
 
     DDIM = "ddim"
     DDPM = "ddpm"
@@ -39,7 +39,7 @@ class Method(StrEnum):
 
 
 class Stage(StrEnum):
-    """Programs of the chat model and of the planner."""
+    """The programs of the chat model and of the planner."""
 
     FINETUNE = "finetune"
     CACHE = "cache"
@@ -50,47 +50,47 @@ class Stage(StrEnum):
 
 
 class Reward(StrEnum):
-    """What scores a trajectory."""
+    """The reward of a trajectory."""
 
     SIMPLE = "simple"
     PDM = "pdm"
 
 
-Cache = Annotated[Path, typer.Argument(help="A cache of hidden states, of either layout.")]
+Cache = Annotated[Path, typer.Argument(help="Cache of hidden states, in either layout.")]
 Out = Annotated[
-    Path, typer.Option("--out", "-o", help="The run's folder; started again, it goes on.")
+    Path, typer.Option("--out", "-o", help="Folder of the run; resumed if it was begun.")
 ]
-Checkpoint = Annotated[Path, typer.Option(help="A planner of `train`, or upstream's checkpoint.")]
+Checkpoint = Annotated[Path, typer.Option(help="Planner of `train`, or a checkpoint of upstream.")]
 Upstream = Annotated[
-    Path | None, typer.Option(help="A checkout of recogdrive: its own planner, untouched.")
+    Path | None, typer.Option(help="Checkout of recogdrive, to use its own planner.")
 ]
-Logs = Annotated[list[str] | None, typer.Option("--log", help="A drive to take. Repeatable.")]
+Logs = Annotated[list[str] | None, typer.Option("--log", help="Drive to use; repeatable.")]
 ValLogs = Annotated[
-    list[str] | None, typer.Option("--val-log", help="A drive to validate on. Repeatable.")
+    list[str] | None, typer.Option("--val-log", help="Drive to validate on; repeatable.")
 ]
-ValSamples = Annotated[int, typer.Option(help="Samples of a validation, evenly spaced; 0: all.")]
+ValSamples = Annotated[int, typer.Option(help="Samples per validation, evenly spaced; 0 for all.")]
 ValidateFirst = Annotated[
-    bool, typer.Option("--validate-first", help="Validate before the first step, too.")
+    bool, typer.Option("--validate-first", help="Also validate before the first step.")
 ]
-BatchSize = Annotated[int, typer.Option(help="Samples of all devices together.")]
-Lr = Annotated[float, typer.Option("--lr", help="The highest learning rate.")]
-MinLr = Annotated[float, typer.Option(help="The last learning rate.")]
-Warmup = Annotated[int, typer.Option(help="Epochs in which the rate rises.")]
-Ema = Annotated[float, typer.Option(help="Decay of averaged weights; 0 for none.")]
+BatchSize = Annotated[int, typer.Option(help="Samples per step, over all devices.")]
+Lr = Annotated[float, typer.Option("--lr", help="Highest learning rate.")]
+MinLr = Annotated[float, typer.Option(help="Final learning rate.")]
+Warmup = Annotated[int, typer.Option(help="Epochs of learning rate warmup.")]
+Ema = Annotated[float, typer.Option(help="Decay of the averaged weights; 0 for no average.")]
 Mesh = Annotated[str | None, typer.Option(metavar="AXES", help="Devices by axis, such as fsdp=8.")]
 Plots = Annotated[bool, typer.Option("--plots", help="Draw trajectories at each evaluation.")]
 Workers = Annotated[int, typer.Option(help="Processes that read the cache.")]
 
 
 def make_data(
-    out: Annotated[Path, typer.Argument(help="The folder of the cache.")],
-    count: Annotated[int, typer.Option(help="Samples.")] = 32,
-    tokens: Annotated[int, typer.Option(help="Of the hidden states; real caches have 2800.")] = 16,
-    width: Annotated[int, typer.Option(help="Of the hidden states; real: 1536 or 3584.")] = 64,
-    layout: Annotated[Layout, typer.Option(help="How the cache lies on disk.")] = Layout.UPSTREAM,
-    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    out: Annotated[Path, typer.Argument(help="Folder to write the cache to.")],
+    count: Annotated[int, typer.Option(help="Number of samples.")] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens per sample; real caches have 2800.")] = 16,
+    width: Annotated[int, typer.Option(help="Width of the states; real: 1536 or 3584.")] = 64,
+    layout: Annotated[Layout, typer.Option(help="Layout of the cache on disk.")] = Layout.UPSTREAM,
+    seed: Annotated[int, typer.Option(help="Random seed of all data.")] = 0,
     chats: Annotated[
-        Path | None, typer.Option(help="A folder for conversations, scenes and a tiny chat model.")
+        Path | None, typer.Option(help="Folder for conversations, scenes and a tiny chat model.")
     ] = None,
 ) -> None:
     """Write a small cache of hidden states whose trajectories can be learned."""
@@ -110,32 +110,34 @@ def make_data(
 def train(
     cache: Cache,
     out: Out,
-    size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
-    sampling_method: Annotated[Method, typer.Option(help="How to sample.")] = Method.DDIM,
-    init: Annotated[Path | None, typer.Option(help="Weights to begin with.")] = None,
-    epochs: Annotated[int, typer.Option(help="Of training and of its schedule.")] = 200,
-    steps: Annotated[int | None, typer.Option(help="At most.")] = None,
+    size: Annotated[Size, typer.Option(help="Planner size.")] = Size.SMALL,
+    sampling_method: Annotated[Method, typer.Option(help="Sampling method.")] = Method.DDIM,
+    init: Annotated[Path | None, typer.Option(help="Initial weights.")] = None,
+    epochs: Annotated[int, typer.Option(help="Epochs of training and of its schedule.")] = 200,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
     batch_size: BatchSize = 16,
     lr: Lr = 1e-4,
     min_lr: MinLr = 1e-6,
     warmup_epochs: Warmup = 3,
     ema: Ema = 0.999,
-    accumulate: Annotated[int, typer.Option(help="Parts of a batch.")] = 1,
-    precision: Annotated[Precision, typer.Option(help="Computed in.")] = Precision.FLOAT32,
+    accumulate: Annotated[int, typer.Option(help="Microbatches per step.")] = 1,
+    precision: Annotated[
+        Precision, typer.Option(help="Precision of the computation.")
+    ] = Precision.FLOAT32,
     mesh: Mesh = None,
     logs: Logs = None,
     val_logs: ValLogs = None,
     val_samples: ValSamples = 256,
     validate_first: ValidateFirst = False,
     workers: Workers = 0,
-    save_every: Annotated[int, typer.Option(help="Steps.")] = 500,
-    evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 500,
-    log_every: Annotated[int, typer.Option(help="Steps.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of weights, order and noise.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between validations.")] = 500,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
+    seed: Annotated[int, typer.Option(help="Random seed of weights, data order and noise.")] = 0,
     plots: Plots = False,
     upstream: Upstream = None,
 ) -> None:
-    """Stage 2: train the planner to drive as the drives of a cache do."""
+    """Train the planner on the drives of a cache (stage 2)."""
     with errors_as_exit_codes("train"):
         from recipes.recogdrive import train as stage
 
@@ -170,31 +172,35 @@ def grpo(
     cache: Cache,
     out: Out,
     checkpoint: Checkpoint,
-    reward: Annotated[Reward, typer.Option(help="What scores.")] = Reward.SIMPLE,
-    metric_cache: Annotated[Path | None, typer.Option(help="For pdm, of navsim.")] = None,
-    samples: Annotated[int, typer.Option(help="Trajectories of each scene.")] = 8,
+    reward: Annotated[Reward, typer.Option(help="Reward of a trajectory.")] = Reward.SIMPLE,
+    metric_cache: Annotated[
+        Path | None, typer.Option(help="Metric cache of navsim, for pdm.")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Trajectories per scene.")] = 8,
     bc: Annotated[float, typer.Option(help="Weight of behaviour cloning.")] = 0.1,
-    gamma: Annotated[float, typer.Option(help="Discount by step of sampling.")] = 0.6,
-    epochs: Annotated[int, typer.Option(help="Of training and of its schedule.")] = 10,
-    steps: Annotated[int | None, typer.Option(help="At most.")] = None,
+    gamma: Annotated[float, typer.Option(help="Discount per sampling step.")] = 0.6,
+    epochs: Annotated[int, typer.Option(help="Epochs of training and of its schedule.")] = 10,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps.")] = None,
     batch_size: BatchSize = 8,
     lr: Lr = 1e-4,
-    accumulate: Annotated[int, typer.Option(help="Parts of a batch.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Microbatches per step.")] = 1,
     mesh: Mesh = None,
     logs: Logs = None,
     val_logs: ValLogs = None,
     val_samples: ValSamples = 256,
     validate_first: ValidateFirst = False,
     workers: Workers = 0,
-    reward_workers: Annotated[int | None, typer.Option(help="Processes that score.")] = None,
-    save_every: Annotated[int, typer.Option(help="Steps.")] = 100,
-    evaluate_every: Annotated[int, typer.Option(help="Steps.")] = 100,
-    log_every: Annotated[int, typer.Option(help="Steps.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of order and noise.")] = 0,
+    reward_workers: Annotated[
+        int | None, typer.Option(help="Processes that compute rewards.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between validations.")] = 100,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.")] = 10,
+    seed: Annotated[int, typer.Option(help="Random seed of data order and noise.")] = 0,
     plots: Plots = False,
     upstream: Upstream = None,
 ) -> None:
-    """Stage 3: reinforce the planner by rewards of its own trajectories."""
+    """Reinforce the planner by rewards of its own trajectories (stage 3)."""
     with errors_as_exit_codes("grpo"):
         from recipes.recogdrive import grpo as stage
 
@@ -226,11 +232,11 @@ def grpo(
 
 def sample(
     cache: Cache,
-    out: Annotated[Path, typer.Option("--out", "-o", help="A .json file.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Name of the .json file to write.")],
     checkpoint: Checkpoint,
     batch_size: BatchSize = 16,
     logs: Logs = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture of the first scenes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of the first scenes to write.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare with eager PyTorch.")] = True,
     upstream: Upstream = None,
 ) -> None:
@@ -252,22 +258,22 @@ def sample(
 
 
 def compile_(
-    stages: Annotated[list[Stage] | None, typer.Argument(help="Which; all by default.")] = None,
-    size: Annotated[Size, typer.Option(help="Of the planner.")] = Size.SMALL,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="A slice.")] = "v6e-4",
+    stages: Annotated[list[Stage] | None, typer.Argument(help="Programs [default: all].")] = None,
+    size: Annotated[Size, typer.Option(help="Planner size.")] = Size.SMALL,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-4",
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Rows (finetune) or scenes of all chips together"
-            " [default: a row or 8 scenes (cache) a chip, else 64 scenes]."
+            help="Rows (finetune) or scenes, over all chips"
+            " [default: a row or 8 scenes (cache) per chip, else 64 scenes]."
         ),
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick/--full", help="Let libtpu optimise less, or take its time."),
+        typer.Option("--quick/--full", help="Let libtpu optimise less or fully."),
     ] = True,
 ) -> None:
-    """Compile the programs of all stages for a TPU that need not be there, from shapes alone."""
+    """Compile the programs of all stages from shapes alone, for a TPU that need not be attached."""
     with errors_as_exit_codes("compile"):
         from recipes.recogdrive.compile import compile_stage
 
@@ -276,7 +282,7 @@ def compile_(
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:
-    """Sizes by axis of `fsdp=4,tensor=2`."""
+    """Parse mesh axis sizes such as `fsdp=4,tensor=2`."""
     if text is None:
         return None
     parts = [part.partition("=") for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""Each stage at full size for a TPU that need not be there, from shapes alone."""
+"""Compilation of each stage at full size from shapes alone, without a TPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,19 +18,19 @@ from tpuport.errors import UsageError
 from tpuport.model.ported import PortedModel
 from tpuport.program.report import CompileReport
 
-STATE_TOKENS = 2800  # what upstream pads a prompt to
-SCENES = 64  # of all chips together
+STATE_TOKENS = 2800  # the length to which upstream pads a prompt
+SCENES = 64  # over all chips
 SAMPLES = GrpoOptions().samples
 IMITATION = TrainOptions(precision="bf16")
 REINFORCEMENT = replace(GrpoOptions().train, precision="bf16")
-# Only the learning rate depends on it.
+# Only the learning rate schedule depends on it.
 STEPS_PER_EPOCH = 1000
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def scene_shapes(size: str, batch: int) -> Shapes:
-    """A batch of a cache at full size."""
+    """Return the shapes of a batch of a cache at full size."""
     width = SIZES[size].state_width
     shapes = {
         "last_hidden_state": (batch, STATE_TOKENS, width),
@@ -43,7 +43,7 @@ def scene_shapes(size: str, batch: int) -> Shapes:
 
 
 def chain_shapes(batch: int, samples: int = SAMPLES) -> Shapes:
-    """What reinforcement gives its loss besides."""
+    """Return the shapes of the further inputs of the reinforcement loss."""
     shapes = {
         "chains": (batch, samples, NUM_STEPS + 1, HORIZON, ACTION_DIM),
         "reference_chains": (batch, 1, NUM_STEPS + 1, HORIZON, ACTION_DIM),
@@ -69,7 +69,7 @@ def _compiled(ported: Any, topology: str, inputs: tuple[Any, ...], **named: Any)
 def compile_train(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """A step of stage 2, spread over the chips by its samples."""
+    """Compile a step of stage 2, its samples sharded over the chips."""
     step = make_step(_ported(size, IMITATION), OURS.loss, IMITATION, STEPS_PER_EPOCH)
     return _compiled(step, topology, (scene_shapes(size, batch or SCENES),), **how)
 
@@ -77,7 +77,7 @@ def compile_train(
 def compile_sample(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """Sampling of trajectories."""
+    """Compile the sampling of trajectories."""
     ported, method = _ported(size, IMITATION), OURS.sample.__name__
     return _compiled(ported, topology, (scene_shapes(size, batch or SCENES),), method=method, **how)
 
@@ -85,7 +85,7 @@ def compile_sample(
 def compile_chains(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """Sampling of eight chains a scene, the first program of stage 3."""
+    """Compile the sampling of eight chains per scene, the first program of stage 3."""
     ported, method = _ported(size, REINFORCEMENT), OURS.chains.__name__
     inputs = (scene_shapes(size, batch or SCENES), SAMPLES)
     return _compiled(ported, topology, inputs, method=method, **how)
@@ -94,7 +94,7 @@ def compile_chains(
 def compile_grpo(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """The step of stage 3, its second program."""
+    """Compile the step of stage 3, its second program."""
     step = make_step(_ported(size, REINFORCEMENT), OURS.reinforced, REINFORCEMENT, STEPS_PER_EPOCH)
     inputs = ({**scene_shapes(size, batch or SCENES), **chain_shapes(batch or SCENES)},)
     return _compiled(step, topology, inputs, **how)
@@ -119,19 +119,19 @@ def compile_stage(
     quick: bool = True,
     kernel_times: bool = True,
 ) -> CompileReport:
-    """Compile one program of the recipe, in bfloat16; weights that are trained are in float32.
+    """Compile one program of the recipe in bfloat16, with trained weights in float32.
 
     Args:
         stage: "finetune", "cache", "train", "sample", "chains" or "grpo".
-        size: "small", "large" or "tiny", of the planner; the chat model is the one beside it.
-        topology: such as "v6e-4".
-        batch: rows (finetune) or scenes of all chips together; by default one row or eight scenes
-            (cache) a chip, and else 64 scenes.
-        quick: as for `tpuport.compile_for`; without it libtpu takes many minutes for a step.
-        kernel_times: as there; without it no step's time is estimated.
+        size: Size of the planner: "small", "large" or "tiny". It determines that of the chat model.
+        topology: TPU slice, such as "v6e-4".
+        batch: Rows (finetune) or scenes over all chips; by default one row or eight scenes (cache)
+            per chip, and 64 scenes for the others.
+        quick: See `tpuport.compile_for`; without it libtpu takes many minutes for a step.
+        kernel_times: See `tpuport.compile_for`; without it no step time is estimated.
 
     Raises:
-        UsageError: there is no such stage or size.
+        UsageError: There is no such stage or size.
         MissingExtraError: libtpu is not installed.
     """
     for name, given, known in (("stage", stage, STAGES), ("size", size, BESIDE)):

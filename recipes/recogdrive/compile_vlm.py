@@ -1,4 +1,4 @@
-"""The chat model's programs at full size for a TPU that need not be there, from shapes alone."""
+"""Compilation of the chat model's programs at full size from shapes alone, without a TPU."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from recipes.recogdrive.vlm import ChatModel, make_config, make_vlm
 from tpuport.program.report import CompileReport
 from tpuport.sharding import make_mesh
 
-# The chat model beside a planner, by the planner's size.
+# The chat model that goes with a planner, by the planner's size.
 BESIDE = {"tiny": "tiny", "small": "internvl3-2b", "large": "internvl3-8b"}
-SCENES = 8  # of a chip at a time, while hidden states are cached
-# Only the learning rate depends on it.
+SCENES = 8  # per chip and batch, when hidden states are cached
+# Only the learning rate schedule depends on it.
 STEPS = 1000
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 def row_shapes(rows: int, bucket: Bucket, side: int) -> Shapes:
-    """A batch of rows of samples, as `packing.fill_batch` gives it."""
+    """Return the shapes of a batch of rows of samples, as `packing.fill_batch` makes it."""
     tokens, tiles = (rows, bucket.length), (rows, bucket.tiles)
     numbers = dict.fromkeys(("input_ids", "labels", "segments", "position_ids"), (tokens, "int32"))
     shapes: dict[str, Any] = {
@@ -45,13 +45,13 @@ def _model(size: str) -> tuple[ChatModel, Any]:
 def compile_finetune(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """A step of stage 1 with the flags' defaults: rows of 12288 tokens, weights spread over all.
+    """Compile a step of stage 1 with default flags: rows of 12288 tokens, weights sharded.
 
     Args:
-        size: of the planner that the model is beside.
-        topology: a slice.
-        batch: rows of all chips together; one a chip if left out.
-        **how: further arguments of `tpuport.compile_for`.
+        size: Size of the planner that the model goes with.
+        topology: TPU slice.
+        batch: Rows over all chips; by default one per chip.
+        **how: Further arguments of `tpuport.compile_for`.
     """
     options = FinetuneOptions("", "", "")
     model, config = _model(size)
@@ -68,13 +68,13 @@ def compile_finetune(
 def compile_cache(
     size: str = "small", topology: str = "v6e-4", batch: int | None = None, **how: Any
 ) -> CompileReport:
-    """The hidden states of a batch of scenes, in bfloat16, spread over the chips by scenes.
+    """Compile the hidden states of a batch of scenes in bfloat16, scenes sharded over the chips.
 
     Args:
-        size: of the planner that the model is beside.
-        topology: a slice.
-        batch: scenes of all chips together; eight a chip if left out.
-        **how: further arguments of `tpuport.compile_for`.
+        size: Size of the planner that the model goes with.
+        topology: TPU slice.
+        batch: Scenes over all chips; by default eight per chip.
+        **how: Further arguments of `tpuport.compile_for`.
     """
     model, config = _model(size)
     tiles = tiling_of(FinetuneOptions("", "", "", max_dynamic_patch=12)).bound

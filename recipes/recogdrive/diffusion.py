@@ -1,7 +1,7 @@
-"""Noise schedules, the training loss and the samplers of the planner: ddim, ddpm and flow matching.
+"""Noise schedules, the training loss and the samplers of the planner: ddim, ddpm, flow matching.
 
-Each computes what upstream's planner does, its buffers by the same names and to the bit. The
-random numbers may be given, so that two implementations can be compared.
+Each computes the same as upstream's planner to the bit, with the same buffer names. Random numbers
+may be given as arguments, so that two implementations can be compared.
 """
 
 import abc
@@ -21,13 +21,13 @@ SAMPLERS = ("ddim", "ddpm", "flow")
 NUM_TRAIN_TIMES = 100
 NUM_STEPS = 5
 HORIZON, ACTION_DIM = 8, 3
-# Flow matching draws times from Beta(1.5, 1), and cuts them into so many buckets.
+# Flow matching draws times from Beta(1.5, 1), and cuts them into this number of buckets.
 FLOW_ALPHA, FLOW_SCALE, FLOW_BUCKETS = 1.5, 0.999, 1000
-# What a pose is normalised by: its smallest value (m, m, rad) and the range above that.
+# Normalization of a pose: its smallest value (m, m, rad) and the range above that.
 LOWEST, RANGE = (-1.57, -19.68, -1.67), (66.74, 42.0, 3.53)
 
-# Smallest standard deviations of a sampling step, and where its noise is cut off. Evaluation keeps
-# close to the mean, reinforcement explores, and its likelihoods are those of wider steps.
+# Smallest standard deviations of a sampling step, and where its noise is clamped. Evaluation stays
+# close to the mean, reinforcement explores, and its likelihoods assume wider steps.
 EVAL_MIN_STD, EVAL_NOISE_CLIP = 1e-4, 1.0
 DDPM_EVAL_MIN_STD = 1e-3
 CHAIN_MIN_STD, CHAIN_NOISE_CLIP = 0.04, 5.0
@@ -36,13 +36,13 @@ MIN_SIGMA, MIN_VARIANCE = 1e-10, 1e-20
 
 
 class Context(NamedTuple):
-    """What a trajectory is predicted from, encoded to the planner's width D.
+    """The inputs from which a trajectory is predicted, encoded to the planner's width D.
 
     Attributes:
-        states: (B, tokens, D), of the chat model; or fewer, where each scene has several samples
-            in a row.
+        states: (B, tokens, D), of the chat model. There are fewer rows if each scene has several
+            consecutive samples.
         history: (B, 8, D), the same for each pose of the trajectory.
-        ego: (B, D), command, velocity and acceleration.
+        ego: (B, D), from command, velocity and acceleration.
     """
 
     states: torch.Tensor
@@ -50,13 +50,13 @@ class Context(NamedTuple):
     ego: torch.Tensor
 
     def repeated(self, count: int) -> "Context":
-        """Each sample `count` times in a row; the states, which are large, stay as they are."""
+        """Repeat each sample `count` times in a row, except for the states, which are large."""
         history, ego = (p.repeat_interleave(count, 0) for p in (self.history, self.ego))
         return Context(self.states, history, ego)
 
 
 def normalise(trajectory: torch.Tensor) -> torch.Tensor:
-    """Poses (..., 3) in metres and radians to about [-1, 1]."""
+    """Normalise poses (..., 3) in metres and radians to about [-1, 1]."""
     return torch.cat(
         [2 * (trajectory[..., i : i + 1] - LOWEST[i]) / RANGE[i] - 1 for i in range(ACTION_DIM)],
         dim=-1,
@@ -64,7 +64,7 @@ def normalise(trajectory: torch.Tensor) -> torch.Tensor:
 
 
 def denormalise(action: torch.Tensor) -> torch.Tensor:
-    """The inverse of `normalise`."""
+    """Invert `normalise`."""
     return torch.cat(
         [(action[..., i : i + 1] + 1) / 2 * RANGE[i] + LOWEST[i] for i in range(ACTION_DIM)],
         dim=-1,
@@ -72,9 +72,9 @@ def denormalise(action: torch.Tensor) -> torch.Tensor:
 
 
 def cosine_betas(count: int, offset: float = 0.008) -> torch.Tensor:
-    """The cosine schedule of Nichol & Dhariwal 2021 (arXiv:2102.09672), over `count` + 1 points.
+    """Return the cosine schedule of Nichol & Dhariwal 2021 (arXiv:2102.09672).
 
-    As upstream has it the points reach one step beyond the end.
+    It uses `count` + 1 points, which reach one step beyond the end as in upstream.
     """
     points = np.linspace(0, count + 1, count + 1) / (count + 1)
     kept = np.cos((points + offset) / (1 + offset) * np.pi * 0.5) ** 2
@@ -83,7 +83,7 @@ def cosine_betas(count: int, offset: float = 0.008) -> torch.Tensor:
 
 
 def ddpm_buffers(count: int = NUM_TRAIN_TIMES) -> dict[str, torch.Tensor]:
-    """Upstream's buffers of the forward process and of ddpm's posterior, each (count,)."""
+    """Return upstream's buffers of the forward process and of ddpm's posterior, each (count,)."""
     betas = cosine_betas(count)
     alphas = 1.0 - betas
     kept = torch.cumprod(alphas, dim=0)
@@ -107,7 +107,7 @@ def ddpm_buffers(count: int = NUM_TRAIN_TIMES) -> dict[str, torch.Tensor]:
 
 
 def ddim_buffers(kept: torch.Tensor, steps: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-    """Upstream's buffers of ddim, in the order of sampling, each (steps,)."""
+    """Return upstream's buffers of ddim, in the order of sampling, each (steps,)."""
     times = torch.arange(steps) * (len(kept) // steps)
     alphas = kept[times]
     before = torch.cat([torch.ones(1), kept[times[:-1]]])
@@ -124,7 +124,10 @@ def ddim_buffers(kept: torch.Tensor, steps: int = NUM_STEPS) -> dict[str, torch.
 
 
 class FixedEta(nn.Module):
-    """How much noise ddim adds, as a frozen parameter: the inverse of a tanh that is 1, so inf."""
+    """The amount of noise in ddim, as a frozen parameter.
+
+    The parameter is the inverse of a tanh that is 1, so inf.
+    """
 
     def __init__(self, base: float = 1.0, lowest: float = 0.1, highest: float = 1.0) -> None:
         super().__init__()
@@ -133,7 +136,7 @@ class FixedEta(nn.Module):
         self.lowest, self.highest = lowest, highest
 
     def forward(self) -> torch.Tensor:
-        """Eta, (1,)."""
+        """Return eta, (1,)."""
         share = 0.5 * (torch.tanh(self.eta_logit) + 1)
         return share * (self.highest - self.lowest) + self.lowest
 
@@ -143,10 +146,10 @@ class Diffusion(nn.Module, abc.ABC):
 
     Args:
         sampler: "ddim" and "ddpm" predict the noise, "flow" the velocity.
-        steps: of sampling.
+        steps: Sampling steps.
 
     Raises:
-        UsageError: there is no such sampler.
+        UsageError: There is no such sampler.
     """
 
     def __init__(self, sampler: Sampler = "ddim", steps: int = NUM_STEPS) -> None:
@@ -167,14 +170,14 @@ class Diffusion(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def encode(self, states: torch.Tensor, history: torch.Tensor, status: torch.Tensor) -> Context:
-        """What `predict` takes of a scene, see `loss`."""
+        """Encode a scene for `predict`, see `loss`."""
 
     @abc.abstractmethod
     def predict(self, x: torch.Tensor, times: torch.Tensor, context: Context) -> torch.Tensor:
-        """Noise or velocity (B, 8, 3) in noisy actions (B, 8, 3) at whole times (B,)."""
+        """Predict noise or velocity (B, 8, 3) of noisy actions (B, 8, 3) at integer times (B,)."""
 
     def _at(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        """A buffer's values at indices (B,), as (B, 1, 1)."""
+        """Return a buffer's values at indices (B,), as (B, 1, 1)."""
         return getattr(self, name).gather(-1, index)[:, None, None]
 
     # -- training ----------------------------------------------------------------------------------
@@ -188,15 +191,15 @@ class Diffusion(nn.Module, abc.ABC):
         noise: torch.Tensor | None = None,
         times: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mean squared error of each sample, (B,).
+        """Return the mean squared error of each sample, (B,).
 
         Args:
             states: (B, tokens, width), the chat model's last hidden states.
             history: (B, 12), the last four poses.
             status: (B, 8), command, velocity and acceleration.
             trajectory: (B, 8, 3), the poses to predict, in metres and radians.
-            noise: (B, 8, 3); drawn if left out.
-            times: (B,), whole ones below 100, for flow real ones in [0, 1]; drawn if left out.
+            noise: (B, 8, 3); drawn by default.
+            times: (B,), integers below 100, or for flow floats in [0, 1]; drawn by default.
         """
         context = self.encode(states, history, status)
         action = normalise(trajectory)
@@ -214,7 +217,7 @@ class Diffusion(nn.Module, abc.ABC):
         return error.mean((1, 2))
 
     def draw_times(self, action: torch.Tensor) -> torch.Tensor:
-        """Times to train at, (B,)."""
+        """Draw times to train at, (B,)."""
         batch = action.shape[0]
         if self.sampler != "flow":
             return torch.randint(0, NUM_TRAIN_TIMES, (batch,), device=action.device)
@@ -232,14 +235,14 @@ class Diffusion(nn.Module, abc.ABC):
         context: Context,
         deterministic: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One step back: its mean (B, 8, 3), log variance (B, 1, 1) and the clean action (B, 8, 3).
+        """Take one step back: mean (B, 8, 3), log variance (B, 1, 1) and clean action (B, 8, 3).
 
         Args:
             x: (B, 8, 3), the noisy actions.
-            times: (B,), which of the 100.
-            index: (B,), which step of sampling, from 0; ddpm does not read it.
-            context: of the scene.
-            deterministic: for ddim without noise.
+            times: (B,), indices of the 100 training times.
+            index: (B,), indices of the sampling steps, from 0; ddpm does not use it.
+            context: Encoded scene.
+            deterministic: Whether ddim adds no noise.
         """
         noise = self.predict(x, times, context)
         if self.sampler == "ddpm":
@@ -260,7 +263,7 @@ class Diffusion(nn.Module, abc.ABC):
         return before**0.5 * clean + direction, (sigma**2 + MIN_VARIANCE).log(), clean
 
     def sampling_times(self) -> list[int]:
-        """The times that sampling goes through."""
+        """Return the times that sampling goes through."""
         if self.sampler == "flow":
             return [int(step / self.steps * FLOW_BUCKETS) for step in range(self.steps)]
         stride = NUM_TRAIN_TIMES // self.steps
@@ -277,15 +280,15 @@ class Diffusion(nn.Module, abc.ABC):
         noise: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> torch.Tensor:
-        """Trajectories (B, 8, 3) in metres and radians.
+        """Sample trajectories (B, 8, 3) in metres and radians.
 
         Args:
             states: (B, tokens, width).
             history: (B, 12).
             status: (B, 8).
-            init: (B, 8, 3), where to begin; noise if left out.
-            noise: (steps, B, 8, 3), of the steps; drawn if left out.
-            deterministic: for ddim without noise.
+            init: (B, 8, 3), the start; noise by default.
+            noise: (steps, B, 8, 3), of the steps; drawn by default.
+            deterministic: Whether ddim adds no noise.
         """
         context = self.encode(states, history, status)
         x = self._begin(context.ego, init)
@@ -298,7 +301,7 @@ class Diffusion(nn.Module, abc.ABC):
             mean, logvar, _ = self.p_mean_variance(x, times, indices, context, deterministic)
             std = self._eval_std(logvar, time, deterministic)
             drawn = torch.randn_like(x) if noise is None else noise[index]
-            if self.sampler == "ddim":  # upstream cuts ddpm's off after reinforcement only
+            if self.sampler == "ddim":  # upstream clamps ddpm's only after reinforcement
                 drawn = drawn.clamp(-EVAL_NOISE_CLIP, EVAL_NOISE_CLIP)
             x = mean + std * drawn
         return denormalise(x.clamp(-1.0, 1.0))
@@ -326,19 +329,19 @@ class Diffusion(nn.Module, abc.ABC):
         init: torch.Tensor | None = None,
         noise: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All steps of ddim that explores: chains (B * count, steps + 1, 8, 3), and trajectories.
+        """Sample with exploring ddim and return all steps: chains (B * count, steps + 1, 8, 3).
 
         Args:
             states: (B, tokens, width).
             history: (B, 12).
             status: (B, 8).
-            count: how many for each scene, in a row; the scene is encoded once.
-            init: (B * count, 8, 3); drawn if left out.
-            noise: (steps, B * count, 8, 3); drawn if left out.
+            count: Consecutive samples per scene. The scene is encoded once.
+            init: (B * count, 8, 3); drawn by default.
+            noise: (steps, B * count, 8, 3); drawn by default.
 
         Returns:
             The chains in normalised actions, and their ends (B * count, 8, 3) in metres and
-            radians; no gradient goes through either.
+            radians; both are detached.
         """
         context = self.encode(states, history, status).repeated(count)
         x = self._begin(context.ego, init)
@@ -360,7 +363,7 @@ class Diffusion(nn.Module, abc.ABC):
         status: torch.Tensor,
         chains: torch.Tensor,
     ) -> torch.Tensor:
-        """The log probability of each number of each step, (B * count, steps, 8, 3).
+        """Return the log probability of each element of each step, (B * count, steps, 8, 3).
 
         Args:
             states: (B, tokens, width).

@@ -1,4 +1,4 @@
-"""Stage 1: the VLM is fine-tuned on conversations about driving."""
+"""Stage 1: fine-tuning of the VLM on conversations about driving."""
 
 import contextlib
 import sys
@@ -35,11 +35,11 @@ from tpuport.training import (
     make_train_step,
 )
 
-RECORD = "run.json"  # in the run's folder: which batches it is of
+RECORD = "run.json"  # in the run's folder: identifies its batches
 
 
 def tiling_of(options: FinetuneOptions) -> Tiling:
-    """How images become tiles by the flags."""
+    """Return the tiling of images that the flags ask for."""
     return Tiling(
         options.force_image_size,
         options.min_dynamic_patch,
@@ -54,16 +54,16 @@ def tiling_of(options: FinetuneOptions) -> Tiling:
 def plan_batches(
     options: FinetuneOptions, tokenizer: Any, tokens_per_tile: int, num_rows: int
 ) -> PlannedChats:
-    """All batches of the run.
+    """Plan all batches of the run.
 
     Args:
-        options: the flags.
-        tokenizer: one of transformers'.
-        tokens_per_tile: how many tokens a tile is.
-        num_rows: of a batch, over all devices and accumulated parts.
+        options: The flags.
+        tokenizer: A tokenizer of transformers.
+        tokens_per_tile: Number of tokens per tile.
+        num_rows: Rows of a batch, over all devices and accumulated parts.
 
     Raises:
-        UsageError: the data is not of its format, or does not fit.
+        UsageError: The data has another format, or does not fit.
     """
     data = ChatData(
         options.meta_path, tokenizer, tiling_of(options), tokens_per_tile, options.max_seq_length
@@ -85,9 +85,9 @@ def plan_batches(
 
 
 def make_optimizer(model: torch.nn.Module, options: FinetuneOptions) -> torch.optim.AdamW:
-    """torch's AdamW over what is trained: biases and norms without decay.
+    """Return torch's AdamW over the trained parameters, without decay for biases and norms.
 
-    Norms go by their class, as a name such as `mlp1.0` of a Sequential says nothing.
+    Norms are recognised by their class, since a name such as `mlp1.0` in a Sequential says nothing.
     """
     norms = {
         id(parameter)
@@ -115,7 +115,7 @@ def make_optimizer(model: torch.nn.Module, options: FinetuneOptions) -> torch.op
 def make_schedule(
     optimizer: torch.optim.Optimizer, options: FinetuneOptions, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """transformers' schedule of that name, with its warm-up."""
+    """Return transformers' learning rate schedule of the given name, with its warmup."""
     from transformers import get_scheduler
 
     warmup = -int(-steps * options.warmup_ratio // 1)
@@ -123,17 +123,17 @@ def make_schedule(
 
 
 def chat_loss(model: ChatModel, batch: dict[str, torch.Tensor]) -> Any:
-    """The loss of a batch, and its metrics."""
+    """Return the loss of a batch, and its metrics."""
     return model(**batch)
 
 
 def make_step(model: ChatModel, options: FinetuneOptions, steps: int) -> TrainStep:
-    """The training step of a model, as the flags say.
+    """Return the training step of a model, as the flags say.
 
     Args:
-        model: on the CPU, in float32; what is frozen by flags is frozen here.
-        options: the flags.
-        steps: of the whole run, for the schedule.
+        model: Model on the CPU, in float32. Parts are frozen here if flags say so.
+        options: The flags.
+        steps: Steps of the complete run, for the schedule.
     """
     ported = port_model(model, options)
     if num_devices(options) > 1:
@@ -144,7 +144,7 @@ def make_step(model: ChatModel, options: FinetuneOptions, steps: int) -> TrainSt
 
 
 def port_model(model: ChatModel, options: FinetuneOptions) -> PortedModel:
-    """A model ported for training, as the flags say; what they freeze is frozen in it."""
+    """Port a model for training, as the flags say, and freeze what they freeze."""
     flags = ("llm", "mlp", "backbone")
     freeze(model, tuple(name for name in flags if getattr(options, f"freeze_{name}")))
     ported = tpuport.convert(model.train(), verify=False)
@@ -158,7 +158,7 @@ def port_model(model: ChatModel, options: FinetuneOptions) -> PortedModel:
 def step_of(
     ported: PortedModel, model: ChatModel, options: FinetuneOptions, steps: int
 ) -> TrainStep:
-    """The training step of a port, as it lies on its mesh."""
+    """Return the training step of a port, on its mesh if it has one."""
     optimizer = make_optimizer(model, options)
     schedule = make_schedule(optimizer, options, steps)
     return make_train_step(
@@ -171,14 +171,14 @@ def step_of(
 
 
 def num_devices(options: FinetuneOptions) -> int:
-    """How many devices weights and batches are spread over."""
+    """Return the number of devices over which weights and batches are sharded."""
     import jax
 
     return jax.device_count() if options.fsdp_devices == -1 else options.fsdp_devices
 
 
 def run(options: FinetuneOptions, say: Callable[[str], None] | None = None) -> ChatModel:
-    """Train, or go on after a kill, and write the model; see `main`."""
+    """Train, or resume after a kill, and write the model; see `main`."""
     check(options)
     hosts = initialize()
     say = (say or _say) if hosts.is_first else _say_nothing
@@ -220,10 +220,10 @@ def run(options: FinetuneOptions, say: Callable[[str], None] | None = None) -> C
 def train(
     model: ChatModel, options: FinetuneOptions, planned: PlannedChats, steps: int
 ) -> ChatModel:
-    """The model after all steps, those before a kill included.
+    """Train and return the model after all steps, those before a kill included.
 
     Raises:
-        UsageError: the run was begun with other batches.
+        UsageError: The run was begun with other batches.
     """
     folder = Path(options.output_dir)
     check_same({"flags": options, **planned.identity()})
@@ -253,7 +253,7 @@ def train(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fine-tune; run again after a kill, it goes on from the last state."""
+    """Fine-tune, or resume from the last checkpoint after a kill."""
     run(parse(sys.argv[1:] if arguments is None else arguments, note=_say))
 
 

@@ -1,9 +1,9 @@
 """Stage 3: the planner learns from rewards of its own trajectories, by GRPO.
 
-A step samples several trajectories of each scene by one program, scores them on the host in other
-processes, and takes the gradient by a second program: the likelihood of each chain weighted by how
-much better it is than the others of its scene, and that of the reference policy's chains, so that
-the planner does not forget how people drive.
+A step samples several trajectories of each scene with one program, scores them in other processes
+on the host, and computes the gradient with a second program. The loss is the likelihood of each
+chain, weighted by its advantage over the others of its scene, and the likelihood of the reference
+policy's chains, so that the planner does not forget how people drive.
 """
 
 from collections.abc import Sequence
@@ -38,21 +38,23 @@ from tpuport.training import Batches, TrainState, TrainStep
 from tpuport.training.input.batches import MASK
 
 INDEX = "index"
-# The reference policy draws numbers of its own.
+# Folded into the key, so that the reference policy draws its own random numbers.
 _REFERENCE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoOptions:
-    """How a planner is reinforced; the defaults are upstream's.
+    """The settings with which a planner is reinforced. The defaults are upstream's.
 
     Attributes:
-        train: as in stage 2, but of one process: sizes and sampler come from the checkpoint.
-        samples: trajectories of each scene.
-        gamma: what a step of sampling counts less than the one after it.
-        bc: the weight of behaviour cloning.
-        parts: that the scenes of a batch are sampled in: one is scored while the next is sampled.
-        workers: processes that score; None for one a core, at most 8; 0 for none.
+        train: Settings as in stage 2, but for one process. Sizes and sampler come from the
+            checkpoint.
+        samples: Trajectories per scene.
+        gamma: Weight of a sampling step relative to the one after it.
+        bc: Weight of behaviour cloning.
+        parts: Number of parts in which the scenes of a batch are sampled, so that one is scored
+            while the next is sampled.
+        workers: Processes that score; None for one per core, at most 8; 0 for none.
     """
 
     train: TrainOptions = field(
@@ -68,7 +70,7 @@ class GrpoOptions:
 
 
 class IndexedCache(torch.utils.data.Dataset[dict[str, Any]]):
-    """The samples of a cache with their numbers, by which their names are found again."""
+    """The samples of a cache with their indices, by which their names are found again."""
 
     def __init__(self, dataset: CacheDataset) -> None:
         self._dataset = dataset
@@ -81,16 +83,16 @@ class IndexedCache(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class GrpoStep:
-    """A step of reinforcement with the face of a `TrainStep`: sample, score, update.
+    """A step of reinforcement with the interface of a `TrainStep`: sample, score, update.
 
-    The policy that samples is the one that is updated: only within a step is anything overlapped.
+    The policy that samples is the one that is updated. Work overlaps only within a step.
 
     Args:
-        step: of the loss of reinforcement.
-        chains: the name of the ported method that samples chains.
-        pool: scores trajectories.
-        tokens: the names of the samples, by their numbers.
-        options: how.
+        step: Training step of the reinforcement loss.
+        chains: Name of the ported method that samples chains.
+        pool: Scores trajectories.
+        tokens: Names of the samples, by their indices.
+        options: Settings of reinforcement.
     """
 
     def __init__(
@@ -103,10 +105,10 @@ class GrpoStep:
     ) -> None:
         self.step, self.ported = step, step.ported
         self._pool, self._tokens, self._options = pool, tokens, options
-        # The weights of now: `put` gives the model others.
+        # A copy of the current weights, since `put` replaces those of the model.
         self._reference = {**self.ported.params}
-        # What is not trained stays as it is. Its values are constants of the program: upstream's
-        # sampler makes Python numbers of its schedule and of eta.
+        # Buffers are not trained. As constants of the program they stay concrete: upstream's
+        # sampler converts its schedule and eta to Python numbers, which a tracer does not allow.
         ported, fixed = self.ported, {**self.ported.buffers}
 
         def sample(params: Any, key: Any, batch: Any, count: int) -> Any:
@@ -117,16 +119,16 @@ class GrpoStep:
         self._discount = (options.gamma**powers).astype(np.float32)
 
     def init(self, seed: int = 0) -> TrainState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return self.step.init(seed)
 
     @property
     def causes(self) -> list[tuple[str, ...]]:
-        """Why each program of the loss was compiled."""
+        """Return the reason why each program of the loss was compiled."""
         return self.step.causes
 
     def place(self, batch: dict[str, torch.Tensor], *, share: Any = None) -> dict[str, Any]:
-        """A batch on the devices, but for what the host reads of it."""
+        """Return a batch on the devices, except for the entries that the host reads."""
         del share
         here = {name: batch[name].numpy() for name in (INDEX, "trajectory")}
         call = self.step.place({name: t for name, t in batch.items() if name not in here})
@@ -138,9 +140,10 @@ class GrpoStep:
         return self.step.put(state, ema=ema)
 
     def sampled(self, state: TrainState, batch: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
-        """Chains (B, G, steps + 1, 8, 3), the reference policy's (B, 1, ...), rewards (B, G).
+        """Return chains (B, G, steps + 1, 8, 3), the reference's chains, and rewards (B, G).
 
-        Nothing waits until all programs are under way; then each part is scored as it comes.
+        All programs are dispatched before the first result is awaited. Each part is then scored as
+        it arrives.
         """
         options = self._options
         scenes = {n: batch[n] for n in ("last_hidden_state", "history_trajectory")}
@@ -165,7 +168,7 @@ class GrpoStep:
     def __call__(
         self, state: TrainState, batch: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """One step; its metrics are the loss's, and `reward`, see `mean_reward`."""
+        """Take one step. Its metrics are those of the loss and `reward`, see `mean_reward`."""
         chains, reference, rewards = self.sampled(state, batch)
         count = len(rewards)
         given = {n: v for n, v in batch.items() if n not in (INDEX, "trajectory")}
@@ -181,17 +184,17 @@ class GrpoStep:
 
 
 def mean_reward(rewards: np.ndarray, mask: Any = None) -> float:
-    """The mean over all samples of the scenes that count.
+    """Return the mean over all samples of the scenes that count.
 
     Args:
         rewards: (scenes, samples).
-        mask: (scenes,), False where a scene only fills up a batch.
+        mask: (scenes,), False for a scene that is padding.
     """
     return float((rewards if mask is None else rewards[np.asarray(mask, bool)]).mean())
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """How much better each sample of a scene is than the others, in their standard deviations.
+    """Return the advantage of each sample over its scene's mean, in standard deviations.
 
     Args:
         rewards: (scenes, samples).
@@ -201,7 +204,7 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def _cut(batch: dict[str, Any], parts: int) -> list[dict[str, Any]]:
-    """A batch in as many equal parts as it divides into, at most `parts`."""
+    """Split a batch into equal parts, as many as divide it and at most `parts`."""
     size = len(next(iter(batch.values())))
     count = max(n for n in range(1, parts + 1) if size % n == 0)
     rows = [slice(i * size // count, (i + 1) * size // count) for i in range(count)]
@@ -224,10 +227,10 @@ def make_grpo_step(
     options: GrpoOptions,
     steps_per_epoch: int,
 ) -> GrpoStep:
-    """A step that reinforces a planner; what it is now becomes the reference policy.
+    """Return a step that reinforces a planner, whose current weights are the reference policy.
 
     Raises:
-        UsageError: an option is of no use.
+        UsageError: An option does not fit.
     """
     if options.samples < 2:
         raise UsageError(
@@ -242,10 +245,10 @@ def make_grpo_step(
 
 
 def make_scorer(reward: Literal["simple", "pdm"], metric_cache: str | Path | None) -> Scorer:
-    """What scores trajectories.
+    """Return the scorer of trajectories.
 
     Raises:
-        UsageError: there is no such reward, or what it needs is missing.
+        UsageError: There is no such reward, or what it needs is missing.
     """
     if reward == "simple":
         return SimpleScorer()
@@ -257,7 +260,7 @@ def make_scorer(reward: Literal["simple", "pdm"], metric_cache: str | Path | Non
 
 
 def _reference_of(checkpoint: str | Path, out: Path) -> dict[str, torch.Tensor]:
-    """The weights to begin with, which a run keeps, as its reference is theirs to the end."""
+    """Return the initial weights, of which the run keeps a copy as its reference policy."""
     kept = out / "reference.safetensors"
     if not kept.exists():
         weights = read_weights(checkpoint)
@@ -267,7 +270,10 @@ def _reference_of(checkpoint: str | Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 def _batches(dataset: CacheDataset, options: TrainOptions) -> Batches:
-    """The input: of a set smaller than a batch all scenes, the last batch filled up."""
+    """Return the input.
+
+    A set smaller than a batch is one batch, and the last batch is padded.
+    """
     return Batches(
         IndexedCache(dataset),
         batch_size=min(options.batch_size, len(dataset)),
@@ -291,28 +297,28 @@ def grpo(
     val_logs: Sequence[str] | None = None,
     checkout: str | Path | None = None,
 ) -> dict[str, float]:
-    """Reinforce a planner of stage 2; started again with the same arguments, it goes on.
+    """Reinforce a planner of stage 2, or resume if started again with the same arguments.
 
-    Writes OUT/states, OUT/log.jsonl, OUT/reference.safetensors and OUT/planner.safetensors.
+    It writes OUT/states, OUT/log.jsonl, OUT/reference.safetensors and OUT/planner.safetensors.
 
     Args:
-        cache: of either layout.
-        checkpoint: the planner to begin with, which is the reference policy, too; a run that goes
-            on takes the copy of it that it made.
-        out: the run's folder.
-        options: how.
+        cache: Cache of either layout.
+        checkpoint: Initial planner, which is also the reference policy. A resumed run uses its own
+            copy of it.
+        out: Folder of the run.
+        options: Settings of reinforcement.
         reward: "simple" (see `SimpleScorer`), or "pdm", navsim's simulator.
-        metric_cache: for "pdm".
-        logs: drives to train on; by default all, or all that are not for validation.
-        val_logs: drives to validate on; by default those of training.
-        checkout: an upstream checkout, whose own planner is trained then.
+        metric_cache: Folder of navsim's metrics, for "pdm".
+        logs: Drives to train on; by default all that are not for validation.
+        val_logs: Drives to validate on; by default those of training.
+        checkout: Upstream checkout, to train its own planner.
 
     Returns:
-        The last validation: errors as in stage 2, and `reward` of what is sampled to evaluate.
+        The last validation: errors as in stage 2, and `reward` of the trajectories sampled for it.
 
     Raises:
-        UsageError: an argument does not fit.
-        CheckpointError: the cache, the checkpoint or a state on disk is damaged.
+        UsageError: An argument does not fit.
+        CheckpointError: The cache, the checkpoint or a saved state is damaged.
     """
     _refuse_several()
     options, out = options or GrpoOptions(), Path(out)

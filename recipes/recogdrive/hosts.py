@@ -1,7 +1,7 @@
-"""A stage on several processes: all of them compute, and the first one writes what is read later.
+"""A stage on several processes: all of them compute, and the first one writes the results.
 
-Each is given the same command, by torchrun, Slurm or a TPU slice. Arrays are in parts on the
-chips of all processes, so what a file needs is gathered by all of them together.
+Each is started with the same command, by torchrun, Slurm or a TPU slice. Arrays are sharded over
+the chips of all processes, so all of them together gather what a file needs.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from tpuport.training import initialize
 
 
 def refuse_several(what: str, why: str) -> None:
-    """Refuse a run of several processes, which would each do all of it and write the same files.
+    """Raise an error for several processes, which would all write the same files.
 
     Args:
-        what: is for one process.
-        why: it is.
+        what: The feature that needs one process.
+        why: The reason.
 
     Raises:
-        UsageError: there are several.
+        UsageError: There are several.
     """
     initialize()
     if jax.process_count() > 1:
@@ -39,15 +39,15 @@ def refuse_several(what: str, why: str) -> None:
 
 
 def check_covers(flag: str, num_devices: int, what_to_do: str) -> None:
-    """Refuse to train on a part of the devices of several processes.
+    """Raise an error if training would use only some devices of several processes.
 
     Args:
-        flag: what was said of devices.
-        num_devices: that it comes to.
-        what_to_do: the advice of the error.
+        flag: The setting of devices, for the message.
+        num_devices: The number of devices that it results in.
+        what_to_do: Advice in the error.
 
     Raises:
-        UsageError: another process would have no part in it.
+        UsageError: Another process would have no part in it.
     """
     if jax.process_count() > 1 and num_devices != jax.device_count():
         raise UsageError(
@@ -57,14 +57,15 @@ def check_covers(flag: str, num_devices: int, what_to_do: str) -> None:
 
 
 def check_same(of_run: Mapping[str, Any]) -> None:
-    """Refuse processes that were given different things to do, which would wait for ever or, worse,
-    train on other samples than they say. All of them have to call it.
+    """Raise an error if processes were given different work. All of them have to call it.
+
+    They would wait for ever or, worse, train on other samples than they say.
 
     Args:
-        of_run: what has to be the same on all of them, by name; its text is compared.
+        of_run: Values that must be the same on all processes, by name. Their JSON is compared.
 
     Raises:
-        UsageError: on every process, if something differs between any.
+        UsageError: On every process, if any of them differs.
     """
     if jax.process_count() == 1:
         return
@@ -82,20 +83,20 @@ def check_same(of_run: Mapping[str, Any]) -> None:
 
 
 def to_torch(output: Any) -> torch.Tensor:
-    """What a ported model gave, whole, on every process; all of them have to call it."""
+    """Return a ported model's output, gathered on every process. All of them have to call it."""
     if jax.process_count() == 1:
         return tpuport.to_torch(output)
     return torch.from_numpy(np.array(process_allgather(output.jax(), tiled=True)))
 
 
 def gather(ported: PortedModel) -> PortedModel:
-    """Give a model its whole values on the host, to be written; all processes have to call it.
+    """Gather a model's values on the host, to be written. All processes have to call it.
 
-    It cannot be called afterwards.
+    The model cannot be called afterwards.
     """
     if jax.process_count() > 1:
         for values in (ported.params, ported.buffers):
             for name, value in values.items():
-                # One after another: no chip has room for all of it.
+                # One after another, since no chip has memory for all of them unsharded.
                 values[name] = process_allgather(value, tiled=True)
     return ported

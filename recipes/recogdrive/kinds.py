@@ -1,6 +1,6 @@
-"""What training and sampling ask of a planner, of this recipe's own and of upstream's alike.
+"""The interface of planners for training and sampling, for this recipe's own and for upstream's.
 
-Each is a function of the module and a batch in PyTorch, which `tpuport` ports.
+Each method is a function of the module and a batch in PyTorch, which `tpuport` ports.
 """
 
 from collections.abc import Callable
@@ -17,21 +17,21 @@ Batch = dict[str, torch.Tensor]
 
 
 def scene_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states (B, tokens, width), history (B, 12) and status (B, 8) of a batch."""
+    """Return hidden states (B, tokens, width), history (B, 12) and status (B, 8) of a batch."""
     history = batch["history_trajectory"].flatten(1)
     return batch["last_hidden_state"], history, batch["status_feature"]
 
 
 def imitation_loss(planner: Any, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The mean squared error over the samples of a batch that count.
+    """Return the mean squared error over the samples of a batch that count.
 
     Args:
-        planner: this recipe's.
-        batch: as `collate` gives it; `noise` (B, 8, 3) and `times` (B,), if there, instead of drawn
-            ones, and `sample_mask` (B,) if some are padding.
+        planner: This recipe's planner.
+        batch: Result of `collate`. `noise` (B, 8, 3) and `times` (B,) replace drawn ones, if
+            present, and `sample_mask` (B,) is present if some samples are padding.
 
     Returns:
-        The loss, and how many samples it is a mean over.
+        The loss, and the number of samples that it is a mean over.
     """
     drawn = batch.get("noise"), batch.get("times")
     losses = planner.loss(*scene_of(batch), batch["trajectory"], *drawn)
@@ -41,18 +41,18 @@ def imitation_loss(planner: Any, batch: Batch) -> tuple[torch.Tensor, Batch]:
 
 
 def sampled(planner: Any, batch: Batch) -> torch.Tensor:
-    """Trajectories (B, 8, 3); from `init` and with `noise`, if the batch has them."""
+    """Sample trajectories (B, 8, 3), from `init` and with `step_noise` if the batch has them."""
     return planner.get_action(*scene_of(batch), batch.get("init"), batch.get("step_noise"))
 
 
 # -- reinforcement -----------------------------------------------------------------------------
 
-# Log probabilities count within these limits.
+# Log probabilities are clamped to these limits.
 LOGP_MIN, LOGP_MAX = -5.0, 2.0
 
 
 def sampled_chains(planner: Any, batch: Batch, count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chains (B, count, steps + 1, 8, 3) of exploring, and their trajectories (B, count, 8, 3)."""
+    """Sample exploring chains (B, count, steps + 1, 8, 3), and trajectories (B, count, 8, 3)."""
     chains, ends = planner.sample_chain(*scene_of(batch), count)
     return chains.unflatten(0, (-1, count)), ends.unflatten(0, (-1, count))
 
@@ -60,7 +60,7 @@ def sampled_chains(planner: Any, batch: Batch, count: int = 1) -> tuple[torch.Te
 def upstream_chains(
     planner: Any, batch: Batch, count: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of upstream's planner, which is given each scene `count` times."""
+    """Sample chains of upstream's planner, which is given each scene `count` times."""
     scenes = (part.repeat_interleave(count, 0) for part in scene_of(batch))
     chains, ends = planner.sample_chain(*scenes)
     return chains.unflatten(0, (-1, count)), ends.unflatten(0, (-1, count))
@@ -77,22 +77,22 @@ def _upstream_logprobs(planner: Any, batch: Batch, chains: torch.Tensor) -> torc
 
 
 def reinforced_loss(planner: Any, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The loss of reinforcement, see `_reinforced`."""
+    """Return the loss of reinforcement, see `_reinforced`."""
     return _reinforced(_logprobs, planner, batch)
 
 
 def upstream_reinforced_loss(planner: Any, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The same of upstream's planner."""
+    """Return the loss of reinforcement for upstream's planner."""
     return _reinforced(_upstream_logprobs, planner, batch)
 
 
 def _reinforced(logprobs: Any, planner: Any, batch: Batch) -> tuple[torch.Tensor, Batch]:
-    """The likelihood of chains by their advantage, and of the reference policy's chains.
+    """Return the advantage-weighted likelihood of chains, with that of the reference's chains.
 
     Args:
-        logprobs: of chains, each number's.
-        planner: the policy.
-        batch: scenes with `chains` (B, G, steps + 1, 8, 3), their `advantages` (B, G), the
+        logprobs: Returns the log probability of each element of chains.
+        planner: The policy.
+        batch: Scenes with `chains` (B, G, steps + 1, 8, 3), their `advantages` (B, G), the
             `reference_chains` (B, 1, steps + 1, 8, 3), `discount` (B, steps) and `bc` (B,), the
             weight of the second term.
     """
@@ -115,12 +115,12 @@ class Kind:
     """A kind of planner.
 
     Attributes:
-        make: `make(size, sampler, state_width=..., seed=...)`, a planner with fresh weights.
-        loss: of imitation, for a batch.
-        sample: trajectories for a batch.
-        chains: chains of sampling and their trajectories, for a batch and a count.
-        reinforced: the loss of reinforcement, for a batch with chains.
-        masks: whether the loss of imitation leaves padding out of account.
+        make: `make(size, sampler, state_width=..., seed=...)` returns a planner with fresh weights.
+        loss: Loss of imitation, for a batch.
+        sample: Samples trajectories, for a batch.
+        chains: Samples chains and their trajectories, for a batch and a count.
+        reinforced: Loss of reinforcement, for a batch with chains.
+        masks: Whether the loss of imitation ignores padding.
     """
 
     make: Callable[..., torch.nn.Module]
@@ -135,10 +135,10 @@ OURS = Kind(make_planner, imitation_loss, sampled, sampled_chains, reinforced_lo
 
 
 def upstream_kind(make: Callable[..., torch.nn.Module]) -> Kind:
-    """Upstream's, whose loss is a mean over the whole batch.
+    """Return upstream's kind, whose loss is a mean over the complete batch.
 
     Args:
-        make: what `upstream.upstream_planner` gives.
+        make: Result of `upstream.upstream_planner`.
     """
     return Kind(
         make,

@@ -1,4 +1,4 @@
-"""Cached hidden states on disk: upstream's gzip pickles, and one safetensors file for each token.
+"""Cached hidden states on disk: upstream's gzip pickles, or one safetensors file per token.
 
     upstream     ROOT/LOG/TOKEN/internvl_feature.gz, ROOT/LOG/TOKEN/trajectory_target.gz
     safetensors  ROOT/LOG/TOKEN.safetensors
@@ -35,9 +35,9 @@ Tensors = dict[str, torch.Tensor]
 FEATURE_FILE, TARGET_FILE = "internvl_feature.gz", "trajectory_target.gz"
 SUFFIX = ".safetensors"
 _FEATURE, _TARGET = "features.", "targets."
-# Metadata of a safetensors file: what was float32 and is kept in half the bytes, bit for bit.
+# Metadata of a safetensors file: names of float32 tensors that are stored as bfloat16 without loss.
 _WIDENED = "float32_as_bfloat16"
-# What gzip, pickle and torch raise on bytes that are not theirs.
+# Errors that gzip, pickle and torch raise on damaged or foreign bytes.
 _DAMAGED = (
     *(OSError, EOFError, zlib.error, pickle.UnpicklingError, RuntimeError),
     *(ValueError, TypeError, LookupError, AttributeError),
@@ -46,13 +46,13 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the cache of one token lies.
+    """The location of one token's cache.
 
     Attributes:
-        log: the drive that it is from.
-        token: upstream's name of the sample.
-        path: the folder (upstream's layout) or the file (safetensors).
-        layout: which of the two it is.
+        log: Drive of the token.
+        token: Upstream's name of the sample.
+        path: Folder (upstream's layout) or file (safetensors).
+        layout: Layout of the entry.
     """
 
     log: str
@@ -65,7 +65,7 @@ class Entry:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads dicts of torch tensors, and runs nothing else that a file may name."""
+    """An unpickler of dicts of torch tensors, which rejects everything else that a file names."""
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__(file)
@@ -86,15 +86,18 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def _storage_of(data: bytes) -> Any:
-    """A tensor's storage; torch's own function for this unpickles whatever is there."""
+    """Load a tensor's storage safely.
+
+    torch's own function for this unpickles arbitrary objects.
+    """
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def read_pickle(path: Path) -> Tensors:
-    """The tensors of one of upstream's files.
+    """Read the tensors of one of upstream's files.
 
     Raises:
-        CheckpointError: it is damaged, or holds something else than a dict of tensors.
+        CheckpointError: It is damaged, or is no dict of tensors.
     """
     try:
         with gzip.open(path, "rb") as file:
@@ -112,10 +115,10 @@ def read_pickle(path: Path) -> Tensors:
 
 
 def read_entry(entry: Entry) -> tuple[Tensors, Tensors]:
-    """The features and targets of one token.
+    """Read the features and targets of one token.
 
     Raises:
-        CheckpointError: a file is damaged.
+        CheckpointError: A file is damaged.
     """
     if entry.layout == "upstream":
         return read_pickle(entry.path / FEATURE_FILE), read_pickle(entry.path / TARGET_FILE)
@@ -148,21 +151,21 @@ def write_token(
     targets: Mapping[str, torch.Tensor],
     layout: Layout = "upstream",
 ) -> Entry:
-    """Write the cache of one token: after a kill at any moment all of it is there or nothing.
+    """Write the cache of one token atomically, also if the process is killed.
 
     Args:
-        root: the folder of the whole cache.
-        log: the drive that the token is from.
-        token: the sample's name.
-        features: tensors by name, on any device and without a batch dim.
-        targets: likewise.
+        root: Folder of the cache.
+        log: Drive of the token.
+        token: Name of the sample.
+        features: Tensors by name, on any device and without a batch dim.
+        targets: Tensors by name, likewise.
         layout: "upstream", which upstream's own loaders read; or "safetensors", which is read
-            faster. There a float32 tensor whose values are all bfloat16's, as the hidden states of
-            a bfloat16 model are, takes half the bytes and is read back to the bit.
+            faster. In the latter a float32 tensor whose values are exact in bfloat16, as the hidden
+            states of a bfloat16 model are, is stored in half the bytes without loss.
 
     Raises:
-        UsageError: a name is no file's, or there is no such layout.
-        CheckpointError: the disk is full, or the file cannot be written.
+        UsageError: A name cannot be a file's, or there is no such layout.
+        CheckpointError: The disk is full, or the file cannot be written.
     """
     for what, name in (("log", log), ("token", token)):
         if not name or Path(name).name != name or name.startswith("."):
@@ -187,7 +190,7 @@ def write_token(
 
 
 def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    # A view would take the whole storage behind it along.
+    # Copied, since pickling a view would write all of its storage.
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
@@ -199,7 +202,7 @@ def _write_safetensors(path: Path, features: Tensors, targets: Tensors) -> None:
         if tensor.dtype != torch.float32 or not tensor.numel():
             continue
         half = tensor.bfloat16()
-        # Bits, as a zero's sign and what a NaN carries are part of the value.
+        # Compared as bits, since the sign of a zero and the payload of a NaN must be kept, too.
         if torch.equal(half.float().view(torch.int32), tensor.view(torch.int32)):
             tensors[name] = half
             widened.append(name)
@@ -212,15 +215,15 @@ def _write_safetensors(path: Path, features: Tensors, targets: Tensors) -> None:
 def find_entries(
     root: str | Path, layout: Layout | None = None, logs: Iterable[str] | None = None
 ) -> list[Entry]:
-    """The tokens of a cache whose files are all there, by log and token.
+    """Return the complete tokens of a cache, sorted by log and token.
 
     Args:
-        root: the folder of the whole cache.
-        layout: which layout to look for; None for both (safetensors, where a token has both).
-        logs: the drives to take; None for all.
+        root: Folder of the cache.
+        layout: Layout to look for; None for both (safetensors, if a token has both).
+        logs: Drives to include; None for all.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: There is no such folder.
     """
     root = Path(root)
     if not root.is_dir():
@@ -251,15 +254,15 @@ def _entry_at(path: Path, log: str) -> Entry | None:
 class CacheDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """The samples of a cache, each a dict of its features and targets, and its token.
 
-    Poses in float64, which real caches have, become float32: what upstream makes of them, too.
+    Poses in float64, as in real caches, become float32, as in upstream.
 
     Args:
-        root: the folder of the whole cache.
-        layout: "upstream", "safetensors", or None for what is there.
-        logs: the drives to take; None for all.
+        root: Folder of the cache.
+        layout: "upstream", "safetensors", or None for either.
+        logs: Drives to include; None for all.
 
     Raises:
-        UsageError: there is no token.
+        UsageError: There is no token.
     """
 
     def __init__(
@@ -273,18 +276,18 @@ class CacheDataset(torch.utils.data.Dataset[dict[str, Any]]):
             what = layout or "cached"
             raise UsageError(
                 f"{root} has no {what} token: expected LOG/TOKEN/{FEATURE_FILE} with"
-                f" {TARGET_FILE} beside it, or LOG/TOKEN{SUFFIX}. What to do: write them with"
+                f" {TARGET_FILE} next to it, or LOG/TOKEN{SUFFIX}. What to do: write them with"
                 " python -m recipes.recogdrive cache, or make-data for a small set"
             )
 
     @property
     def tokens(self) -> list[str]:
-        """The names of the samples, in order."""
+        """Return the names of the samples, in order."""
         return [entry.token for entry in self.entries]
 
     @property
     def names(self) -> list[str]:
-        """Drive and name of the samples, in order."""
+        """Return drive and name of the samples, in order."""
         return [f"{entry.log}/{entry.token}" for entry in self.entries]
 
     def __len__(self) -> int:
@@ -299,10 +302,10 @@ class CacheDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A batch of samples: hidden states padded at their end with zeros, as upstream pads them.
+    """Collate samples to a batch, with hidden states padded with zeros as in upstream.
 
-    The planner attends to the zeros, too, so a sample's result depends on the longest one in its
-    batch; upstream's caches have 2800 tokens each. The tokens' names are left out.
+    The planner attends to the zeros, too, so that a sample's result depends on the longest one in
+    its batch. Upstream's caches have 2800 tokens each. The names of the tokens are left out.
     """
     batch = {
         name: torch.stack([sample[name] for sample in samples])
@@ -314,10 +317,10 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def collate_alike(dataset: CacheDataset) -> Callable[[Sequence[dict[str, Any]]], Any]:
-    """`collate` for processes that each read a part of a batch.
+    """Return a `collate` for processes that each read a part of a batch.
 
-    How long the others' hidden states are is not known to each, and padding is attended to: so they
-    have to be as long as those of the first sample.
+    A process does not know the lengths of the others' hidden states, and padding is attended to. So
+    all must have the length of the first sample's.
     """
     return partial(_collated_alike, len(dataset[0]["last_hidden_state"]), dataset.names[0])
 
@@ -336,12 +339,12 @@ def _collated_alike(length: int, of: str, samples: Sequence[dict[str, Any]]) -> 
 def datasets(
     cache: str | Path, logs: Sequence[str] | None, val_logs: Sequence[str] | None
 ) -> tuple[CacheDataset, CacheDataset]:
-    """What to train on and what to validate on: the same, unless drives of either are given.
+    """Return the data sets for training and validation, equal unless drives of either are given.
 
     Args:
-        cache: of either layout.
-        logs: drives to train on; by default all, or all that are not for validation.
-        val_logs: drives to validate on; by default those of training.
+        cache: Cache of either layout.
+        logs: Drives to train on; by default all that are not for validation.
+        val_logs: Drives to validate on; by default those of training.
     """
     if logs is None and val_logs is not None:
         every = {entry.log for entry in CacheDataset(cache).entries}

@@ -1,4 +1,4 @@
-"""A VLM and its tokenizer from a folder, and into one."""
+"""Loading and saving of a VLM and its tokenizer."""
 
 import json
 from pathlib import Path
@@ -22,20 +22,20 @@ def load_chat_model(
     force_image_size: int | None = None,
     down_sample_ratio: float | None = None,
 ) -> tuple[ChatModel, Any]:
-    """The model and the tokenizer of a folder, in float32 on the CPU.
+    """Load the model and the tokenizer of a folder, in float32 on the CPU.
 
-    The folder is as transformers writes its own InternVL (InternVL3-2B-hf), or as OpenGVLab's and
-    ReCogDrive's are (internvl_chat with a Qwen 2): their weights are renamed.
+    The folder has transformers' own format of InternVL (InternVL3-2B-hf), or that of OpenGVLab and
+    ReCogDrive (internvl_chat with a Qwen 2), whose weights are renamed.
 
-    The tokenizer is given the tokens of stage 1 that it lacks, and the model rows for them.
+    Tokens of stage 1 that the tokenizer lacks are added, with embeddings in the model.
 
     Args:
-        path: has config.json, weights in safetensors and the tokenizer's files.
-        force_image_size: what the caller's tiles have; it has to be the model's.
-        down_sample_ratio: likewise.
+        path: Folder with config.json, weights in safetensors and the tokenizer's files.
+        force_image_size: Size of the caller's tiles, which has to be the model's.
+        down_sample_ratio: Downsampling of the caller's tiles, which has to be the model's.
 
     Raises:
-        UsageError: it is not there, is another model's, or does not have such tiles.
+        UsageError: It is missing, is a different model, or has other tiles.
     """
     from transformers import AutoTokenizer
 
@@ -91,7 +91,7 @@ def _check_tiles(config: Any, path: Path, size: int | None, ratio: float | None)
 
 
 def tile_of(model: ChatModel) -> tuple[int, int]:
-    """The side of a tile in pixels, and how many tokens it becomes."""
+    """Return the side of a tile in pixels, and its number of tokens."""
     config = model.vlm.config
     size = config.vision_config.image_size
     return (size[0] if isinstance(size, (list, tuple)) else size), config.image_seq_length
@@ -100,9 +100,9 @@ def tile_of(model: ChatModel) -> tuple[int, int]:
 def save_chat_model(
     model: ChatModel, tokenizer: Any, folder: str | Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a model and its tokenizer as `load_chat_model` reads them: all of it or nothing.
+    """Write a model and its tokenizer atomically, as `load_chat_model` reads them.
 
-    Other files of the folder stay.
+    Other files in the folder are kept.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

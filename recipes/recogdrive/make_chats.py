@@ -1,4 +1,4 @@
-"""Small data of the real formats: pictures, conversations, scenes, a tokenizer, a config."""
+"""Small data in the real formats: pictures, conversations, scenes, a tokenizer, a config."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from recipes.recogdrive.scenes import SYSTEM_MESSAGE as SCENE_MESSAGE
 from recipes.recogdrive.vlm import ChatModel, make_config, make_vlm
 from recipes.small_tokenizer import SPECIAL, train_tokenizer
 
-# Width and height of pictures, in pixels: they become one, two, three and four tiles, and more.
+# Width and height of pictures in pixels, which give one, two, three, four or more tiles.
 _SHAPES = ((112, 112), (224, 112), (160, 90), (112, 224), (336, 112))
 _COLOURS = {"red": (200, 40, 40), "blue": (40, 60, 200), "white": (240, 240, 240)}
 
@@ -23,7 +23,7 @@ _COLOURS = {"red": (200, 40, 40), "blue": (40, 60, 200), "white": (240, 240, 240
 def make_chats(
     folder: str | Path, num_chats: int = 32, num_scenes: int = 16, seed: int = 0
 ) -> Path:
-    """Write a small data set and all that stage 1 and caching need, the same for the same seed.
+    """Write a small data set for stage 1 and caching, the same for the same seed.
 
         images/        pictures of roads, PNG and JPEG, of several shapes
         chats.jsonl    conversations about them; some have two pictures, some none
@@ -33,10 +33,10 @@ def make_chats(
                        knows nothing yet
 
     Args:
-        folder: where to; made if it is not there.
-        num_chats: conversations.
-        num_scenes: scenes.
-        seed: of all of it.
+        folder: Folder to write to, created if it is missing.
+        num_chats: Number of conversations.
+        num_scenes: Number of scenes.
+        seed: Random seed of all data.
 
     Returns:
         The folder.
@@ -76,7 +76,7 @@ def make_chats(
 
 
 def make_tokenizer(texts: list[str], vocab_size: int = 1000) -> Any:
-    """A byte-level BPE tokenizer of Qwen 2's kind, with InternVL's tokens, trained on texts."""
+    """Train a byte-level BPE tokenizer of Qwen 2's kind on texts, with InternVL's tokens."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
@@ -95,7 +95,7 @@ def _write_lines(path: Path, objects: list[dict[str, Any]]) -> None:
 
 
 def _picture(path: Path, size: tuple[int, int], colour: str, lean: float) -> None:
-    """A road that leans to a side (-1 to 1), with a car of a colour on it."""
+    """Draw a road that leans to a side (-1 to 1), with a car of a colour on it."""
     width, height = size
     image = Image.new("RGB", size, (120, 170, 220))
     draw = ImageDraw.Draw(image)
@@ -114,7 +114,7 @@ def _picture(path: Path, size: tuple[int, int], colour: str, lean: float) -> Non
 
 
 def _chat(folder: Path, index: int, random: np.random.Generator) -> dict[str, Any]:
-    """A conversation about no, one or two pictures, each fifth with a system message."""
+    """Make a conversation about no, one or two pictures, every fifth with a system message."""
     colour = str(random.choice(list(_COLOURS)))
     lean = int(random.integers(-1, 2))
     command = COMMANDS[lean + 1]
@@ -141,7 +141,7 @@ def _chat(folder: Path, index: int, random: np.random.Generator) -> dict[str, An
 
 
 def _frame(folder: Path, index: int, scene: Scene, random: np.random.Generator) -> dict[str, Any]:
-    """A line of scenes.jsonl, and its picture, in which the road leans as the scene's arc does."""
+    """Return a line of scenes.jsonl, and draw its picture, in which the road leans like the arc."""
     name = f"scene_{index:04}.jpg"
     lean = -scene.curvature / max(CURVATURES)
     _picture(folder / "images" / name, (224, 112), str(random.choice(list(_COLOURS))), lean)
@@ -159,5 +159,5 @@ def _frame(folder: Path, index: int, scene: Scene, random: np.random.Generator) 
 
 
 def _say(scene: dict[str, Any]) -> str:
-    """Numbers as a prompt has them, to train a tokenizer on."""
+    """Return numbers in the form of a prompt, to train a tokenizer on."""
     return " ".join(f"{value:+.2f}" for pose in scene["history"] for value in pose)

@@ -1,6 +1,6 @@
 """Small data in the real formats, from scenes whose trajectories can be learned.
 
-A car drives on at a constant acceleration along an arc. Its command says roughly which way the arc
+A car drives at a constant acceleration along an arc. Its command tells roughly which way the arc
 goes, its history and status how fast it is, and only the hidden states how sharp the arc is.
 """
 
@@ -15,7 +15,7 @@ from recipes.recogdrive.layouts import Entry, Layout, write_token
 
 COMMANDS = ("left", "straight", "right", "unknown")
 NUM_HISTORY, NUM_FUTURE, INTERVAL = 4, 8, 0.5  # poses, poses, s
-# So that all poses are in the range that the planner normalises by.
+# Chosen so that all poses are in the range that the planner normalises by.
 SPEEDS, ACCELERATIONS, CURVATURES = (3.0, 10.0), (-0.7, 0.8), (-0.018, 0.018)  # m/s, m/s^2, 1/m
 STRAIGHT = 0.004  # 1/m
 _SALT = 20_260
@@ -26,11 +26,11 @@ class Scene:
     """One moment of a drive.
 
     Attributes:
-        log: the drive.
-        token: the sample's name, 16 hexadecimal digits.
-        speed: m/s.
-        acceleration: m/s^2, along the way.
-        curvature: 1/m, positive to the left.
+        log: Name of the drive.
+        token: Name of the sample, 16 hexadecimal digits.
+        speed: Speed in m/s.
+        acceleration: Acceleration along the path in m/s^2.
+        curvature: Curvature in 1/m, positive to the left.
     """
 
     log: str
@@ -41,25 +41,25 @@ class Scene:
 
     @property
     def command(self) -> int:
-        """Which of `COMMANDS`."""
+        """Return the index of the command in `COMMANDS`."""
         if abs(self.curvature) < STRAIGHT:
             return 1
         return 0 if self.curvature > 0 else 2
 
     def poses(self, times: np.ndarray) -> np.ndarray:
-        """(n, 3): x forward and y left in m, heading in rad, at times (n,) in s from now."""
+        """Return poses (n, 3) at times (n,) in s: x forward and y left in m, heading in rad."""
         way = self.speed * times + 0.5 * self.acceleration * times**2
         heading = self.curvature * way
-        # The chord of an arc; sinc has no hole at a curvature of 0.
+        # The chord of an arc. sinc is defined at a curvature of 0, too.
         chord = way * np.sinc(heading / (2 * np.pi))
         return np.stack([chord * np.cos(heading / 2), chord * np.sin(heading / 2), heading], axis=1)
 
     def trajectory(self) -> torch.Tensor:
-        """(8, 3), the poses to predict, in float64 as in real caches."""
+        """Return the poses to predict, (8, 3), in float64 as in real caches."""
         return torch.from_numpy(self.poses(np.arange(1, NUM_FUTURE + 1) * INTERVAL))
 
     def features(self) -> dict[str, torch.Tensor]:
-        """All that a cache keeps of the ego: history, command and status, without a batch dim."""
+        """Return the cached features of the ego without a batch dim: history, command, status."""
         history = self.poses(np.arange(1 - NUM_HISTORY, 1) * INTERVAL)
         command = torch.eye(len(COMMANDS))[self.command]
         sideways = self.speed**2 * self.curvature
@@ -72,12 +72,12 @@ class Scene:
 
 
 def make_scenes(count: int, *, logs: int = 2, seed: int = 0) -> list[Scene]:
-    """Scenes of several drives, the same for the same seed.
+    """Return scenes of several drives, the same for the same seed.
 
     Args:
-        count: how many in all.
-        logs: over how many drives they are spread.
-        seed: of everything.
+        count: Total number of scenes.
+        logs: Number of drives.
+        seed: Random seed of all data.
     """
     generator = np.random.default_rng((_SALT, seed))
     return [
@@ -91,9 +91,9 @@ def make_scenes(count: int, *, logs: int = 2, seed: int = 0) -> list[Scene]:
 
 
 def hidden_states(scene: Scene, tokens: int, width: int) -> torch.Tensor:
-    """(tokens, width) that stand for a chat model's: the arc in the last tokens, else noise.
+    """Return imitated hidden states (tokens, width), with the arc in the last tokens and noise.
 
-    As those of a model in bfloat16 they are float32 with bfloat16's values.
+    They are float32 with values exact in bfloat16, as from a model in bfloat16.
     """
     mixing = np.random.default_rng(_SALT).standard_normal((2, width))
     noise = np.random.default_rng(int(scene.token, 16)).standard_normal((tokens, width))
@@ -112,18 +112,18 @@ def make_cache(
     layout: Layout = "upstream",
     seed: int = 0,
 ) -> list[Entry]:
-    """Write a small cache, as the step before the planner's training leaves one.
+    """Write a small cache in the form in which the planner's training reads it.
 
     Args:
-        root: the folder.
-        count: samples.
-        tokens: of the hidden states; upstream's caches have 2800.
-        width: of the hidden states; upstream's have 1536 or 3584.
+        root: Folder of the cache.
+        count: Number of samples.
+        tokens: Tokens of the hidden states; upstream's caches have 2800.
+        width: Width of the hidden states; upstream's are 1536 or 3584.
         layout: "upstream" or "safetensors".
-        seed: of everything.
+        seed: Random seed of all data.
 
     Raises:
-        CheckpointError: a file cannot be written.
+        CheckpointError: A file cannot be written.
     """
     return [
         write_token(

@@ -1,4 +1,4 @@
-"""Which model and settings a cache's hidden states are of."""
+"""The model and the settings that a cache's hidden states come from."""
 
 from pathlib import Path
 
@@ -19,17 +19,17 @@ def check_origin(
     dtype: str,
     upstream: bool,
 ) -> None:
-    """Raise `UsageError` where a cache holds tokens of another model or other settings.
+    """Raise `UsageError` if a cache has tokens of another model or other settings.
 
-    A new cache is given its record, `cache.json` at its root.
+    A new cache gets its record, `cache.json` at its root.
 
     Args:
-        root: the folder of the cache.
-        model: the folder of the model and its tokenizer.
-        max_length: what prompts are padded to.
-        max_dynamic_patch: most tiles of an image.
-        dtype: what is computed in.
-        upstream: whether upstream's own model computes.
+        root: Folder of the cache.
+        model: Folder of the model and its tokenizer.
+        max_length: Length to which prompts are padded.
+        max_dynamic_patch: Maximum number of tiles of an image.
+        dtype: Dtype of the computation.
+        upstream: Whether upstream's own model computes.
     """
     root, model = Path(root), Path(model)
     values = {

@@ -1,8 +1,8 @@
-"""Samples of many lengths in rows of a few static ones, so that few programs are compiled.
+"""Packing of samples into rows of a few static lengths, so that few programs are compiled.
 
 A row is one sample or several, one after another. `segments` numbers them from 1, and is 0 for
-padding; a token sees earlier ones of its own segment alone, and positions begin anew in each. So a
-sample counts as it would by itself, and no token is predicted from another sample.
+padding. A token attends to earlier ones of its own segment only, and positions restart in each. So
+a sample counts as it would alone, and no token is predicted from another sample.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class Bucket:
     """The static size of rows.
 
     Attributes:
-        length: tokens.
-        tiles: of images.
+        length: Number of tokens.
+        tiles: Number of image tiles.
     """
 
     length: int
@@ -33,11 +33,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """Which samples are in a batch.
+    """The samples of a batch.
 
     Attributes:
-        bucket: the size of its rows.
-        rows: indices of the samples of each row; a row may be empty.
+        bucket: Size of its rows.
+        rows: Indices of the samples of each row. A row may be empty.
     """
 
     bucket: Bucket
@@ -45,17 +45,17 @@ class PlannedBatch:
 
 
 def make_buckets(lengths: Sequence[int], tokens_per_tile: int, bound: int) -> list[Bucket]:
-    """Buckets of some lengths, shortest first.
+    """Return buckets of some lengths, shortest first.
 
-    A tile takes room for its tokens in a row, so a length bounds the tiles, too.
+    The tokens of a tile take room in a row, so a length bounds the tiles, too.
 
     Args:
-        lengths: of rows, in tokens.
-        tokens_per_tile: that an image has in a row.
-        bound: the most tiles of a row in any case (`--num_images_expected`).
+        lengths: Lengths of rows, in tokens.
+        tokens_per_tile: Number of tokens per tile.
+        bound: Maximum number of tiles of a row in any case (`--num_images_expected`).
 
     Raises:
-        UsageError: no lengths, or one below 1.
+        UsageError: There are no lengths, or one is below 1.
     """
     if not lengths or min(lengths) < 1:
         raise UsageError(f"lengths of rows: expected one or more, each 1 or more; got {lengths}")
@@ -71,20 +71,20 @@ def plan_epoch(
     seed: int,
     window: int = 1024,
 ) -> list[PlannedBatch]:
-    """The batches of one epoch: each sample once, in an order that a seed draws.
+    """Plan the batches of one epoch: each sample once, in an order drawn by a seed.
 
     Args:
-        sizes: tokens and tiles of each sample.
-        buckets: of the rows; a row is in the smallest that holds it.
-        num_rows: of a batch. Where they run out, those of a bucket go with the next larger ones;
-            the last batch has empty rows.
-        pack: put several samples in a row.
-        seed: of the order; give one to each epoch.
-        window: samples that are packed together, longest first: more fill rows better, and mix
-            lengths less.
+        sizes: Tokens and tiles of each sample.
+        buckets: Buckets of the rows. A row is in the smallest one that fits it.
+        num_rows: Rows of a batch. The remaining rows of a bucket are batched with the next larger
+            ones. The last batch has empty rows.
+        pack: Whether to put several samples in a row.
+        seed: Random seed of the order, different for each epoch.
+        window: Number of samples that are packed together, longest first. More samples fill rows
+            better, and mix lengths less.
 
     Raises:
-        UsageError: a sample is larger than every bucket.
+        UsageError: A sample is larger than every bucket.
     """
     buckets = sorted(buckets)
     _check_sizes(sizes, buckets[-1])
@@ -123,7 +123,7 @@ def _check_sizes(sizes: Sequence[tuple[int, int]], largest: Bucket) -> None:
 def _packed(
     samples: list[int], sizes: Sequence[tuple[int, int]], largest: Bucket
 ) -> list[tuple[int, ...]]:
-    """Rows by first fit, longest samples first."""
+    """Pack samples into rows by first fit, longest first."""
     rows: list[list[int]] = []
     room: list[list[int]] = []
     for index in sorted(samples, key=lambda i: -sizes[i][0]):
@@ -153,9 +153,10 @@ def _largest(
 
 
 def weight_of(num_labels: int, reduction: LossReduction) -> float:
-    """The weight of each label of a sample that has so many.
+    """Return the weight of each label of a sample with this number of labels.
 
-    "token" counts every label of a batch alike, "sample" every sample, "square" lies between.
+    "token" weights every label of a batch equally, "sample" every sample, and "square" is between
+    the two.
     """
     if num_labels == 0:
         return 0.0
@@ -169,21 +170,21 @@ def fill_batch(
     tile_shape: tuple[int, ...],
     reduction: LossReduction = "token",
 ) -> dict[str, np.ndarray]:
-    """The arrays of a batch.
+    """Return the arrays of a batch.
 
     Args:
-        rows: for each row its samples: input_ids and labels (length,), pixel_values (tiles, 3,
-            side, side).
-        bucket: the static size of the rows.
+        rows: Samples of each row: input_ids and labels (length,), pixel_values (tiles, 3, side,
+            side).
+        bucket: Static size of the rows.
         tile_shape: (3, side, side).
-        reduction: how labels are weighted.
+        reduction: How labels are weighted.
 
     Returns:
-        input_ids, labels, segments, position_ids int32 and loss_weight float32, all (rows,
-        length); pixel_values float32 (rows, tiles, 3, side, side), image_flags int32 (rows, tiles).
+        input_ids, labels, segments, position_ids int32 and loss_weight float32, all (rows, length);
+        pixel_values float32 (rows, tiles, 3, side, side), image_flags int32 (rows, tiles).
 
     Raises:
-        UsageError: the samples of a row do not fit in it.
+        UsageError: The samples of a row do not fit in it.
     """
     made = [_filled_row(row, bucket, tile_shape, reduction) for row in rows]
     return {name: np.stack([row[name] for row in made]) for name in made[0]}
@@ -209,7 +210,7 @@ def _filled_row(
         place = slice(start, start + len(sample["input_ids"]))
         labels = np.array(sample["labels"])
         weight = weight_of(int((labels != IGNORED).sum()), reduction)
-        labels[:1] = IGNORED  # what would predict it is another sample
+        labels[:1] = IGNORED  # it would be predicted from another sample
         row["input_ids"][place] = sample["input_ids"]
         row["labels"][place] = labels
         row["segments"][place] = number

@@ -1,7 +1,7 @@
-"""The planner: a diffusion transformer over eight poses, which attends to the chat model's states.
+"""The planner: a diffusion transformer over eight poses, which attends to the VLM's states.
 
 Its parameters have upstream's names and shapes, so that state dicts load either way. Odd blocks
-attend to the states, even ones among the poses; time and the ego's status modulate each block.
+attend to the states, even ones among the poses. Time and the ego's status modulate each block.
 """
 
 import math
@@ -28,15 +28,15 @@ MAX_PERIOD = 10_000.0
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """Sizes of a planner.
+    """The sizes of a planner.
 
     Attributes:
-        heads: of attention.
-        head_dim: their width.
-        layers: blocks of the transformer.
-        output_dim: width that the transformer gives to the decoder.
-        state_width: width of the chat model's hidden states.
-        hidden: width inside the encoders and the decoder.
+        heads: Attention heads.
+        head_dim: Width of a head.
+        layers: Blocks of the transformer.
+        output_dim: Width of the transformer's output, which the decoder takes.
+        state_width: Width of the chat model's hidden states.
+        hidden: Width inside the encoders and the decoder.
     """
 
     heads: int
@@ -48,14 +48,14 @@ class PlannerConfig:
 
     @property
     def width(self) -> int:
-        """Width of the transformer."""
+        """Return the width of the transformer."""
         return self.heads * self.head_dim
 
 
 SIZES = {
     "tiny": PlannerConfig(4, 16, 4, 64, state_width=64, hidden=128),
-    "small": PlannerConfig(8, 48, 16, 512, state_width=1536),  # beside InternVL3-2B
-    "large": PlannerConfig(32, 48, 16, 1536, state_width=3584),  # beside InternVL3-8B
+    "small": PlannerConfig(8, 48, 16, 512, state_width=1536),  # with InternVL3-2B
+    "large": PlannerConfig(32, 48, 16, 1536, state_width=3584),  # with InternVL3-8B
 }
 
 
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) to the same."""
+        """Map (..., dim) to the same shape."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
@@ -84,7 +84,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., outputs)."""
+        """Map (..., inputs) to (..., outputs)."""
         return self.fc2(self.norm(F.gelu(self.fc1(x))))
 
 
@@ -97,7 +97,7 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., dim) to the same."""
+        """Map (..., dim) to the same shape."""
         gate, value = self.w12(x).chunk(2, dim=-1)
         return self.w3(F.silu(gate) * value)
 
@@ -137,9 +137,9 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, states: torch.Tensor | None, rotary: RotaryEmbedding
     ) -> torch.Tensor:
-        """Poses (B * n, 8, dim) to the same, from states (B, tokens, dim) if there are any.
+        """Attend from poses (B * n, 8, dim) to states (B, tokens, dim), or among the poses.
 
-        Of n samples of a scene all queries are put in one row: the keys and values, of far more
+        The queries of a scene's n samples are put in one row, so that keys and values, of far more
         tokens, are computed and kept once.
         """
         source = x if states is None else states
@@ -162,7 +162,7 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def _modulation(dim: int, count: int) -> nn.Sequential:
-    """What gives shifts, scales and gates, none of them at first."""
+    """Return the module that makes shifts, scales and gates, all zero at first."""
     linear = nn.Linear(dim, count * dim)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -187,7 +187,7 @@ class Block(nn.Module):
         states: torch.Tensor | None,
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        """Poses (B, 8, dim) under a condition (B, dim) to the same."""
+        """Map poses (B, 8, dim) under a condition (B, dim) to the same shape."""
         parts = self.adaLN_modulation(condition).chunk(6, dim=1)
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
         x = x + gate.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift, scale), states, rotary)
@@ -195,7 +195,7 @@ class Block(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """The transformer's width to the decoder's."""
+    """The last layer: from the transformer's width to the decoder's."""
 
     def __init__(self, dim: int, output_dim: int) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class FinalLayer(nn.Module):
         self.modulation_proj = _modulation(dim, 2)
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        """(B, 8, dim) to (B, 8, output_dim)."""
+        """Map (B, 8, dim) to (B, 8, output_dim)."""
         shift, scale = self.modulation_proj(condition).chunk(2, dim=1)
         return self.linear(modulate(self.norm_final(x), shift, scale))
 
@@ -218,7 +218,7 @@ class TimestepEmbedder(nn.Module):
         self.linear_2 = nn.Linear(dim, dim)
 
     def forward(self, times: torch.Tensor) -> torch.Tensor:
-        """(B,) to (B, dim)."""
+        """Map (B,) to (B, dim)."""
         half = TIME_CHANNELS // 2
         exponent = -math.log(MAX_PERIOD) * torch.arange(half, device=times.device).float()
         angles = times[:, None].float() * torch.exp(exponent / (half - 1))
@@ -227,14 +227,14 @@ class TimestepEmbedder(nn.Module):
 
 
 class TimestepEncoder(nn.Module):
-    """Times to conditions; upstream keeps its layers one name deeper."""
+    """An encoder of times to conditions. Upstream nests its layers one name deeper."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.timestep_embedder = TimestepEmbedder(dim)
 
     def forward(self, times: torch.Tensor) -> torch.Tensor:
-        """(B,) to (B, dim)."""
+        """Map (B,) to (B, dim)."""
         return self.timestep_embedder(times)
 
 
@@ -253,7 +253,7 @@ class DiT(nn.Module):
     def forward(
         self, x: torch.Tensor, states: torch.Tensor, ego: torch.Tensor, times: torch.Tensor
     ) -> torch.Tensor:
-        """Poses (B, 8, dim), states (B, tokens, dim), ego (B, dim) to (B, 8, output_dim)."""
+        """Map poses (B, 8, dim), states (B, tokens, dim), ego (B, dim) to (B, 8, output_dim)."""
         condition = self.timestep_encoder(times) + ego
         for index, block in enumerate(self.transformer_blocks):
             x = block(x, condition, states if index % 2 else None, self.rotary_embedder)
@@ -261,7 +261,7 @@ class DiT(nn.Module):
 
 
 class ActionEncoder(nn.Module):
-    """Noisy poses and their time to the transformer's width."""
+    """An encoder of noisy poses and their time to the transformer's width."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -270,10 +270,10 @@ class ActionEncoder(nn.Module):
         self.fc3 = nn.Linear(dim, dim)
 
     def forward(self, actions: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        """(B, 8, 3) at (B,) to (B, 8, dim)."""
+        """Map actions (B, 8, 3) at times (B,) to (B, 8, dim)."""
         poses = self.fc1(actions)
         half = poses.shape[-1] // 2
-        # The exponent's base is upstream's float32 logarithm.
+        # Upstream computes this logarithm in float32, which differs in the last bits.
         step = -torch.log(torch.tensor(MAX_PERIOD)) / half
         frequencies = torch.exp(torch.arange(half, device=times.device).float() * step)
         angles = times.float()[:, None, None] * frequencies
@@ -283,12 +283,12 @@ class ActionEncoder(nn.Module):
 
 
 class Planner(Diffusion):
-    """Trajectories from the chat model's hidden states, the last poses and the ego's status.
+    """A planner of trajectories from hidden states, the last poses and the ego's status.
 
     Args:
-        config: its sizes.
+        config: Sizes of the planner.
         sampler: "ddim", "ddpm" or "flow".
-        steps: of sampling.
+        steps: Sampling steps.
     """
 
     def __init__(
@@ -313,7 +313,7 @@ class Planner(Diffusion):
         return Context(self.feature_encoder(states), past, self.ego_status_encoder(status))
 
     def predict(self, x: torch.Tensor, times: torch.Tensor, context: Context) -> torch.Tensor:
-        """Noise or velocity (B, 8, 3) in noisy actions (B, 8, 3) at times (B,)."""
+        """Predict noise or velocity (B, 8, 3) of noisy actions (B, 8, 3) at times (B,)."""
         actions = self.action_encoder(x, times) + self.position_embedding.weight
         mean = context.states.mean(1, keepdim=True).expand(-1, HORIZON, -1)
         mean = mean.repeat_interleave(len(x) // len(mean), 0)
@@ -328,16 +328,16 @@ def make_planner(
     state_width: int | None = None,
     seed: int = 0,
 ) -> Planner:
-    """A planner of a named size with fresh weights, the same for the same seed.
+    """Return a planner of a named size with fresh weights, the same for the same seed.
 
     Args:
-        size: "tiny" (for trying things out), "small" or "large"; or sizes of your own.
+        size: "tiny" (for trying things out), "small" or "large"; or a `PlannerConfig`.
         sampler: "ddim", "ddpm" or "flow".
-        state_width: of the hidden states, if not those of the chat model of that size.
-        seed: of the weights.
+        state_width: Width of the hidden states; by default that of the chat model of that size.
+        seed: Random seed of the weights.
 
     Raises:
-        UsageError: there is no such size or sampler.
+        UsageError: There is no such size or sampler.
     """
     if isinstance(size, str) and size not in SIZES:
         raise UsageError(f"size={size!r}: expected one of {', '.join(SIZES)}")

@@ -1,4 +1,4 @@
-"""Trajectories from above: what was predicted beside what was driven."""
+"""Plots of trajectories from above: predicted ones next to driven ones."""
 
 import importlib.util
 import math
@@ -13,7 +13,7 @@ _TRUE, _PREDICTED, _EGO = "#1a7f37", "#0969da", "#57606a"
 
 
 def check_plots() -> None:
-    """Raise unless plots can be drawn.
+    """Raise an error unless plots can be drawn.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -25,13 +25,13 @@ def check_plots() -> None:
 def plot_trajectories(
     path: str | Path, predicted: torch.Tensor, true: torch.Tensor | None = None, *, columns: int = 4
 ) -> None:
-    """Draw trajectories from above, one panel a scene: forward is up, left is left.
+    """Draw trajectories from above, one panel per scene: forward is up, left is left.
 
     Args:
-        path: of the picture; its suffix says the format, such as .png or .svg.
+        path: File of the picture, whose suffix is the format, such as .png or .svg.
         predicted: (scenes, 8, 3) or (scenes, samples, 8, 3), metres and radians.
         true: (scenes, 8, 3), if known.
-        columns: panels in a row.
+        columns: Panels per row.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""How good a trajectory is, scored on the host by a pool of processes.
+"""Rewards of trajectories, computed on the host by a pool of processes.
 
-Nothing here imports torch or jax, so that the processes start fast and hold little.
+This module does not import torch or jax, so that the processes start fast and need little memory.
 """
 
 import importlib
@@ -21,42 +21,41 @@ import numpy as np
 from tpuport.errors import CheckpointError, UsageError
 
 INTERVAL = 0.5  # s between poses
-# How upstream weighs its simulator's terms when it trains.
+# Weights of the simulator's terms in upstream's training.
 PROGRESS_WEIGHT, SAFETY_WEIGHT, COMFORT_WEIGHT = 10.0, 5.0, 2.0
-# Metres off the driven way at which closeness has fallen to 1/e.
+# Distance from the driven path in metres at which closeness is 1/e.
 CLOSENESS = 2.0
-# nuPlan's limits of comfort, of accelerations (m/s^2) and of the yaw rate (rad/s).
+# nuPlan's comfort limits of accelerations (m/s^2) and of the yaw rate (rad/s).
 MIN_ACCELERATION, MAX_ACCELERATION, MAX_SIDEWAYS, MAX_YAW_RATE = -4.05, 2.40, 4.89, 0.95
 
 
 class Scorer(Protocol):
-    """What gives a scene's trajectories their rewards; it is sent to other processes."""
+    """A function that rewards a scene's trajectories. It is pickled to other processes."""
 
     def __call__(self, token: str, trajectories: np.ndarray, true: np.ndarray) -> list[float]:
-        """The rewards of trajectories (n, 8, 3), in metres and radians.
+        """Return the rewards of trajectories (n, 8, 3), in metres and radians.
 
         Args:
-            token: the scene.
-            trajectories: to score.
-            true: (8, 3), what was driven.
+            token: Name of the scene.
+            trajectories: Trajectories to score.
+            true: (8, 3), the driven trajectory.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SimpleScorer:
-    """A stand-in for the simulator, from the drive alone: it knows no road and no other car.
+    """A replacement of the simulator that knows only the drive, no road and no other car.
 
     (10 * progress + 5 * closeness + 2 * comfort) / 17, each from 0 to 1:
-
-    - progress: how far along the driven direction the end is, over how far the drive came;
+    - progress: distance of the end along the driven direction, relative to the drive's;
     - closeness: exp(-d / 2 m), d the mean distance to the driven poses;
     - comfort: the share of steps within nuPlan's limits of acceleration, along and sideways, and of
-      yaw rate.
+    yaw rate.
     """
 
     def __call__(self, token: str, trajectories: np.ndarray, true: np.ndarray) -> list[float]:
-        """The rewards of trajectories (n, 8, 3)."""
+        """Return the rewards of trajectories (n, 8, 3)."""
         del token
         total = PROGRESS_WEIGHT + SAFETY_WEIGHT + COMFORT_WEIGHT
         found = (
@@ -70,7 +69,7 @@ class SimpleScorer:
 def _progress(trajectories: np.ndarray, true: np.ndarray) -> np.ndarray:
     end = true[-1, :2]
     far = float(np.linalg.norm(end))
-    if far < 0.5:  # standing still, which is all that was asked
+    if far < 0.5:  # the driven car stands still
         return np.ones(len(trajectories))
     return np.clip(trajectories[:, -1, :2] @ end / far**2, 0.0, 1.0)
 
@@ -94,9 +93,9 @@ def _comfort(trajectories: np.ndarray) -> np.ndarray:
 
 # -- navsim's simulator ----------------------------------------------------------------------------
 
-# Whose classes a metric cache may hold, and what else rebuilds paths, times, arrays and geometry.
-# Names of the standard library are listed one by one: its modules import functions, too, by which
-# a file reaches everything (`attrgetter` in pathlib is one).
+# A metric cache may contain classes of these packages, and the listed names that rebuild paths,
+# times, arrays and geometry. Names of the standard library are listed one by one, since its modules
+# import functions by which a file reaches everything (`attrgetter` in pathlib is one).
 _CLASSES_OF = {"navsim", "nuplan", "shapely"}
 _LISTED = {
     *(("numpy.core.multiarray", name) for name in ("_reconstruct", "scalar")),
@@ -119,7 +118,7 @@ _LISTED = {
 
 
 class _CacheUnpickler(pickle.Unpickler):
-    """Makes objects of the simulator's classes, and calls nothing but what rebuilds them."""
+    """An unpickler of the simulator's classes, which calls only what rebuilds them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _LISTED:
@@ -134,11 +133,11 @@ class _CacheUnpickler(pickle.Unpickler):
 
 
 def _is_own(found: type, name: str) -> bool:
-    """Whether a class is the simulator's, and not one that a module of it has imported."""
+    """Return whether a class is defined by the simulator, not imported by one of its modules."""
     return found.__module__.partition(".")[0] in _CLASSES_OF and found.__name__ == name
 
 
-# What a damaged or foreign pickle makes the unpickler raise.
+# Errors that a damaged or foreign pickle causes in the unpickler.
 _UNREADABLE = (
     *(OSError, EOFError, lzma.LZMAError, pickle.UnpicklingError, ImportError, AttributeError),
     *(ValueError, TypeError, IndexError, KeyError),
@@ -146,10 +145,10 @@ _UNREADABLE = (
 
 
 def read_metric_cache(path: str | Path) -> Any:
-    """What navsim's simulator needs of a scene, from a file of run_metric_caching.py.
+    """Read a scene's input of navsim's simulator from a file of run_metric_caching.py.
 
     Raises:
-        CheckpointError: it is damaged, or names something else than the simulator's classes.
+        CheckpointError: It is damaged, or names something else than the simulator's classes.
     """
     try:
         with lzma.open(path, "rb") as file:
@@ -159,10 +158,10 @@ def read_metric_cache(path: str | Path) -> Any:
 
 
 class PdmScorer:
-    """navsim's PDM score, weighed as upstream trains with it.
+    """navsim's PDM score, with the weights of upstream's training.
 
     Args:
-        metric_cache: the folder that navsim's run_metric_caching.py wrote.
+        metric_cache: Folder that navsim's run_metric_caching.py wrote.
 
     Raises:
         UsageError: navsim is not installed, or there is no such folder.
@@ -185,7 +184,7 @@ class PdmScorer:
         return {**self.__dict__, "_made": None}  # each process makes its own
 
     def __call__(self, token: str, trajectories: np.ndarray, true: np.ndarray) -> list[float]:
-        """The PDM scores of trajectories (n, 8, 3)."""
+        """Return the PDM scores of trajectories (n, 8, 3)."""
         del true
         if self._made is None:
             self._made = self._make()
@@ -233,7 +232,7 @@ class PdmScorer:
 # -- the pool --------------------------------------------------------------------------------------
 
 
-# The scorer of a process of the pool, made once: a simulator takes long to start.
+# The scorer of this process of the pool, made once, since a simulator takes long to start.
 _scorer: Scorer | None = None
 
 
@@ -248,7 +247,7 @@ def _score(token: str, trajectories: np.ndarray, true: np.ndarray) -> list[float
 
 
 class RewardPool:
-    """Scores scenes in other processes, while this one goes on.
+    """A pool of processes that score scenes while this process continues.
 
         with RewardPool(SimpleScorer(), workers=4) as pool:
             pending = pool.submit(tokens, trajectories, true)
@@ -256,8 +255,9 @@ class RewardPool:
             rewards = pending.result()  # (scenes, samples)
 
     Args:
-        scorer: what scores a scene; each process gets it once, and keeps it.
-        workers: processes, spawned; 0 scores in a thread of this one.
+        scorer: Scores a scene. Each process gets it once, and keeps it.
+        workers: Number of spawned processes; 0 scores in a thread of this one; None for one per
+            core, at most 8.
     """
 
     def __init__(self, scorer: Scorer, workers: int | None = None) -> None:
@@ -265,7 +265,7 @@ class RewardPool:
         workers = min(os.cpu_count() or 1, 8) if workers is None else workers
         self._pool: ProcessPoolExecutor | ThreadPoolExecutor
         if workers:
-            # A forked process may inherit a lock that jax holds.
+            # spawn, since a forked process may inherit a lock that jax holds.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
                 workers, mp_context=context, initializer=_keep, initargs=(scorer,)
@@ -276,12 +276,12 @@ class RewardPool:
     def submit(
         self, tokens: Sequence[str], trajectories: np.ndarray, true: np.ndarray
     ) -> "Pending":
-        """Begin to score.
+        """Start scoring.
 
         Args:
-            tokens: of the scenes.
+            tokens: Names of the scenes.
             trajectories: (scenes, samples, 8, 3), metres and radians.
-            true: (scenes, 8, 3), what was driven.
+            true: (scenes, 8, 3), the driven trajectories.
         """
         trajectories, true = np.asarray(trajectories), np.asarray(true)
         given = zip(tokens, trajectories, true, strict=True)
@@ -306,11 +306,11 @@ class Pending:
     futures: list[Future[list[float]]]
 
     def result(self) -> np.ndarray:
-        """(scenes, samples), float32.
+        """Wait for the rewards, (scenes, samples) float32.
 
         Raises:
-            UsageError: a reward is no number.
-            Exception: what scoring raised.
+            UsageError: A reward is not finite.
+            Exception: Raised by scoring.
         """
         rewards = [future.result() for future in self.futures]
         for token, found in zip(self.tokens, rewards, strict=True):

@@ -30,26 +30,26 @@ def sample(
     checkout: str | Path | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Sample one trajectory a scene, and write them as JSON.
+    """Sample one trajectory per scene, and write them as JSON.
 
     Args:
-        cache: of either layout.
-        checkpoint: a planner of this recipe or of upstream; it says size and sampler.
-        out: the file: `{"trajectories": {token: [[x, y, heading], ...]}, ...}`, metres and radians.
-        batch_size: scenes at once.
-        logs: drives to sample for; by default all.
-        plot: a picture of the first scenes.
-        checkout: an upstream checkout, whose own planner samples then.
-        verify: compare the first batch with eager PyTorch on the same random numbers.
+        cache: Cache of either layout.
+        checkpoint: Planner of this recipe or of upstream, which determines size and sampler.
+        out: File to write: `{"trajectories": {token: [[x, y, heading], ...]}, ...}`, in m and rad.
+        batch_size: Scenes per batch.
+        logs: Drives to sample for; by default all.
+        plot: Picture of the first scenes to write.
+        checkout: Upstream checkout, to sample with its own planner.
+        verify: Whether to compare the first batch with eager PyTorch on the same random numbers.
 
     Returns:
-        What is written besides the trajectories: `scenes`, what `errors_of` gives, `verified`, and
-        `programs`, how many were compiled.
+        What is written besides the trajectories: `scenes`, the result of `errors_of`, `verified`,
+        and the number of compiled `programs`.
 
     Raises:
-        UsageError: there are several processes, or an argument does not fit.
-        ParityError: the program's trajectories are not eager PyTorch's.
-        CheckpointError: there is no planner in the checkpoint.
+        UsageError: There are several processes, or an argument does not fit.
+        ParityError: The program's trajectories differ from eager PyTorch's.
+        CheckpointError: There is no planner in the checkpoint.
     """
     refuse_several("sampling", "which writes one file")
     if plot is not None:

@@ -34,12 +34,12 @@ from tpuport.errors import UsageError
 
 @dataclass(frozen=True)
 class Usable:
-    """Which samples of a data set can be trained on, and how large they are.
+    """The samples of a data set that can be trained on, and their sizes.
 
     Attributes:
-        indices: of the samples.
-        sizes: tokens and tiles of each.
-        left_out: how many were not, by why.
+        indices: Indices of the samples.
+        sizes: Tokens and tiles of each sample.
+        left_out: Number of samples that were left out, by reason.
     """
 
     indices: list[int]
@@ -48,17 +48,17 @@ class Usable:
 
 
 class ChatData:
-    """The samples of a meta file, by their number.
+    """The samples of a meta file, by their index.
 
     Args:
-        meta_path: the meta file.
-        tokenizer: one of transformers', with the added tokens.
-        tiling: how images become tiles.
-        tokens_per_tile: how many tokens a tile is.
-        max_seq_length: tokens after so many are cut off.
+        meta_path: The meta file.
+        tokenizer: A tokenizer of transformers, with the added tokens.
+        tiling: The way images are cut into tiles.
+        tokens_per_tile: Number of tokens per tile.
+        max_seq_length: Length at which a sample is cut off.
 
     Raises:
-        UsageError: a file is not there or not of its format, or the tokenizer lacks tokens.
+        UsageError: A file is missing or has another format, or the tokenizer lacks tokens.
     """
 
     def __init__(
@@ -84,20 +84,20 @@ class ChatData:
         return len(self._lines)
 
     def read(self, index: int) -> Sample:
-        """A sample as its line has it."""
+        """Read a sample from its line."""
         source, number, line = self._lines[index]
         return read_sample(line, number, source)
 
     def tiling_of(self, source: Source) -> Tiling:
-        """How images of a data set become tiles: it may have a bound of its own."""
+        """Return the tiling of a data set's images, which may have its own maximum of tiles."""
         if source.max_dynamic_patch is None:
             return self.tiling
         return replace(self.tiling, max_dynamic_patch=source.max_dynamic_patch)
 
     def size(self, index: int) -> tuple[int, int] | str:
-        """Tokens and tiles of a sample, from its images; or why it is left out.
+        """Return tokens and tiles of a sample, or the reason why it is left out.
 
-        They are decoded once here, as one that is cut short shows no earlier.
+        Images are fully decoded here, since a truncated one is not noticed before.
         """
         sample = self.read(index)
         tiling, counts = self.tiling_of(sample.source), []
@@ -115,17 +115,17 @@ class ChatData:
         return len(encoded.input_ids), sum(counts)
 
     def sample(self, index: int, seed: int = 0) -> dict[str, np.ndarray]:
-        """The arrays of a sample.
+        """Return the arrays of a sample.
 
         Args:
-            index: its number.
-            seed: of the augmentation, where its data set has it.
+            index: Index of the sample.
+            seed: Random seed of the augmentation, if its data set has it.
 
         Returns:
             input_ids and labels int32 (length,), pixel_values float32 (tiles, 3, side, side).
 
         Raises:
-            UsageError: an image is not there or cannot be read.
+            UsageError: An image is missing or cannot be read.
         """
         found = self.read(index)
         tiling, tiles, counts = self.tiling_of(found.source), [], []
@@ -151,7 +151,7 @@ class ChatData:
 
     @property
     def tile_shape(self) -> tuple[int, int, int]:
-        """(3, side, side)."""
+        """Return the shape of a tile, (3, side, side)."""
         return 3, self.tiling.force_image_size, self.tiling.force_image_size
 
     def _encoded(self, sample: Sample, counts: Sequence[int]) -> Encoded:
@@ -166,15 +166,15 @@ class ChatData:
     def usable(
         self, kept_in: str | Path | None = None, on_broken: Literal["raise", "skip"] = "raise"
     ) -> Usable:
-        """Which samples can be trained on: each is read once, with its images.
+        """Return the samples that can be trained on, after reading each once with its images.
 
         Args:
-            kept_in: a folder where sizes are kept for the next run over the same lines and images.
-            on_broken: what to do about a sample whose image is not there, cannot be read or is cut
-                off; upstream puts another in its place.
+            kept_in: Folder in which sizes are kept for the next run over the same lines and images.
+            on_broken: What to do about a sample whose image is missing, unreadable or cut off.
+                Upstream replaces it by another sample.
 
         Raises:
-            UsageError: there is such a sample, or no other.
+            UsageError: There is such a sample, or no other.
         """
         path = None if kept_in is None else Path(kept_in) / f"samples-{self.fingerprint()}.json"
         found = self._sizes(path)
@@ -192,9 +192,10 @@ class ChatData:
         return Usable([i for i, _ in whole], [size for _, size in whole], dict(left_out))
 
     def _sizes(self, path: Path | None) -> list[tuple[int, int] | str]:
-        """`size` of every sample, from a file where its images are as they were then.
+        """Return `size` of every sample, from the file `path` if its images are unchanged.
 
-        What is left out is not kept there: an image may be mended, or arrive later.
+        The file does not keep samples that were left out, since an image may be repaired, or arrive
+        later.
         """
         kept: list[Any] = [None] * len(self)
         if path is not None and path.is_file():
@@ -216,7 +217,7 @@ class ChatData:
         return found
 
     def fingerprint(self) -> str:
-        """Of all that samples depend on but the images' pixels."""
+        """Return a digest of all that samples depend on, except for the images' pixels."""
         digest = hashlib.sha256()
         settings = [asdict(self.tiling), self.tokens_per_tile, self.max_seq_length]
         vocabulary = sorted(self.tokenizer.get_vocab().items())
@@ -227,7 +228,7 @@ class ChatData:
 
 
 def _states(paths: Iterable[str]) -> list[list[Any]]:
-    """Path, time of change in ns and bytes of files; None for one that is not there."""
+    """Return path, modification time in ns and size of files, with None for a missing one."""
     states = []
     for path in paths:
         try:
@@ -239,17 +240,17 @@ def _states(paths: Iterable[str]) -> list[list[Any]]:
 
 
 class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
-    """The batches of a whole run, by their number: the same for the same seed.
+    """The batches of a complete run, by their index, the same for the same seed.
 
     Args:
-        data: the samples.
-        usable: which of them.
-        buckets: the static sizes of rows.
-        num_rows: of a batch, over all processes.
-        epochs: how often each sample is there; a part of the last one if it is no whole number.
-        pack: whether rows have several samples.
-        reduction: how labels are weighted.
-        seed: of order and augmentation.
+        data: The samples.
+        usable: The samples to use.
+        buckets: Static sizes of rows.
+        num_rows: Rows of a batch, over all processes.
+        epochs: Number of epochs. A fraction is a part of the last epoch.
+        pack: Whether rows have several samples.
+        reduction: How labels are weighted.
+        seed: Random seed of order and augmentation.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         self.plan: list[tuple[int, PlannedBatch]] = []
         left = epochs
         for epoch in range(int(np.ceil(epochs))):
-            # A seed for each epoch that no epoch of another run's seed has.
+            # SeedSequence, since seed + epoch would repeat the epochs of another run's seed.
             drawn = int(np.random.SeedSequence((seed, epoch)).generate_state(1)[0])
             planned = plan_epoch(usable.sizes, buckets, num_rows=num_rows, pack=pack, seed=drawn)
             planned = planned[: int(np.ceil(len(planned) * min(1.0, left)))]
@@ -284,7 +285,7 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         return self.part(index, slice(None))
 
     def part(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        """Some rows of a batch; the images of others are not read."""
+        """Return some rows of a batch, without reading the images of the others."""
         seed, planned = self.plan[index]
         samples = [
             [self.data.sample(self.usable.indices[i], seed) for i in row]
@@ -295,7 +296,7 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
         )
 
     def identity(self) -> dict[str, Any]:
-        """What tells this plan from others, as JSON has it: a run goes on with the same one."""
+        """Return what identifies this plan, as JSON values. A resumed run must have the same."""
         plan = [(drawn, one.bucket.length, one.bucket.tiles, one.rows) for drawn, one in self.plan]
         return {
             "data": self.data.fingerprint(),
@@ -308,16 +309,16 @@ class PlannedChats(torch.utils.data.Dataset[dict[str, np.ndarray]]):
 
     @property
     def filled(self) -> float:
-        """The part of all tokens of all rows that is no padding."""
+        """Return the fraction of all tokens in all rows that is not padding."""
         used = sum(self.usable.sizes[i][0] for _, b in self.plan for row in b.rows for i in row)
         return used / sum(b.bucket.length * len(b.rows) for _, b in self.plan)
 
 
 class PlannedRows(torch.utils.data.Dataset[dict[str, np.ndarray]]):
-    """The rows of a run's batches, one batch after another: each process reads its own.
+    """The rows of a run's batches, one batch after another. Each process reads its own.
 
     Args:
-        planned: the batches.
+        planned: The batches.
     """
 
     def __init__(self, planned: PlannedChats) -> None:
@@ -336,11 +337,11 @@ def _digest(value: Any) -> str:
 
 
 def check_tokens(tokenizer: Any) -> None:
-    """Raise `UsageError` if one of the template's words is not one token of a tokenizer."""
+    """Raise `UsageError` if one of the template's words is not a single token of a tokenizer."""
     for word in ("<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>"):
         ids = tokenizer(word, add_special_tokens=False).input_ids
         if len(ids) != 1:
             raise UsageError(
                 f"the tokenizer makes {len(ids)} tokens of {word}; expected one. What to do: give"
-                " an InternVL or Qwen 2 tokenizer; --model_name_or_path has it beside the weights"
+                " an InternVL or Qwen 2 tokenizer; --model_name_or_path has it next to the weights"
             )

@@ -1,4 +1,4 @@
-"""Moments of drives whose hidden states are cached: an image, how the car moved, where it went.
+"""Moments of drives to cache: an image, the car's past motion, and its future path.
 
     {"log": "2021.05.12...", "token": "0a1b...", "image": "front.jpg", "history": [[x, y, heading]
      x 4], "command": [0, 1, 0, 0], "velocity": [x, y], "acceleration": [x, y],
@@ -54,9 +54,9 @@ class Frame:
     """One moment of a drive, as the front camera saw it.
 
     Attributes:
-        log: the drive.
-        token: the moment's name.
-        image: what the front camera saw, a path.
+        log: Name of the drive.
+        token: Name of the moment.
+        image: Path of the front camera's image.
         values: history (4, 3), command (4,), velocity (2,), acceleration (2,), trajectory (8, 3).
     """
 
@@ -66,7 +66,7 @@ class Frame:
     values: dict[str, torch.Tensor]
 
     def features(self) -> dict[str, torch.Tensor]:
-        """What upstream caches beside the hidden states, in float32."""
+        """Return what upstream caches besides the hidden states, in float32."""
         given = {name: value.float() for name, value in self.values.items()}
         command = given["command"]
         return {
@@ -76,11 +76,11 @@ class Frame:
         }
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """What upstream caches to train for: poses in float64."""
+        """Return the targets that upstream caches: poses in float64."""
         return {"trajectory": self.values["trajectory"]}
 
     def question(self) -> str:
-        """What the model is asked."""
+        """Return the question to the model."""
         steps = self.values["history"].float().tolist()
         history = " ".join(
             f"   - t-{3 - i}: ({', '.join(map(_number, step))})" for i, step in enumerate(steps)
@@ -92,19 +92,19 @@ class Frame:
 
 
 def _number(value: float) -> str:
-    """With a sign and two decimals; nearly nothing is 0.0."""
+    """Format a number with a sign and two decimals, and values near zero as 0.0."""
     return f"{value:+.2f}" if abs(round(value, 2)) > 1e-2 else "0.0"
 
 
 def read_scenes(path: str | Path, root: str | Path | None = None) -> list[Frame]:
-    """The scenes of a JSONL file, in order.
+    """Read the scenes of a JSONL file, in order.
 
     Args:
-        path: the file.
-        root: the folder that paths of images begin in; the file's own if left out.
+        path: The file.
+        root: Folder that image paths are relative to; by default that of the file.
 
     Raises:
-        UsageError: it is not there, a line is not of the format, or two have one name.
+        UsageError: It is missing, a line has another format, or two lines have the same name.
     """
     path = Path(path)
     if not path.is_file():

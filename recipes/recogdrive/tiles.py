@@ -13,30 +13,30 @@ from PIL import Image
 
 from tpuport.errors import UsageError
 
-# Mean and standard deviation of red, green and blue that vision towers were trained with.
+# Mean and standard deviation of red, green and blue with which vision towers were trained.
 NORMS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "clip": ((0.4814546, 0.4578275, 0.40821073), (0.2686295, 0.2613025, 0.2757711)),
     "siglip": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-# What Pillow raises on bytes that are no whole image, beside OSError.
+# Errors of Pillow on bytes that are no complete image, besides OSError.
 _DAMAGED = (SyntaxError, ValueError, IndexError, struct.error, Image.DecompressionBombError)
-# Qualities of the JPEG compression that stands for augmentation, each as likely.
+# Qualities of the JPEG compression that is used as augmentation, all equally likely.
 _QUALITIES = range(75, 101)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How images become tiles; the fields are named as upstream's flags.
+    """The way images are cut into tiles, with the names of upstream's flags.
 
     Attributes:
-        force_image_size: width and height of a tile, in pixels.
-        min_dynamic_patch: fewest tiles of an image, without the thumbnail.
-        max_dynamic_patch: most tiles of an image, without the thumbnail.
+        force_image_size: Width and height of a tile, in pixels.
+        min_dynamic_patch: Minimum number of tiles of an image, without the thumbnail.
+        max_dynamic_patch: Maximum number of tiles of an image, without the thumbnail.
         dynamic_image_size: False makes one tile of every image.
-        use_thumbnail: whether the whole image is one more tile, where there are several.
+        use_thumbnail: Whether the image, resized, is one more tile if there are several.
         normalize_type: "imagenet", "clip" or "siglip".
-        pad2square: whether tiles that are not square are filled up instead of stretched.
+        pad2square: Whether tiles that are not square are padded instead of stretched.
     """
 
     force_image_size: int = 448
@@ -59,22 +59,22 @@ class Tiling:
 
     @property
     def bound(self) -> int:
-        """The most tiles of one image, with the thumbnail."""
+        """Return the maximum number of tiles of one image, with the thumbnail."""
         if not self.dynamic_image_size:
             return 1
         return self.max_dynamic_patch + (self.use_thumbnail and self.max_dynamic_patch > 1)
 
     def most_of(self, num_images: int) -> int:
-        """The most tiles of each of so many images of one sample, which share the bound."""
+        """Return the maximum number of tiles per image of a sample with this many images."""
         return max(1, self.max_dynamic_patch // num_images)
 
 
 def read_image(path: str | Path) -> Image.Image:
-    """An image of a file in RGB, wholly decoded.
+    """Read an image in RGB, fully decoded.
 
     Raises:
-        FileNotFoundError: it is not there.
-        OSError: it is no image, is cut short or is damaged.
+        FileNotFoundError: It is missing.
+        OSError: It is no image, is truncated or is damaged.
     """
     try:
         with Image.open(path) as image:
@@ -84,14 +84,14 @@ def read_image(path: str | Path) -> Image.Image:
 
 
 def grid_of(size: tuple[int, int], tiling: Tiling, num_images: int = 1) -> tuple[int, int]:
-    """Columns and rows of tiles for an image: the shape closest to its own.
+    """Return columns and rows of tiles for an image: the shape closest to its own.
 
-    Of two shapes that are as close, the larger one, if the image has more than half its pixels.
+    Of two equally close shapes the larger one is used if the image has more than half its pixels.
 
     Args:
-        size: width and height of the image, in pixels.
-        tiling: how.
-        num_images: of the sample.
+        size: Width and height of the image, in pixels.
+        tiling: The way images are cut.
+        num_images: Number of images of the sample.
     """
     if not tiling.dynamic_image_size:
         return 1, 1
@@ -107,8 +107,10 @@ def grid_of(size: tuple[int, int], tiling: Tiling, num_images: int = 1) -> tuple
 
 @cache
 def _grids(fewest: int, most: int) -> list[tuple[int, int]]:
-    """All grids of so many tiles. Grids of one size stay in the order of a Python set of them,
-    which decides ties upstream."""
+    """Return all grids within these numbers of tiles.
+
+    Grids of one size keep the order of a Python set of them, which decides ties in upstream.
+    """
     found = set()
     for count in range(fewest, most + 1):
         for columns in range(1, count + 1):
@@ -119,16 +121,16 @@ def _grids(fewest: int, most: int) -> list[tuple[int, int]]:
 
 
 def num_tiles(size: tuple[int, int], tiling: Tiling, num_images: int = 1) -> int:
-    """How many tiles an image of a width and height becomes; it need not be decoded for that."""
+    """Return the number of tiles for an image of a width and height, without decoding it."""
     columns, rows = grid_of(size, tiling, num_images)
     count = columns * rows
     return count + (tiling.dynamic_image_size and tiling.use_thumbnail and count > 1)
 
 
 def cut(image: Image.Image, tiling: Tiling, num_images: int = 1) -> list[Image.Image]:
-    """The tiles of an image, row by row, then the thumbnail; each `force_image_size` square.
+    """Cut an image into tiles, row by row, then the thumbnail, each `force_image_size` square.
 
-    Without `dynamic_image_size` the image itself.
+    Without `dynamic_image_size` the image itself is returned.
     """
     if not tiling.dynamic_image_size:
         return [image]
@@ -145,12 +147,12 @@ def cut(image: Image.Image, tiling: Tiling, num_images: int = 1) -> list[Image.I
 def pixels(
     tiles: Iterable[Image.Image], tiling: Tiling, augment: np.random.Generator | None = None
 ) -> np.ndarray:
-    """The normalised values of tiles.
+    """Return the normalised values of tiles.
 
     Args:
-        tiles: from `cut`.
-        tiling: the same.
-        augment: draws the quality of a JPEG compression of each tile; None for none.
+        tiles: Result of `cut`.
+        tiling: The tiling that they were cut with.
+        augment: Draws the quality of a JPEG compression of each tile; None for no augmentation.
 
     Returns:
         float32 (tiles, 3, force_image_size, force_image_size).
@@ -179,7 +181,7 @@ def _compressed(tile: Image.Image, quality: int) -> Image.Image:
 
 
 def _padded(tile: Image.Image, mean: Sequence[float]) -> Image.Image:
-    """An image in the middle of a square of the mean colour."""
+    """Put an image in the middle of a square of the mean colour."""
     side = max(tile.size)
     square = Image.new("RGB", (side, side), tuple(int(part * 255) for part in mean))
     square.paste(tile, ((side - tile.width) // 2, (side - tile.height) // 2))
@@ -187,19 +189,19 @@ def _padded(tile: Image.Image, mean: Sequence[float]) -> Image.Image:
 
 
 def pad_tiles(values: np.ndarray, bound: int, what: str = "the sample") -> dict[str, Any]:
-    """Tiles filled up to a static number by tiles of zeros that do not count.
+    """Pad tiles to a static number with tiles of zeros that do not count.
 
     Args:
         values: (tiles, 3, side, side).
-        bound: how many there are to be.
-        what: has them, for messages.
+        bound: Number of tiles to return.
+        what: Owner of the tiles, for messages.
 
     Returns:
         `pixel_values` float32 (bound, 3, side, side) and `image_flags` int32 (bound,), 1 for a tile
         that counts.
 
     Raises:
-        UsageError: there are more.
+        UsageError: There are more tiles than the bound.
     """
     if len(values) > bound:
         raise UsageError(

@@ -42,34 +42,35 @@ Precision = Literal["float32", "bf16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a planner is trained; the defaults are upstream's.
+    """The settings with which a planner is trained. The defaults are upstream's.
 
     Attributes:
         size: "tiny", "small" or "large".
         sampler: "ddim", "ddpm" or "flow".
-        init: weights to begin with.
-        epochs: of training, and of the schedule of the learning rate.
-        steps: how many at most.
-        batch_size: of all devices together; upstream has 16 on each of 32.
-        lr: the highest learning rate, by epochs: up for `warmup_epochs`, and down to `min_lr` along
-            a cosine.
-        min_lr: the last one.
-        warmup_epochs: how long it rises.
-        clip_norm: the largest norm of all gradients together.
-        ema_decay: of the averages that are evaluated and exported; None for none.
-        accumulate: parts that a batch is cut into.
+        init: Initial weights.
+        epochs: Epochs of training, and of the schedule of the learning rate.
+        steps: Maximum number of steps.
+        batch_size: Samples per step over all devices; upstream has 16 on each of 32.
+        lr: Highest learning rate. By epochs it rises for `warmup_epochs`, and falls to `min_lr`
+            along a cosine.
+        min_lr: Final learning rate.
+        warmup_epochs: Epochs of warmup.
+        clip_norm: Largest global norm of the gradients.
+        ema_decay: Decay of the averaged weights that are evaluated and exported; None for no
+            average.
+        accumulate: Number of microbatches per step.
         precision: "bf16" computes in bfloat16 and keeps weights in float32.
-        mesh: sizes by axis, to spread the training over devices; None for one device.
-        rules: how parameters lie on the mesh.
-        workers: processes that read the cache.
-        seed: of weights, order and noise.
-        save_every: steps between states on disk.
-        evaluate_every: steps between evaluations.
-        val_samples: how many samples an evaluation is over, evenly spaced; None for all.
-        validate_first: evaluate before the first step, too.
-        log_every: steps between lines of the log.
-        plots: draw some trajectories at each evaluation.
-        progress: show it.
+        mesh: Sizes by mesh axis, to shard the training over devices; None for one device.
+        rules: Sharding rules of the parameters.
+        workers: Processes that read the cache.
+        seed: Random seed of weights, data order and noise.
+        save_every: Steps between checkpoints.
+        evaluate_every: Steps between evaluations.
+        val_samples: Number of evenly spaced samples of an evaluation; None for all.
+        validate_first: Whether to evaluate before the first step, too.
+        log_every: Steps between lines of the log.
+        plots: Whether to draw some trajectories at each evaluation.
+        progress: Whether to show progress.
     """
 
     size: str = "small"
@@ -101,7 +102,7 @@ class TrainOptions:
 def warmup_cosine(
     lr: float, min_lr: float, warmup_epochs: int, epochs: int, steps_per_epoch: int
 ) -> Callable[[Any], jax.Array]:
-    """Upstream's learning rate by step: the same during an epoch, up and then along a cosine."""
+    """Return upstream's learning rate by step: constant per epoch, up, then down as a cosine."""
 
     def schedule(step: Any) -> jax.Array:
         epoch = jnp.floor_divide(step, steps_per_epoch)
@@ -114,7 +115,7 @@ def warmup_cosine(
 
 
 def make_optimizer(options: TrainOptions, steps_per_epoch: int) -> optax.GradientTransformation:
-    """Upstream's AdamW and schedule. Clipping is the step's."""
+    """Return upstream's AdamW and schedule. The training step clips gradients."""
     rate = warmup_cosine(
         options.lr, options.min_lr, options.warmup_epochs, options.epochs, steps_per_epoch
     )
@@ -125,13 +126,13 @@ def make_optimizer(options: TrainOptions, steps_per_epoch: int) -> optax.Gradien
 def port_planner(
     planner: torch.nn.Module, kind: Kind, options: TrainOptions, also: tuple[Any, ...] = ()
 ) -> PortedModel:
-    """The planner as a ported model, on the mesh if there is one.
+    """Return the planner as a ported model, sharded if there is a mesh.
 
     Args:
-        planner: on the CPU.
-        kind: of planner.
-        options: precision and mesh.
-        also: functions to port besides sampling.
+        planner: Planner on the CPU.
+        kind: Kind of the planner.
+        options: Settings of precision and mesh.
+        also: Functions to port besides sampling.
     """
     ported = tpuport.convert(planner, methods=(kind.sample, *also), verify=False)
     if options.precision == "bf16":
@@ -146,13 +147,13 @@ def port_planner(
 def make_step(
     ported: PortedModel, loss: Callable[..., Any], options: TrainOptions, steps_per_epoch: int
 ) -> TrainStep:
-    """A step of training a planner.
+    """Return the training step of a planner.
 
     Args:
-        ported: the planner.
-        loss: of it and a batch.
-        options: how.
-        steps_per_epoch: for the learning rate.
+        ported: The planner.
+        loss: Loss of the planner and a batch.
+        options: Settings of training.
+        steps_per_epoch: Steps per epoch, for the learning rate.
     """
     return make_train_step(
         ported,
@@ -171,7 +172,7 @@ def make_validation(
     out: Path,
     pool: RewardPool | None = None,
 ) -> Validation:
-    """The validation of a run in the folder `out`, with rewards if there is a pool."""
+    """Return the validation of a run in the folder `out`, with rewards if there is a pool."""
     return Validation(
         dataset,
         options.batch_size,
@@ -185,7 +186,7 @@ def make_validation(
 
 @contextlib.contextmanager
 def kind_of(checkout: str | Path | None) -> Iterator[Kind]:
-    """This recipe's planner, or that of an upstream checkout."""
+    """Yield this recipe's planner, or that of an upstream checkout."""
     if checkout is None:
         yield OURS
         return
@@ -194,7 +195,7 @@ def kind_of(checkout: str | Path | None) -> Iterator[Kind]:
 
 
 def start_planner(kind: Kind, dataset: CacheDataset, options: TrainOptions) -> torch.nn.Module:
-    """A planner for the hidden states of a cache, with the weights to begin with."""
+    """Return a planner for the hidden states of a cache, with its initial weights."""
     width = dataset[0]["last_hidden_state"].shape[-1]
     planner = kind.make(options.size, options.sampler, state_width=width, seed=options.seed)
     if options.init is not None:
@@ -218,26 +219,26 @@ def train(
     val_logs: Sequence[str] | None = None,
     checkout: str | Path | None = None,
 ) -> dict[str, float]:
-    """Train a planner on a cache; started again with the same arguments, it goes on.
+    """Train a planner on a cache, or resume if started again with the same arguments.
 
-    Writes OUT/states (to go on from), OUT/log.jsonl, OUT/planner.safetensors (the averages, or the
-    weights without them) and, if asked for, OUT/plots.
+    It writes OUT/states (to resume from), OUT/log.jsonl, OUT/planner.safetensors (the averaged
+    weights, or the weights if there is no average) and, if asked for, OUT/plots.
 
     Args:
-        cache: of either layout.
-        out: the run's folder.
-        options: how.
-        logs: drives to train on; by default all, or all that are not for validation.
-        val_logs: drives to validate on; by default those of training, which shows how well the
-            planner fits them and no more.
-        checkout: an upstream checkout, whose own planner is trained then.
+        cache: Cache of either layout.
+        out: Folder of the run.
+        options: Settings of training.
+        logs: Drives to train on; by default all that are not for validation.
+        val_logs: Drives to validate on; by default those of training, which shows only how well the
+            planner fits them.
+        checkout: Upstream checkout, to train its own planner.
 
     Returns:
         The last validation.
 
     Raises:
-        UsageError: an argument does not fit.
-        CheckpointError: the cache or a state on disk is damaged.
+        UsageError: An argument does not fit.
+        CheckpointError: The cache or a saved state is damaged.
     """
     initialize()
     options = options or TrainOptions()
@@ -266,14 +267,14 @@ def train(
 def run(
     step: Any, batches: Batches, validation: Validation, options: TrainOptions, out: Path
 ) -> dict[str, float]:
-    """Take the steps of a run, or those that are left of it, and write the planner.
+    """Take the steps of a run, or those that are left, and write the planner.
 
     Args:
-        step: a `TrainStep`, or what has its face.
-        batches: its input.
-        validation: logged now and then and after the last step; before the first if asked for.
-        options: how many steps, what is saved when.
-        out: the run's folder.
+        step: A `TrainStep`, or an object with its interface.
+        batches: Input of the run.
+        validation: Logged at intervals and after the last step; before the first step if asked for.
+        options: Settings of steps and intervals.
+        out: Folder of the run.
 
     Returns:
         The last validation.
@@ -302,7 +303,7 @@ def run(
             sinks=[log],
             progress=options.progress,
         )
-    found = validation.last or validation(step, state)  # none, if the run had ended before
+    found = validation.last or validation(step, state)  # None if the run had already ended
     ported = hosts.gather(step.put(state, ema=options.ema_decay is not None))
     if first:
         tpuport.save_checkpoint(out / "planner.safetensors", ported)
@@ -310,7 +311,10 @@ def run(
 
 
 def _batches(dataset: CacheDataset, kind: Kind, options: TrainOptions) -> Batches:
-    """The input: of a set smaller than a batch all samples, the last batch filled up."""
+    """Return the input.
+
+    A set smaller than a batch is one batch, and the last batch is padded.
+    """
     if not kind.masks and len(dataset) < options.batch_size:
         raise UsageError(
             f"batch_size={options.batch_size} and {len(dataset)} samples: upstream's loss counts"

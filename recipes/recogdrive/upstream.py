@@ -14,7 +14,7 @@ from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.planner import SIZES, PlannerConfig
 from tpuport.errors import UsageError
 
-# What upstream imports beside its planner, and the planner does without.
+# Packages that upstream imports and the planner does not need.
 ABSENT = (
     *("nuplan", "decord", "torchvision", "pytorch_lightning", "pyquaternion", "pandas"),
     *("shapely", "matplotlib", "hydra"),
@@ -28,17 +28,17 @@ MakePlanner = Callable[..., torch.nn.Module]
 def checkout_module(
     checkout: str | Path, folder: str, needed: str, module: str, *, absent: tuple[str, ...]
 ) -> Iterator[Any]:
-    """Import a module of a checkout as if written for CUDA; it can be used inside the block.
+    """Import a module of a checkout as if written for CUDA, for use inside the block.
 
     Args:
-        checkout: the folder of the repository.
-        folder: in it, that the packages are in.
-        needed: a folder in that, without which it is no checkout.
-        module: what to import; the package that it is in is ported.
-        absent: packages that need not be there.
+        checkout: Folder of the repository.
+        folder: Folder in it that has the packages.
+        needed: Folder in that, which every checkout has.
+        module: Module to import. The package that it is in is ported.
+        absent: Packages that may be missing.
 
     Raises:
-        UsageError: there is no checkout.
+        UsageError: There is no checkout.
     """
     root = Path(checkout).resolve() / folder
     if not (root / needed).is_dir():
@@ -56,13 +56,13 @@ def checkout_module(
 
 @contextlib.contextmanager
 def upstream_planner(checkout: str | Path) -> Iterator[MakePlanner]:
-    """Import the planner of a checkout; gives what `planner.make_planner` is here.
+    """Import the planner of a checkout, and yield its counterpart of `planner.make_planner`.
 
-    Convert and train it inside the block: what it imports lazily is found there. Needs timm,
+    Convert and train it inside the block, where its lazy imports are found. It needs timm,
     omegaconf, diffusers and transformers; nuplan, hydra and the like may be missing.
 
     Raises:
-        UsageError: there is no checkout.
+        UsageError: There is no checkout.
     """
     needed = "navsim/agents/recogdrive"
     with checkout_module(checkout, ".", needed, MODULE, absent=ABSENT) as module:
@@ -77,7 +77,7 @@ def build_planner(
     state_width: int | None = None,
     seed: int = 0,
 ) -> torch.nn.Module:
-    """A planner of upstream's module `MODULE`, see `planner.make_planner`."""
+    """Return a planner of upstream's module `MODULE`, see `planner.make_planner`."""
     config = SIZES[size] if isinstance(size, str) else size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -104,8 +104,8 @@ def build_planner(
             # Upstream knows two widths of hidden states; small sets have others.
             planner.feature_encoder = torch.nn.Linear(width, config.width)
     if sampler == "ddim":
-        # What only reinforcement sets there, and sampling chains reads. The others are not
-        # reinforced here, and ddpm would cut its noise off at one of these.
+        # These are set by reinforcement only, and sampling of chains reads them. The other samplers
+        # are not reinforced here, and ddpm would clamp its noise at one of them.
         for name, value in vars(module.GRPOConfig()).items():
             if isinstance(value, float):
                 setattr(planner, name, value)
@@ -113,7 +113,7 @@ def build_planner(
 
 
 def action_input(batch: dict[str, torch.Tensor]) -> Any:
-    """A batch as upstream's methods take it, beside the hidden states."""
+    """Return a batch in the form of upstream's methods, without the hidden states."""
     from transformers.feature_extraction_utils import BatchFeature
 
     given = {
@@ -126,13 +126,13 @@ def action_input(batch: dict[str, torch.Tensor]) -> Any:
 
 
 def imitation_loss(planner: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Upstream's training loss of a batch."""
+    """Return upstream's training loss of a batch."""
     return planner(batch["last_hidden_state"], action_input(batch)).loss
 
 
 @contextlib.contextmanager
 def _drawing(noise: torch.Tensor | None) -> Iterator[None]:
-    """Let `torch.randn_like` give these numbers (steps, ...), as upstream's samplers take none."""
+    """Make `torch.randn_like` return these numbers (steps, ...), as samplers take no noise."""
     if noise is None:
         yield
         return
@@ -140,7 +140,7 @@ def _drawing(noise: torch.Tensor | None) -> Iterator[None]:
 
     def given(like: torch.Tensor, **options: Any) -> torch.Tensor:
         del options
-        return noise[next(steps)].to(like.dtype, copy=True)  # which the sampler changes in place
+        return noise[next(steps)].to(like.dtype, copy=True)  # the sampler changes it in place
 
     torch.randn_like = given
     try:
@@ -150,9 +150,9 @@ def _drawing(noise: torch.Tensor | None) -> Iterator[None]:
 
 
 def sampled(planner: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Upstream's trajectories (B, 8, 3); from `init` and with `step_noise`, if the batch has them.
+    """Sample upstream's trajectories (B, 8, 3), from `init` and with `step_noise` if present.
 
-    A planner for flow draws nothing on its way.
+    A planner for flow draws no numbers between its steps.
     """
     given = action_input(batch)
     with _drawing(batch.get("step_noise")):

@@ -16,10 +16,10 @@ ABSENT = ("decord", "torchvision", "deepspeed")
 
 
 class UpstreamChatModel(ChatModel):
-    """`ChatModel` around upstream's InternVLChatModel; `vlm` is that."""
+    """A `ChatModel` around upstream's InternVLChatModel, which is its `vlm`."""
 
     def parts(self) -> dict[str, torch.nn.Module]:
-        """The modules that flags freeze."""
+        """Return the modules that flags freeze."""
         return {
             "backbone": self.vlm.vision_model,
             "mlp": self.vlm.mlp1,
@@ -27,20 +27,20 @@ class UpstreamChatModel(ChatModel):
         }
 
     def tile_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """By `extract_feature`."""
+        """Return the features of tiles by `extract_feature`."""
         return self.vlm.extract_feature(pixel_values)
 
     def language(self, **given: Any) -> torch.Tensor:
-        """The last hidden states of upstream's language model."""
+        """Return the last hidden states of upstream's language model."""
         inner = self.vlm.language_model.model
         return inner(**given, use_cache=False).last_hidden_state
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens."""
+        """Return the embeddings of tokens."""
         return self.vlm.language_model.get_input_embeddings()(input_ids)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits from hidden states."""
+        """Return logits from hidden states."""
         return self.vlm.language_model.get_output_embeddings()(hidden)
 
 
@@ -48,16 +48,16 @@ class UpstreamChatModel(ChatModel):
 def upstream_chat_model(
     checkout: str | Path, *, drop_path_rate: float = 0.0
 ) -> Iterator[Callable[[ChatModel], UpstreamChatModel]]:
-    """Import a checkout; gives what makes upstream's model of a `ChatModel`, with its weights.
+    """Import a checkout, and yield a function from a `ChatModel` to upstream's, with weights.
 
-    Convert and train it inside the block. Needs timm, peft and transformers.
+    Convert and train it inside the block. It needs timm, peft and transformers.
 
     Args:
-        checkout: the folder of the repository.
-        drop_path_rate: of upstream's vision tower, in training.
+        checkout: Folder of the repository.
+        drop_path_rate: Drop path of upstream's vision tower, in training.
 
     Raises:
-        UsageError: there is no checkout.
+        UsageError: There is no checkout.
     """
     name = "internvl.model.internvl_chat"
     with checkout_module(
@@ -105,6 +105,6 @@ def _made(package: Any, model: ChatModel, drop_path_rate: float) -> UpstreamChat
 
 
 def back_to_transformers(trained: UpstreamChatModel, model: ChatModel) -> ChatModel:
-    """A `ChatModel` with the weights of upstream's that was trained in its place."""
+    """Return the `ChatModel` with the weights of the upstream model trained in its place."""
     model.vlm.load_state_dict(to_transformers(trained.vlm.state_dict()))
     return model

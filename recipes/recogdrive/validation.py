@@ -1,4 +1,4 @@
-"""How far the trajectories that a planner samples are from those that were driven."""
+"""Errors of a planner's sampled trajectories against the driven ones."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,29 +21,30 @@ _PLOTTED = 8
 
 
 def errors_of(predicted: torch.Tensor, true: torch.Tensor) -> dict[str, float]:
-    """`l1` over x, y and heading, as upstream validates, and `displacement` in metres, of
-    trajectories (scenes, 8, 3).
+    """Return `l1` and `displacement` of trajectories (scenes, 8, 3).
+
+    `l1` is over x, y and heading, as in upstream's validation; `displacement` is in metres.
     """
     off = predicted - true
     return {"l1": off.abs().mean().item(), "displacement": off[..., :2].norm(dim=-1).mean().item()}
 
 
 class Validation:
-    """Mean error of sampled trajectories, as upstream's validation has it: L1 over x, y, heading.
+    """The mean error of sampled trajectories, as in upstream's validation.
 
-    The noise is the same each time, so that evaluations differ by the weights alone.
+    The noise is the same each time, so that evaluations differ in the weights only.
 
     Args:
-        dataset: what to sample for.
-        batch_size: scenes at once.
-        sample: the name of the ported method that samples.
-        ema: evaluate the averages of the weights.
-        plots: folder of the pictures; None for none.
-        pool: gives rewards to what is sampled, too.
-        count: how many samples, evenly spaced; None for all.
+        dataset: Scenes to sample for.
+        batch_size: Scenes per batch.
+        sample: Name of the ported method that samples.
+        ema: Whether to evaluate the averaged weights.
+        plots: Folder of the pictures; None for no pictures.
+        pool: Also computes rewards of the sampled trajectories, if given.
+        count: Number of evenly spaced samples; None for all.
 
     Raises:
-        UsageError: the count is of no use.
+        UsageError: The count is below 1.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Validation:
         self.last: dict[str, float] | None = None
 
     def batches(self) -> Iterator[tuple[Batch, int]]:
-        """Batches of one size, the last filled up with earlier scenes, and how many count."""
+        """Yield batches of one size, the last padded with earlier scenes, and their row counts."""
         generator = torch.Generator().manual_seed(_EVALUATION_SEED)
         total = len(self.indices)
         for start in range(0, total, self._size):
@@ -80,7 +81,7 @@ class Validation:
             yield batch, min(self._size, total - start)
 
     def __call__(self, step: Any, state: TrainState) -> dict[str, float]:
-        """The error of a state: `val_l1`, `val_displacement` in metres, and `val_reward`."""
+        """Return a state's errors: `val_l1`, `val_displacement` in metres, and `val_reward`."""
         sample = getattr(step.put(state, ema=self._ema), self._sample)
         kept = []
         for batch, count in self.batches():

@@ -13,11 +13,11 @@ from tpuport.errors import UsageError
 
 @dataclass(frozen=True)
 class Size:
-    """Widths and depths of a model like InternVL 3.
+    """The widths and depths of a model like InternVL 3.
 
     Attributes:
-        text: keyword arguments of transformers' Qwen2Config.
-        vision: keyword arguments of transformers' InternVLVisionConfig.
+        text: Keyword arguments of transformers' Qwen2Config.
+        vision: Keyword arguments of transformers' InternVLVisionConfig.
     """
 
     text: dict[str, Any]
@@ -32,7 +32,7 @@ _VIT_300M = {
     "image_size": 448,
     "patch_size": 14,
 }
-# As the config.json of each on the Hugging Face Hub; "tiny" is for a laptop.
+# From the config.json of each on the Hugging Face Hub; "tiny" is for a laptop.
 SIZES = {
     "tiny": Size(
         {
@@ -86,17 +86,17 @@ def make_config(
     force_image_size: int | None = None,
     down_sample_ratio: float = 0.5,
 ) -> Any:
-    """transformers' InternVLConfig of a size.
+    """Return transformers' InternVLConfig of a size.
 
     Args:
-        size: one of `SIZES`.
-        vocab_size: of the tokenizer, with added tokens.
-        image_token: the id of `<IMG_CONTEXT>`.
-        force_image_size: of a tile, in pixels; the size's own if left out.
-        down_sample_ratio: by which a tile's patches become fewer, in each direction.
+        size: One of `SIZES`.
+        vocab_size: Size of the tokenizer, with added tokens.
+        image_token: Id of `<IMG_CONTEXT>`.
+        force_image_size: Side of a tile in pixels; by default that of the size.
+        down_sample_ratio: Factor by which a tile's patches are reduced in each direction.
 
     Raises:
-        UsageError: there is no such size.
+        UsageError: There is no such size.
     """
     from transformers import InternVLConfig
 
@@ -129,12 +129,12 @@ def make_config(
 
 
 def tokens_per_tile(image_size: int, patch_size: int, down_sample_ratio: float) -> int:
-    """How many tokens a tile becomes."""
+    """Return the number of tokens per tile."""
     return int((image_size // patch_size) ** 2 * down_sample_ratio**2)
 
 
 def make_vlm(config: Any, seed: int = 0) -> Any:
-    """transformers' InternVLForConditionalGeneration with random weights, in float32."""
+    """Return transformers' InternVLForConditionalGeneration in float32 with random weights."""
     from transformers import InternVLForConditionalGeneration
 
     config._attn_implementation = "sdpa"
@@ -146,14 +146,14 @@ def make_vlm(config: Any, seed: int = 0) -> Any:
 class ChatModel(torch.nn.Module):
     """A VLM called with static batches: rows of tokens with segments, tiles with flags.
 
-    Each row is by itself: its image tokens get the features of those of its own tiles whose flag is
-    1, in order. A row where their numbers differ is ignored: it adds exactly nothing to the loss.
+    Each row is independent: its image tokens get the features of its own tiles whose flag is 1, in
+    order. A row with other numbers of both is ignored, and adds exactly nothing to the loss.
 
     Attributes:
         vlm: transformers' InternVLForConditionalGeneration.
-        image_token: the id of `<IMG_CONTEXT>`.
-        loss_chunk: logits are computed for so many tokens of a row at a time, and again for the
-            gradient: a vocabulary is wide.
+        image_token: Id of `<IMG_CONTEXT>`.
+        loss_chunk: Number of tokens of a row for which logits are computed at a time, and
+            recomputed in the backward pass, since a vocabulary is wide.
     """
 
     def __init__(self, vlm: Any, image_token: int, loss_chunk: int = 1024) -> None:
@@ -162,10 +162,10 @@ class ChatModel(torch.nn.Module):
         self.image_token = image_token
         self.loss_chunk = loss_chunk
 
-    # What differs between transformers' model and upstream's.
+    # Methods that differ between transformers' model and upstream's.
 
     def parts(self) -> dict[str, torch.nn.Module]:
-        """The modules that flags freeze: "backbone", "mlp" and "llm"."""
+        """Return the modules that flags freeze: "backbone", "mlp" and "llm"."""
         inner = self.vlm.model
         return {
             "backbone": inner.vision_tower,
@@ -174,9 +174,10 @@ class ChatModel(torch.nn.Module):
         }
 
     def tile_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(tiles, tokens of a tile, width) from (tiles, 3, side, side)."""
+        """Return features (tiles, tokens of a tile, width) of pixels (tiles, 3, side, side)."""
         inner = self.vlm.model
-        # The tower itself: `get_image_features` records hidden states that nobody needs here.
+        # The tower is called directly, since `get_image_features` records hidden states that are
+        # not needed.
         patches = inner.vision_tower(pixel_values=pixel_values).last_hidden_state[:, 1:]
         side = int(patches.shape[1] ** 0.5)
         grid = patches.reshape(len(patches), side, side, -1)
@@ -184,18 +185,18 @@ class ChatModel(torch.nn.Module):
         return inner.multi_modal_projector(grid.flatten(1, 2))
 
     def language(self, **given: Any) -> torch.Tensor:
-        """The last hidden states of the language model, after its last norm."""
+        """Return the last hidden states of the language model, after its last norm."""
         return self.vlm.model.language_model(**given, use_cache=False).last_hidden_state
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens."""
+        """Return the embeddings of tokens."""
         return self.vlm.get_input_embeddings()(input_ids)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits from hidden states."""
+        """Return logits from hidden states."""
         return self.vlm.get_output_embeddings()(hidden)
 
-    # What does not.
+    # Methods that both share.
 
     def hidden_states(
         self,
@@ -205,16 +206,17 @@ class ChatModel(torch.nn.Module):
         segments: torch.Tensor,
         position_ids: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last hidden states of each token, and which rows have as many image tokens as
-        features.
+        """Return the last hidden states of each token, and which rows fit.
+
+        A row fits if it has as many image tokens as features.
 
         Args:
             input_ids: (rows, length).
             pixel_values: (rows, tiles, 3, side, side).
             image_flags: (rows, tiles); 1 for a tile that counts.
-            segments: (rows, length); the sample that a token is of, from 1, and 0 for padding,
-                which sees nothing and is seen by nothing.
-            position_ids: (rows, length); of a token in its sample.
+            segments: (rows, length); the number of each token's sample, from 1, and 0 for padding,
+                which attends to nothing and is not attended to.
+            position_ids: (rows, length); the position of each token in its sample.
 
         Returns:
             (rows, length, width) and bool (rows,).
@@ -241,19 +243,19 @@ class ChatModel(torch.nn.Module):
         segments: torch.Tensor,
         position_ids: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The weighted mean of the labels' cross entropy, and metrics.
+        """Return the weighted mean of the labels' cross entropy, and metrics.
 
         Args:
-            input_ids: as `hidden_states`.
-            labels: (rows, length); -100 where none.
-            loss_weight: (rows, length); of each label.
-            pixel_values: as `hidden_states`.
-            image_flags: as `hidden_states`.
-            segments: as `hidden_states`.
-            position_ids: as `hidden_states`.
+            input_ids: See `hidden_states`.
+            labels: (rows, length); -100 for no label.
+            loss_weight: (rows, length); the weight of each label.
+            pixel_values: See `hidden_states`.
+            image_flags: See `hidden_states`.
+            segments: See `hidden_states`.
+            position_ids: See `hidden_states`.
 
         Returns:
-            The loss, and "weight" (what it is a mean over), "num_labels" and "ignored_rows".
+            The loss, and "weight" (the total weight of the mean), "num_labels" and "ignored_rows".
         """
         hidden, fits = self.hidden_states(
             input_ids, pixel_values, image_flags, segments, position_ids
@@ -277,7 +279,7 @@ class ChatModel(torch.nn.Module):
     def _chunk_loss(
         self, hidden: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of the cross entropy of some tokens of each row."""
+        """Return the weighted sum of the cross entropy of some tokens of each row."""
         logits = self.head(hidden).float().flatten(0, 1)
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-100)
         return (losses * weight.flatten()).sum()
@@ -289,7 +291,7 @@ def place_features(
     is_image: torch.Tensor,
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Embeddings whose image tokens are the features of the row's tiles that count.
+    """Replace the embeddings of image tokens by the features of the row's tiles that count.
 
     Args:
         embeds: (rows, length, width).
@@ -298,10 +300,10 @@ def place_features(
         counts: bool (rows, tiles).
 
     Returns:
-        (rows, length, width), and bool (rows,): whether the numbers of both are the same.
+        (rows, length, width), and bool (rows,): whether there are as many image tokens as features.
     """
     per_tile, width = features.shape[2:]
-    # Tiles that count, in order, before those that do not.
+    # Moves the tiles that count to the front, in order.
     order = (~counts).int().argsort(dim=1, stable=True)
     number = (is_image.int().cumsum(dim=1) - 1).clamp(0, counts.shape[1] * per_tile - 1)
     tile = order.gather(1, number.div(per_tile, rounding_mode="floor").long())
@@ -312,10 +314,10 @@ def place_features(
 
 
 def attention_mask(segments: torch.Tensor) -> torch.Tensor:
-    """Which keys a query sees: earlier ones and itself, of its own segment; none for padding.
+    """Return a mask by which queries attend to themselves and earlier keys of their own segment.
 
     Args:
-        segments: (rows, length), 0 for padding.
+        segments: (rows, length), 0 for padding, which attends to nothing.
 
     Returns:
         bool (rows, 1, queries, keys).
@@ -326,7 +328,7 @@ def attention_mask(segments: torch.Tensor) -> torch.Tensor:
 
 
 def freeze(model: ChatModel, names: tuple[str, ...]) -> None:
-    """Leave some of `ChatModel.parts` as they are in training."""
+    """Freeze some of `ChatModel.parts`."""
     parts = model.parts()
     for name in names:
         parts[name].requires_grad_(False)
@@ -338,12 +340,12 @@ def add_tokens(vlm: Any, tokenizer: Any, tokens: tuple[str, ...]) -> int:
     A new row of the head is the mean of the old ones.
 
     Args:
-        vlm: a model of transformers.
-        tokenizer: of transformers, too.
-        tokens: to add.
+        vlm: A model of transformers.
+        tokenizer: A tokenizer of transformers.
+        tokens: Tokens to add.
 
     Returns:
-        How many were added.
+        The number of tokens that were added.
     """
     added = tokenizer.add_tokens(list(tokens), special_tokens=True)
     if added:

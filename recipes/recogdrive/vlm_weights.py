@@ -1,4 +1,4 @@
-"""OpenGVLab's InternVL (internvl_chat), its configuration and weights, in transformers' form."""
+"""Conversion of OpenGVLab's InternVL (internvl_chat) to transformers' configuration and weights."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from recipes.recogdrive.vlm import tokens_per_tile
 from tpuport.errors import UsageError
 
-# OpenGVLab's names and transformers', from the first part that differs.
+# OpenGVLab's prefixes and transformers'.
 _TABLE = (
     ("vision_model.embeddings.class_embedding", "model.vision_tower.embeddings.cls_token"),
     (
@@ -43,10 +43,10 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def to_transformers(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights by OpenGVLab's names, by transformers'.
+    """Rename weights from OpenGVLab's names to transformers'.
 
     Raises:
-        UsageError: a name is not of the model, such as one of InternLM 2.
+        UsageError: A name is not of the model, such as one of InternLM 2.
     """
     made: dict[str, torch.Tensor] = {}
     for name, value in weights.items():
@@ -65,10 +65,10 @@ def to_transformers(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 def to_upstream(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights by transformers' names, by OpenGVLab's.
+    """Rename weights from transformers' names to OpenGVLab's.
 
     Raises:
-        UsageError: a name is not of the model.
+        UsageError: A name is not of the model.
     """
     made: dict[str, torch.Tensor] = {}
     back = tuple((theirs, ours) for ours, theirs in _TABLE)
@@ -94,16 +94,16 @@ def _replaced(name: str, table: tuple[tuple[str, str], ...], whole: str) -> str:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
     raise UsageError(
-        f"the weight {whole!r} is none of an InternVL with a Qwen 2. What to do: give InternVL 2.5,"
+        f"the weight {whole!r} is not of an InternVL with a Qwen 2. What to do: give InternVL 2.5,"
         " InternVL 3 or ReCogDrive's, not a model with another language model"
     )
 
 
 def config_of(path: str | Path) -> Any:
-    """transformers' InternVLConfig for OpenGVLab's config.json.
+    """Return transformers' InternVLConfig for OpenGVLab's config.json.
 
     Raises:
-        UsageError: the language model is not Qwen 2, or a setting has no form in transformers.
+        UsageError: The language model is not Qwen 2, or transformers has no such setting.
     """
     from transformers import InternVLConfig
 

@@ -10,19 +10,19 @@ from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.planner import Planner, PlannerConfig
 from tpuport.errors import CheckpointError
 
-# Where Lightning, the agent and a file of this recipe keep the planner, the longest first.
+# Prefixes of the planner in files of Lightning, of the agent and of this recipe, longest first.
 _PREFIXES = ("agent.action_head.", "action_head.", "")
 _FROZEN_COPY = "old_policy."
 _ONE = "his_traj_encoder.fc1.weight"
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """The planner's state dict in a file (.safetensors, .ckpt, .pt), by the planner's own names.
+    """Read the planner's state dict from a file (.safetensors, .ckpt, .pt), by its own names.
 
-    Of a planner that was reinforced upstream the frozen copy of the first policy is left out.
+    The frozen copy of the first policy, in a planner that upstream reinforced, is left out.
 
     Raises:
-        CheckpointError: there is no planner in it, or loading it would run code.
+        CheckpointError: There is no planner in it, or loading it would run code.
     """
     opened = tpuport.open_checkpoint(path)
     for prefix in _PREFIXES:
@@ -38,7 +38,7 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def config_of(weights: dict[str, torch.Tensor]) -> tuple[PlannerConfig, Sampler]:
-    """The sizes of a planner and its sampler, from the names and shapes of its weights."""
+    """Return the sizes of a planner and its sampler, from the names and shapes of its weights."""
     head_dim = len(weights["model.transformer_blocks.0.attn.q_norm.weight"])
     width, state_width = weights["feature_encoder.weight"].shape
     blocks = {m[1] for n in weights if (m := re.match(r"model\.transformer_blocks\.(\d+)\.", n))}
@@ -56,10 +56,10 @@ def config_of(weights: dict[str, torch.Tensor]) -> tuple[PlannerConfig, Sampler]
 
 
 def load_planner(path: str | Path) -> Planner:
-    """A planner from a file, of the size and with the sampler that it was trained with.
+    """Load a planner, with the size and the sampler that it was trained with.
 
     Raises:
-        CheckpointError: there is no planner in it, or a weight is missing.
+        CheckpointError: There is no planner in it, or a weight is missing.
     """
     weights = read_weights(path)
     try:

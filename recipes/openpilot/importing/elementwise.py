@@ -12,7 +12,7 @@ from recipes.openpilot.importing.nodes import DTYPES, Built, Constant, Node, bui
 _UNARY: dict[str, Callable[..., Any]] = {
     **{"Abs": torch.abs, "Neg": torch.neg, "Exp": torch.exp, "Log": torch.log},
     **{"Sqrt": torch.sqrt, "Reciprocal": torch.reciprocal, "Floor": torch.floor},
-    # Both round halves to even.
+    # ONNX and torch both round halves to even.
     **{"Ceil": torch.ceil, "Round": torch.round, "Sign": torch.sign, "Erf": torch.erf},
     **{"Sin": torch.sin, "Cos": torch.cos, "Tan": torch.tan, "Atan": torch.atan},
     **{"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Relu": torch.relu},
@@ -23,13 +23,13 @@ _UNARY: dict[str, Callable[..., Any]] = {
 
 @builds(*_UNARY)
 def unary(node: Node) -> Built:
-    """Operators of one input without attributes."""
+    """Build operators of one input without attributes."""
     return Built(_UNARY[node.op], [node.variable(0).name])
 
 
 @builds("Identity", "Dropout")
 def identity(node: Node) -> Built:
-    """The input; Dropout drops nothing outside of training."""
+    """Return the input; Dropout is inactive outside of training."""
     if node.num_outputs > 1:
         raise node.refuse("the mask of a Dropout is used")
     if node.op == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
@@ -50,7 +50,7 @@ def _thresholded(x: torch.Tensor, alpha: float) -> torch.Tensor:
     return torch.where(x > alpha, x, torch.zeros_like(x))
 
 
-# The function, and its arguments by the attributes that ONNX has, with ONNX's defaults.
+# The torch function, and its arguments from ONNX's attributes and defaults.
 _WITH_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, tuple[str, float]]]] = {
     "Elu": (F.elu, {"alpha": ("alpha", 1.0)}),
     "Celu": (F.celu, {"alpha": ("alpha", 1.0)}),
@@ -62,7 +62,7 @@ _WITH_NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, tuple[str, float]]]
 
 @builds(*_WITH_NUMBERS)
 def with_numbers(node: Node) -> Built:
-    """Activations that have numbers."""
+    """Build activations with numeric attributes."""
     function, names = _WITH_NUMBERS[node.op]
     numbers = {ours: node.attr(onnx, default) for ours, (onnx, default) in names.items()}
     return Built(partial(function, **numbers), [node.variable(0).name])
@@ -70,7 +70,7 @@ def with_numbers(node: Node) -> Built:
 
 @builds("Selu")
 def selu(node: Node) -> Built:
-    """Selu with the numbers of its paper, which torch has fixed."""
+    """Build Selu, whose numbers torch fixes to those of the paper."""
     alpha, gamma = node.attr("alpha", 1.67326319), node.attr("gamma", 1.05070102)
     if abs(alpha - 1.67326319) > 1e-6 or abs(gamma - 1.05070102) > 1e-6:
         raise node.refuse(f"alpha={alpha}, gamma={gamma} are not those of the paper")
@@ -79,14 +79,14 @@ def selu(node: Node) -> Built:
 
 @builds("Gelu")
 def gelu(node: Node) -> Built:
-    """Gelu, exact or by tanh."""
+    """Build Gelu, exact or by tanh."""
     way = node.attr("approximate", "none")
     return Built(partial(F.gelu, approximate=way), [node.variable(0).name])
 
 
 @builds("Cast", "CastLike")
 def cast(node: Node) -> Built:
-    """Another dtype; all floats are float32."""
+    """Build a cast to another dtype. All floats become float32."""
     if node.op == "CastLike":
         like = node.value(1)
         if isinstance(like, Constant):
@@ -160,7 +160,7 @@ def _broadcast(*values: Any, function: Callable[..., Any], by: tuple[int, ...], 
     given = []
     for value, more in zip(values, by, strict=True):
         if not isinstance(value, torch.Tensor):
-            # A number would decide the dtype otherwise than a tensor of one element does.
+            # A Python number would take part in type promotion differently from a tensor.
             value = torch.tensor(value, dtype=dtype)
         given.append(lifted(value, more))
     return function(*given)
@@ -168,14 +168,14 @@ def _broadcast(*values: Any, function: Callable[..., Any], by: tuple[int, ...], 
 
 @builds(*_SEVERAL)
 def several(node: Node) -> Built:
-    """Operators that broadcast."""
+    """Build operators that broadcast."""
     function = _SEVERAL[node.op]
     values = [node.value(i) for i in range(len(node.inputs))]
     dtypes = [v.dtype for v in values if not isinstance(v, Constant)]
     if node.op == "Div" and not dtypes[0].is_floating_point:
         function = _divide_integers
     if node.op == "Where":
-        # The condition says nothing of the others' dtype.
+        # The condition is bool, so that the dtype is that of the other two.
         others = values[1:]
         dtype = next((v.dtype for v in others if not isinstance(v, Constant)), None)
         if dtype is None:
@@ -199,7 +199,7 @@ DTYPES_OF_NUMPY = {
 
 @builds("Clip")
 def clip(node: Node) -> Built:
-    """Between two numbers, from attributes up to opset 10."""
+    """Build Clip, whose limits are attributes up to opset 10 and inputs later."""
     low, high = node.attr("min"), node.attr("max")
     if node.input(1) is not None:
         low = node.constant(1).item()
@@ -211,6 +211,6 @@ def clip(node: Node) -> Built:
 
 
 def _clip(x: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    # One after the other, as ONNX says where low is above high.
+    # One limit after the other, since ONNX gives `max` precedence where `min` exceeds it.
     x = x if low is None else x.clamp(min=low)
     return x if high is None else x.clamp(max=high)

@@ -1,4 +1,4 @@
-"""From an ONNX file to an `ImportedGraph`."""
+"""Import of an ONNX file as an `ImportedGraph`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,23 +38,23 @@ from tpuport.errors import CheckpointError
 if TYPE_CHECKING:
     import onnx
 
-# Each of these enters its operators in the table.
+# Importing these modules enters their operators in the table.
 FAMILIES = (elementwise, normalising, pooling, products, recurrent, reducing, shaping)
 OPSETS = range(9, 23)
 
 
 def import_onnx(model: "str | Path | onnx.ModelProto") -> ImportedGraph:
-    """An ONNX graph as a torch module that can be trained, for any number of rows.
+    """Import an ONNX graph as a torch module that can be trained, for any number of rows.
 
-    Constants are folded, weights of Gemm, MatMul and Conv become modules, halves become float32.
-    Functions of the file are inlined.
+    Constants are folded, weights of Gemm, MatMul and Conv become modules, and float16 becomes
+    float32. Functions of the file are inlined.
 
     Args:
-        model: the file, or what `load_onnx` gave.
+        model: The file, or the result of `load_onnx`.
 
     Raises:
-        CheckpointError: an operator or a form of it is not supported (named with its node and the
-            opset), or the file is damaged.
+        CheckpointError: An operator or a form of it is not supported (the message names the node
+            and the opset), or the file is damaged.
     """
     if isinstance(model, str | Path):
         model = load_onnx(model)
@@ -72,7 +72,7 @@ def import_onnx(model: "str | Path | onnx.ModelProto") -> ImportedGraph:
 
 
 class _Importer:
-    """Builds one graph: values by name, steps, and the module that they are of."""
+    """An importer of one graph, with its values by name, its steps and their module."""
 
     def __init__(self, model: "onnx.ModelProto", opset: int) -> None:
         self.model, self.opset = model, opset
@@ -81,19 +81,19 @@ class _Importer:
         self.values: dict[str, Value] = {}
         self.examples: dict[str, torch.Tensor] = {}
         self.names: set[str] = set()
-        # One parameter for one constant, however many nodes take it.
+        # One parameter per constant, however many nodes use it.
         self.registered: dict[int, Weight | torch.Tensor] = {}
         self.tied: dict[Origin, tuple[nn.Parameter, str]] = {}
         self.kept: list[Constant] = []
 
     def run(self) -> ImportedGraph:
-        """The module."""
+        """Import all nodes and return the module."""
         for tensor in self.model.graph.initializer:
             array = _numbers(tensor, tensor.name)
             self.values[tensor.name] = Constant(array, Origin(tensor.name, array.shape))
         for spec in self.module.inputs:
             kind = torch.float32 if "float" in spec.dtype else getattr(torch, spec.dtype)
-            # Ones: integers may be divided by.
+            # Ones rather than zeros, since integers may be divisors.
             self._variable(spec.name, torch.ones(1, *spec.shape, dtype=kind))
         for number, node in enumerate(self.model.graph.node):
             self._add(node, number)
@@ -125,7 +125,7 @@ class _Importer:
         from onnx import helper
 
         name = proto.name.strip("/").replace(".", "_") or f"{proto.op_type}_{number}"
-        while name in self.names or hasattr(self.module, name):  # "half" is a method
+        while name in self.names or hasattr(self.module, name):  # such as "half", a method
             name += "_"
         self.names.add(name)
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in proto.attribute}
@@ -167,7 +167,7 @@ class _Importer:
         self.values[proto.output[0]] = Constant(array)
 
     def _fold(self, node: Node, proto: Any) -> None:
-        """Compute a node whose inputs are all known."""
+        """Compute a node whose inputs are all constants."""
         import onnx
         from onnx.reference import ReferenceEvaluator
 
@@ -191,7 +191,7 @@ class _Importer:
 
     def _register(self, constant: Constant) -> Weight | torch.Tensor:
         if id(constant) not in self.registered:
-            self.kept.append(constant)  # so that no other gets its id
+            self.kept.append(constant)  # keeps its id from being reused
             self.registered[id(constant)] = self._registered(constant)
         return self.registered[id(constant)]
 
@@ -200,7 +200,7 @@ class _Importer:
             return torch.from_numpy(np.array(constant.array))
         known = constant.origin.name if constant.origin is not None else "folded"
         name = known.strip("/").replace(".", "/")
-        while hasattr(self.module.constants, name):  # also "half", which is a method
+        while hasattr(self.module.constants, name):  # such as "half", a method
             name += "_"
         parameter = nn.Parameter(as_float(constant.array))
         parameter.requires_grad_(constant.origin is not None)
@@ -239,7 +239,7 @@ class _Importer:
         )
 
     def _trace(self, module: nn.Module, fqn: str, origin: Origin | None) -> None:
-        """Note where a module's parameter is in the file; one that two nodes take is tied."""
+        """Record the origin of a module's parameter in the file, and tie those of one origin."""
         last = fqn.rpartition(".")[2]
         parameter = module.get_parameter(last)
         if origin is None:
@@ -274,10 +274,10 @@ class _Importer:
 
 
 def _numbers(tensor: Any, name: str) -> np.ndarray:
-    """A tensor of the file.
+    """Return a tensor of the file as an array.
 
     Raises:
-        CheckpointError: it does not have the numbers that its shape says.
+        CheckpointError: Its data do not fit its shape.
     """
     from onnx import numpy_helper
 
@@ -291,7 +291,7 @@ def _numbers(tensor: Any, name: str) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """An attribute's value with strings as Python has them."""
+    """Return an attribute's value with bytes decoded to str."""
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, list) and value and isinstance(value[0], bytes):
@@ -299,12 +299,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# Operators after which a constant is the one in the file in another shape.
+# Operators after which a constant has the same values as in the file, in another shape.
 _SHAPES = {"Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten"}
 
 
 def _moved(node: Node, array: np.ndarray) -> Origin | None:
-    """Where a folded constant is in the file, if nothing was computed on the way."""
+    """Return the origin of a folded constant in the file, or None if it was computed."""
     source = node.value(0) if node.inputs else None
     if not isinstance(source, Constant) or source.origin is None:
         return None

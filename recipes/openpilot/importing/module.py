@@ -14,16 +14,16 @@ from tpuport.errors import UsageError
 
 @dataclass(frozen=True)
 class Step:
-    """One node.
+    """One node of the graph.
 
     Attributes:
-        op: its operator.
-        name: its name; that of its module, if it is one.
-        call: of the module, if it is one, and the operands.
-        is_module: whether it is.
-        operands: what it takes.
-        outputs: the names of what it gives.
-        shapes: of the outputs in the graph.
+        op: Operator of the node.
+        name: Name of the node, and of its module if it has one.
+        call: Function of the module, if there is one, and the operands.
+        is_module: Whether the step has a module.
+        operands: Arguments of the call.
+        outputs: Names of the results.
+        shapes: Shapes of the outputs in the graph.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Step:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the values that it takes."""
+        """Return the names of the values that the step takes."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
 
 
@@ -44,17 +44,17 @@ class ImportedGraph(nn.Module):
     """An ONNX graph as a torch module, for any number of rows at once.
 
     Modules and parameters have the names of the graph: a Gemm `/temporal_hydra/plan/Gemm` is the
-    `nn.Linear` `temporal_hydra/plan/Gemm`; other constants of more than one number are in
+    `nn.Linear` `temporal_hydra/plan/Gemm`. Other constants with more than one element are in
     `constants`. All floats are float32.
 
     Attributes:
-        inputs: of the graph.
-        outputs: of the graph.
-        leads: whether every input and output begins with an axis of 1, which is the batch of one
-            that the graph runs. Rows then take its place: (n, 12, 128, 256). Else they come before
-            the graph's axes: (n, 8).
-        steps: the nodes in order.
-        origins: where parameters are in the file, by their fqn.
+        inputs: Inputs of the graph.
+        outputs: Outputs of the graph.
+        leads: Whether every input and output begins with an axis of 1, the batch of one that the
+            graph is written for. Rows then take its place: (n, 12, 128, 256). Otherwise the axis of
+            rows precedes the graph's axes: (n, 8).
+        steps: The nodes in order.
+        origins: Origins of parameters in the file, by their fqn.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
@@ -69,11 +69,11 @@ class ImportedGraph(nn.Module):
         """Run the graph on rows.
 
         Args:
-            *args: inputs in the order of the graph; see `leads` for their shapes.
-            **kwargs: inputs by name.
+            *args: Inputs in the order of the graph; see `leads` for their shapes.
+            **kwargs: Inputs by name.
 
         Returns:
-            The output, or a dict by name where there are several; with rows as inputs have them.
+            The output, or a dict by name if there are several, with rows as in the inputs.
         """
         names = [spec.name for spec in self.inputs]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -89,19 +89,19 @@ class ImportedGraph(nn.Module):
     def compute(
         self, given: Mapping[str, torch.Tensor], wanted: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Some values of the graph from some others, by the steps that lie between.
+        """Compute some values of the graph from others, by the steps between them.
 
         Args:
-            given: values by name, inputs or not, each (n, *its shape in the graph).
-            wanted: names of values.
+            given: Values by name, inputs or not, each (n, *its shape in the graph).
+            wanted: Names of values.
 
         Returns:
-            By name, each (n, *its shape in the graph).
+            The values by name, each (n, *its shape in the graph).
 
         Raises:
-            UsageError: they do not follow from what is given.
+            UsageError: They cannot be computed from what is given.
         """
-        # Halves, in which files are kept, are computed in single precision.
+        # Files keep weights in float16, and the import computes in float32.
         values = {n: v.float() if v.dtype == torch.float16 else v for n, v in given.items()}
         for step in self.between(given, wanted):
             taken = [self._taken(operand, values) for operand in step.operands]
@@ -118,10 +118,10 @@ class ImportedGraph(nn.Module):
         return values[operand] if isinstance(operand, str) else operand
 
     def between(self, given: Iterable[str], wanted: Sequence[str]) -> list[Step]:
-        """The steps that compute some values from others, in order.
+        """Return the steps that compute some values from others, in order.
 
         Raises:
-            UsageError: they do not follow from what is given.
+            UsageError: They cannot be computed from what is given.
         """
         maker = {name: step for step in self.steps for name in step.outputs}
         needed: dict[int, Step] = {}
@@ -139,11 +139,13 @@ class ImportedGraph(nn.Module):
         return [step for step in self.steps if id(step) in needed]
 
     def frozen_frontier(self, given: Iterable[str]) -> tuple[str, ...]:
-        """The values with which training can begin: what follows from some inputs alone by steps
-        without anything to train, and is needed beyond them.
+        """Return the values with which training can begin.
+
+        These are computed from some inputs alone by steps without trainable weights, and are used
+        by other steps or are outputs.
 
         Args:
-            given: names of inputs, such as the images.
+            given: Names of inputs, such as the images.
         """
         known = set(given)
         needed: dict[str, None] = {}
@@ -162,7 +164,7 @@ class ImportedGraph(nn.Module):
         return any(weight.requires_grad for weight in weights)
 
     def part_of(self, output: str, part: slice) -> str | None:
-        """The value that makes up a range of the last axis of an output, if one does."""
+        """Return the value that is a given range of an output's last axis, or None."""
         maker = {name: step for step in self.steps for name in step.outputs}
         shapes = {spec.name: spec.shape for spec in self.inputs}
         for step in self.steps:

@@ -1,9 +1,9 @@
-"""One node of an ONNX graph while it becomes a step in torch, and the table of operators.
+"""The nodes of an ONNX graph as they become steps in torch, and the table of operators.
 
-Every tensor that a step computes has a batch axis in front of the axes that it has in the graph:
-where the graph says (1, 12, 128, 256), the step computes (n, 1, 12, 128, 256). So no axis of the
-graph has to be guessed to be the batch, and a row never meets another one. Axes in steps are
-counted from the end, where they are those of the graph; a rank is that in the graph.
+Every tensor that a step computes has a batch axis before its axes in the graph: where the graph
+says (1, 12, 128, 256), the step computes (n, 1, 12, 128, 256). So no axis of the graph has to be
+guessed to be the batch, and rows never mix. Axes in steps are counted from the end, where they are
+those of the graph. A rank is that in the graph.
 """
 
 import math
@@ -17,10 +17,10 @@ from torch import nn
 
 from tpuport.errors import CheckpointError
 
-# All that a step may be: a function of tensors to one or several.
+# A step is a function of tensors with one or several results.
 Call = Callable[..., Any]
 
-# ONNX's element types as what steps compute in: halves are computed in float32.
+# The dtypes that steps compute in, by ONNX's element types. Halves are computed in float32.
 DTYPES = {
     **{1: torch.float32, 10: torch.float32, 11: torch.float32, 16: torch.float32},
     **{2: torch.uint8, 3: torch.int8, 5: torch.int16, 6: torch.int32, 7: torch.int64},
@@ -30,12 +30,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in the file a constant comes from, and what was done to it since.
+    """The origin of a constant in the file, and the changes made to it since.
 
     Attributes:
-        name: of the initialiser, or of the output of a Constant node.
-        shape: there.
-        changes: what was done: a permutation, or a new shape.
+        name: Name of the initialiser, or of the output of a Constant node.
+        shape: Shape in the file.
+        changes: Changes in order: permutations and new shapes.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Origin:
     changes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def permuted(self, axes: Sequence[int]) -> "Origin":
-        """The origin of the transposed constant."""
+        """Return the origin of the transposed constant."""
         change = ("transpose", tuple(axes))
         return Origin(self.name, self.shape, (*self.changes, change))
 
     def reshaped(self, shape: Sequence[int]) -> "Origin":
-        """The origin of the constant in another shape."""
+        """Return the origin of the constant in another shape."""
         return Origin(self.name, self.shape, (*self.changes, ("reshape", tuple(shape))))
 
     def undo(self, array: np.ndarray) -> np.ndarray:
-        """A value of the constant as the file has it."""
+        """Return a value of the constant in the layout of the file."""
         shapes, shape = [], self.shape
         for kind, value in self.changes:
             shapes.append(shape)
@@ -68,8 +68,8 @@ class Constant:
     """A value that is known when the graph is imported.
 
     Attributes:
-        array: in the dtype of the file.
-        origin: where it is in the file, if it is nothing but that.
+        array: Value in the dtype of the file.
+        origin: Origin in the file, if nothing was computed from it.
     """
 
     array: np.ndarray
@@ -77,7 +77,7 @@ class Constant:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Return the shape of the array."""
         return self.array.shape
 
 
@@ -86,9 +86,9 @@ class Variable:
     """A value that a step computes, or an input.
 
     Attributes:
-        name: in the graph.
-        shape: in the graph, so without the batch axis.
-        dtype: that it is computed in.
+        name: Name in the graph.
+        shape: Shape in the graph, without the batch axis.
+        dtype: Dtype that it is computed in.
     """
 
     name: str
@@ -101,27 +101,27 @@ Value = Constant | Variable
 
 @dataclass(frozen=True)
 class Weight:
-    """A float constant as a parameter: the name that the module has it under."""
+    """A float constant as a parameter, by its name in the module."""
 
     name: str
 
 
-# What a step takes: a name of a value, a parameter, a tensor of integers, or a number.
+# An argument of a step: the name of a value, a parameter, a tensor of integers, or a number.
 Operand = str | Weight | torch.Tensor | float | int | bool
 
 
 @dataclass
 class Node:
-    """One node, and what its builder may ask.
+    """One node, with helpers for its builder.
 
     Attributes:
-        op: the operator.
-        name: unique; a module that it becomes has this name.
-        attributes: of ONNX, as Python has them.
-        inputs: None for one that is left out.
-        num_outputs: how many it has.
-        opset: of the graph.
-        register: makes a parameter of a constant of floats, and a tensor of one of integers.
+        op: Operator of the node.
+        name: Unique name, also of the module that it becomes.
+        attributes: Attributes of ONNX, as Python values.
+        inputs: Inputs of the node; None for one that is left out.
+        num_outputs: Number of outputs.
+        opset: Opset of the graph.
+        register: Makes a parameter of a float constant, and a tensor of an integer constant.
     """
 
     op: str
@@ -133,36 +133,36 @@ class Node:
     register: Callable[[Constant], Weight | torch.Tensor]
 
     def refuse(self, reason: str) -> CheckpointError:
-        """The error of a node that cannot be imported."""
+        """Return the error for a node that cannot be imported."""
         return CheckpointError(
             f"node {self.name!r} ({self.op}, opset {self.opset}): {reason}. What to do: export the"
             " model without it, or add it to recipes/openpilot/importing"
         )
 
     def attr(self, name: str, default: Any = None) -> Any:
-        """An attribute, or the default."""
+        """Return an attribute, or the default."""
         return self.attributes.get(name, default)
 
     def input(self, index: int) -> Value | None:
-        """An input, or None if it is left out."""
+        """Return an input, or None if it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     def value(self, index: int) -> Value:
-        """An input that has to be there."""
+        """Return an input that must be present."""
         value = self.input(index)
         if value is None:
             raise self.refuse(f"input {index} is missing")
         return value
 
     def variable(self, index: int) -> Variable:
-        """An input that has to be computed."""
+        """Return an input that must be a variable."""
         value = self.value(index)
         if isinstance(value, Constant):
             raise self.refuse(f"input {index} is a constant, and the others are not")
         return value
 
     def constant(self, index: int) -> np.ndarray:
-        """An input that has to be known."""
+        """Return the array of an input that must be a constant."""
         value = self.value(index)
         if isinstance(value, Variable):
             raise self.refuse(
@@ -172,7 +172,7 @@ class Node:
         return value.array
 
     def ints(self, index: int, attribute: str | None = None) -> tuple[int, ...] | None:
-        """Known integers, from an attribute (as older opsets have them) or an input."""
+        """Return constant integers from an attribute (as in older opsets) or an input."""
         if attribute is not None and attribute in self.attributes:
             found = self.attributes[attribute]
             return (found,) if isinstance(found, int) else tuple(found)
@@ -181,13 +181,13 @@ class Node:
         return tuple(int(v) for v in np.atleast_1d(self.constant(index)))
 
     def axis(self, axis: int, rank: int) -> int:
-        """An axis of the graph, counted from the end."""
+        """Return an axis of the graph, counted from the end."""
         if not -rank <= axis < rank:
             raise self.refuse(f"axis {axis} of {rank}")
         return axis - rank if axis >= 0 else axis
 
     def operand(self, index: int) -> Operand:
-        """What a step takes for an input: a value, a parameter, or a number for one number."""
+        """Return the operand for an input: a value, a parameter, or a number if it is one."""
         value = self.value(index)
         if isinstance(value, Variable):
             return value.name
@@ -196,20 +196,20 @@ class Node:
         return self.register(value)
 
     def operands(self) -> list[Operand]:
-        """What a step takes, for all inputs that are there."""
+        """Return the operands for all inputs that are present."""
         return [self.operand(i) for i in range(len(self.inputs)) if self.inputs[i] is not None]
 
 
 @dataclass
 class Built:
-    """What a builder makes of a node.
+    """The step that a builder makes of a node.
 
     Attributes:
-        call: of the operands.
-        operands: what it takes.
-        module: a module instead of a call, registered under the node's name; `call` then takes
-            it first.
-        origins: where the module's parameters are in the file.
+        call: Function of the operands.
+        operands: Arguments of the call.
+        module: Module of the step, registered under the node's name. `call` takes it as its first
+            argument.
+        origins: Origins of the module's parameters in the file.
     """
 
     call: Call
@@ -223,7 +223,7 @@ BUILDERS: dict[str, Builder] = {}
 
 
 def builds(*ops: str) -> Callable[[Builder], Builder]:
-    """Enter a builder for these operators in the table."""
+    """Return a decorator that enters a builder for these operators in the table."""
 
     def enter(builder: Builder) -> Builder:
         for op in ops:
@@ -235,21 +235,21 @@ def builds(*ops: str) -> Callable[[Builder], Builder]:
 
 
 def lifted(x: Any, by: int) -> Any:
-    """A batched tensor with more axes of size 1 before those of the graph, as broadcasting adds."""
+    """Insert axes of size 1 after the batch axis, as broadcasting in the graph would."""
     if not by:
         return x
     return x.reshape(x.shape[0], *(1,) * by, *x.shape[1:])
 
 
 def lifts(values: Sequence[Value]) -> tuple[int, ...]:
-    """By how many axes each value has to be lifted to broadcast as in the graph.
+    """Return how many axes each value must be lifted by to broadcast as in the graph.
 
-    A constant has no batch axis, and broadcasts from the right as it is.
+    A constant has no batch axis, and broadcasts from the right without lifting.
     """
     rank = max(len(value.shape) for value in values)
     return tuple(rank - len(v.shape) if isinstance(v, Variable) else 0 for v in values)
 
 
 def size(shape: Sequence[int]) -> int:
-    """How many elements a shape has."""
+    """Return the number of elements of a shape."""
     return math.prod(shape)

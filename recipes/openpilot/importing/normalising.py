@@ -1,4 +1,4 @@
-"""Operators that scale by statistics: of the elements themselves, or known ones."""
+"""Operators that normalise by statistics, of the input itself or from the file."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from recipes.openpilot.importing.nodes import Built, Constant, Node, builds
 
 @builds("LayerNormalization")
 def layer_norm(node: Node) -> Built:
-    """Over all axes from one on."""
+    """Build a normalisation over an axis and all axes after it."""
     if node.num_outputs > 1:
         raise node.refuse("its mean or deviation is used")
     x = node.variable(0)
@@ -38,7 +38,7 @@ def _layer_norm(
 
 @builds("BatchNormalization")
 def batch_norm(node: Node) -> Built:
-    """With the statistics of the file, which stay as they are."""
+    """Build a normalisation with the statistics of the file, which are not updated."""
     x = node.variable(0)
     if node.attr("training_mode", 0) or node.num_outputs > 1:
         raise node.refuse("it is in training")
@@ -69,7 +69,10 @@ def _batch_norm(
 
 @builds("InstanceNormalization", "GroupNormalization")
 def group_norm(node: Node) -> Built:
-    """Over groups of channels; up to opset 20 GroupNormalization has a weight a group."""
+    """Build a normalisation over groups of channels.
+
+    Up to opset 20, GroupNormalization has one weight per group.
+    """
     x = node.variable(0)
     channels = x.shape[1]
     groups = channels if node.op == "InstanceNormalization" else node.attr("num_groups")
@@ -96,7 +99,7 @@ def _group_norm(
 
 @builds("LpNormalization")
 def lp_norm(node: Node) -> Built:
-    """By the length along an axis."""
+    """Build a normalisation by the norm along an axis."""
     x = node.variable(0)
     p, axis = node.attr("p", 2), node.axis(node.attr("axis", -1), len(x.shape))
     return Built(partial(_lp_norm, p=p, axis=axis), [x.name])

@@ -1,4 +1,4 @@
-"""Windows over pictures, and pictures of other sizes."""
+"""Pooling and resizing of pictures."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ _AVERAGE = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 @builds("GlobalAveragePool", "GlobalMaxPool")
 def global_pool(node: Node) -> Built:
-    """Over the whole picture."""
+    """Build a reduction over all pixels."""
     x = node.variable(0)
     dim = tuple(range(2 - len(x.shape), 0))
     function: Any = torch.mean if node.op == "GlobalAveragePool" else torch.amax
@@ -25,7 +25,7 @@ def global_pool(node: Node) -> Built:
 
 @builds("MaxPool", "AveragePool")
 def pool(node: Node) -> Built:
-    """Over windows."""
+    """Build a reduction over windows."""
     x = node.variable(0)
     if node.num_outputs > 1 or node.attr("ceil_mode", 0):
         raise node.refuse("it gives indices, or rounds sizes up")
@@ -58,7 +58,7 @@ def _pool(x: torch.Tensor, function: Any, pads: list[int], fill: float) -> torch
 
 
 def _filled_share(sizes: Any, kernel: Any, stride: Any, pads: Any) -> torch.Tensor:
-    """Of each window, which share lies in the picture."""
+    """Return the fraction of each window that is inside the picture."""
     ones = F.pad(torch.ones(1, 1, *sizes), torch_pads(pads))
     return _AVERAGE[len(kernel)](ones, kernel, stride)[0, 0]
 
@@ -74,9 +74,9 @@ def _mean_of_filled(
 
 @builds("Resize")
 def resize(node: Node) -> Built:
-    """Another size by nearest pixels or straight lines, as a matrix for each axis.
+    """Build a resize by nearest pixels or linear interpolation, as one matrix per axis.
 
-    https://onnx.ai/onnx/operators/onnx__Resize.html has the formulas.
+    The formulas are in https://onnx.ai/onnx/operators/onnx__Resize.html.
     """
     x = node.variable(0)
     mode = node.attr("mode", "nearest")
@@ -106,7 +106,7 @@ def resize(node: Node) -> Built:
 
 
 def _coordinates(old: int, new: int, scale: float, where: str) -> np.ndarray:
-    """Where each new pixel lies among the old ones."""
+    """Return the coordinate of each new pixel among the old ones."""
     at = np.arange(new, dtype=np.float64)
     if where == "asymmetric":
         return at / scale

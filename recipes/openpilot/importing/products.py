@@ -1,5 +1,6 @@
-"""Products of matrices and convolutions. With a constant weight they become torch's own modules,
-which is what adapters (DoRA) know.
+"""Matrix products and convolutions.
+
+With a constant weight they become torch's own modules, to which adapters (DoRA) can be attached.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def _apply(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _linear(
     node: Node, x: Variable, weight: Constant, bias: Constant | None, transposed: bool
 ) -> Built:
-    """`nn.Linear` of a weight (in, out), or (out, in) if it is transposed."""
+    """Build an `nn.Linear` of a weight (in, out), or (out, in) if it is transposed."""
     array, origin = weight.array, weight.origin
     if not transposed:
         array = array.T
@@ -50,13 +51,13 @@ def _linear(
 
 
 def as_float(array: np.ndarray) -> torch.Tensor:
-    """A constant as torch computes with it: float32, and its own memory."""
+    """Return a constant as a float32 tensor with its own memory."""
     return torch.from_numpy(np.array(array, np.float32))
 
 
 @builds("Gemm")
 def gemm(node: Node) -> Built:
-    """`nn.Linear`, where it is one: alpha A B + beta C."""
+    """Build alpha A B + beta C, as an `nn.Linear` if it has that form."""
     a, b, c = node.value(0), node.value(1), node.input(2)
     alpha, beta = node.attr("alpha", 1.0), node.attr("beta", 1.0)
     plain = not node.attr("transA", 0) and alpha == 1.0 and (beta == 1.0 or c is None)
@@ -95,13 +96,16 @@ def _gemm(
 
 @builds("MatMul")
 def matmul(node: Node) -> Built:
-    """`nn.Linear` where the right side is a constant matrix."""
+    """Build a product, as an `nn.Linear` if the right side is a constant matrix."""
     a, b = node.value(0), node.value(1)
     if isinstance(a, Variable) and isinstance(b, Constant) and len(b.shape) == 2 and a.shape:
         return _linear(node, a, b, None, False)
     if not a.shape or not b.shape:
         raise node.refuse("a side has no axes")
-    rows, columns = len(a.shape) == 1, len(b.shape) == 1  # a vector, to be made a matrix
+    rows, columns = (
+        len(a.shape) == 1,
+        len(b.shape) == 1,
+    )  # whether a side is a vector, to be made a matrix
     rank = max(len(a.shape), len(b.shape), 2)
     by = tuple(
         rank - len(v.shape) - line if isinstance(v, Variable) else 0
@@ -123,7 +127,7 @@ def _matmul(
 
 @builds("Einsum")
 def einsum(node: Node) -> Built:
-    """Sums of products by letters; the batch is one more letter."""
+    """Build sums of products by letters, with one more letter for the batch."""
     equation = node.attr("equation").replace(" ", "")
     if "->" not in equation or "..." in equation:
         raise node.refuse(f"the equation {equation!r} is not written out")
@@ -144,7 +148,7 @@ def einsum(node: Node) -> Built:
 def window_pads(
     node: Node, sizes: Sequence[int], kernel: Sequence[int], dilations: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """The padding before and after each axis of a picture, `auto_pad` included."""
+    """Return the padding before and after each axis of a picture, `auto_pad` included."""
     strides = node.attr("strides") or (1,) * len(sizes)
     auto = node.attr("auto_pad", "NOTSET")
     if auto == "NOTSET":
@@ -162,13 +166,13 @@ def window_pads(
 
 
 def torch_pads(pads: Sequence[tuple[int, int]]) -> list[int]:
-    """Pads in the order of `F.pad`: the last axis first."""
+    """Return pads in the order of `F.pad`: the last axis first."""
     return [end for ends in reversed(pads) for end in ends]
 
 
 @builds("Conv")
 def conv(node: Node) -> Built:
-    """`nn.Conv1d`, `2d` or `3d`; uneven padding is done before."""
+    """Build an `nn.Conv1d`, `2d` or `3d`. Uneven padding is a separate `F.pad`."""
     x, weight, bias = node.variable(0), node.value(1), node.input(2)
     if isinstance(weight, Variable) or isinstance(bias, Variable):
         raise node.refuse("its weight is computed from the inputs of the model")
@@ -211,7 +215,7 @@ def _conv(module: nn.Module, x: torch.Tensor, pads: list[int] | None) -> torch.T
 
 @builds("ConvTranspose")
 def conv_transpose(node: Node) -> Built:
-    """`nn.ConvTranspose1d`, `2d` or `3d`."""
+    """Build an `nn.ConvTranspose1d`, `2d` or `3d`."""
     x, weight, bias = node.variable(0), node.value(1), node.input(2)
     if isinstance(weight, Variable) or isinstance(bias, Variable):
         raise node.refuse("its weight is computed from the inputs of the model")

@@ -1,4 +1,4 @@
-"""GRU and LSTM, step by step. https://onnx.ai/onnx/operators/onnx__GRU.html has the formulas."""
+"""GRU and LSTM, step by step. The formulas are in https://onnx.ai/onnx/operators/onnx__GRU.html."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ _DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False,
 
 @builds("GRU", "LSTM")
 def recurrent(node: Node) -> Built:
-    """All directions, with the activations that everybody uses."""
+    """Build a GRU or LSTM in all directions, with the standard activations only."""
     x, op = node.variable(0), node.op
     directions = _DIRECTIONS[node.attr("direction", "forward")]
     wanted = _ACTIVATIONS[op] * len(directions)
@@ -65,7 +65,7 @@ def _recurrent(
     has_bias: bool,
     has_states: tuple[bool, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """x (n, t, b, inputs) to (n, t, directions, b, hidden), and the last states."""
+    """Compute (n, t, directions, b, hidden) from x (n, t, b, inputs), and the last states."""
     weights, states = list(given[: 2 + has_bias]), list(given[2 + has_bias :])
     first = [states.pop(0) if there else None for there in has_states]
     everything, last = [], []
@@ -88,7 +88,7 @@ def _recurrent(
 def _gru(
     x: torch.Tensor, r: torch.Tensor, bias: Any, state: Any, reset_after: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Gates z, r, h."""
+    """Compute one step of a GRU, whose gates are z, r, h."""
     (h,) = state
     x, size = x + bias[0], h.shape[-1]
     with_bias = bias[1] if isinstance(bias[1], torch.Tensor) else x.new_zeros(3 * size)
@@ -105,7 +105,7 @@ def _gru(
 
 
 def _lstm(x: torch.Tensor, r: torch.Tensor, bias: Any, state: Any) -> tuple[torch.Tensor, ...]:
-    """Gates i, o, f, c."""
+    """Compute one step of an LSTM, whose gates are i, o, f, c."""
     h, c = state
     gates = x + torch.matmul(h, r.T) + bias[0] + bias[1]
     i, o, f, new = gates.chunk(4, -1)

@@ -1,4 +1,4 @@
-"""Operators that make many elements one."""
+"""Operators that reduce axes, and others along an axis."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +11,12 @@ from recipes.openpilot.importing.nodes import Built, Node, builds
 
 
 def _sum(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
-    # torch adds integers up in int64.
+    # torch sums integers in int64 unless a dtype is given.
     return torch.sum(x, dim, keepdim, dtype=x.dtype)
 
 
 def _l2(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
-    # Not sqrt(sum): its gradient at 0 is not a number.
+    # vector_norm rather than sqrt(sum), whose gradient at 0 is NaN.
     return torch.linalg.vector_norm(x, dim=dim, keepdim=keepdim)
 
 
@@ -34,7 +34,7 @@ def _sum_square(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
 
 def _prod(x: torch.Tensor, dim: Any, keepdim: bool) -> torch.Tensor:
     for axis in sorted(dim):
-        # One axis at a time: those before the end go first, so what is left counts from the end.
+        # In ascending order of negative axes. keepdim keeps the meaning of those that are left.
         x = torch.prod(x, axis, True, dtype=x.dtype)
     return x if keepdim else x.reshape(_without(x.shape, dim))
 
@@ -54,7 +54,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 @builds(*_REDUCTIONS)
 def reduction(node: Node) -> Built:
-    """Over axes that come as an attribute, or since opset 13 or 18 as an input."""
+    """Build a reduction over axes from an attribute, or since opset 13 or 18 from an input."""
     x = node.variable(0)
     axes, keep = node.ints(1, "axes"), bool(node.attr("keepdims", 1))
     if not axes:
@@ -71,7 +71,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 @builds("ArgMax", "ArgMin")
 def arg(node: Node) -> Built:
-    """The place of an extreme; the first one, as in torch."""
+    """Build the index of an extreme, the first one as in torch."""
     x = node.variable(0)
     if node.attr("select_last_index", 0):
         raise node.refuse("select_last_index is on")
@@ -82,7 +82,7 @@ def arg(node: Node) -> Built:
 
 @builds("CumSum")
 def cumsum(node: Node) -> Built:
-    """Sums up to each element."""
+    """Build cumulative sums."""
     x = node.variable(0)
     if node.attr("exclusive", 0) or node.attr("reverse", 0):
         raise node.refuse("exclusive or reverse is on")
@@ -92,7 +92,7 @@ def cumsum(node: Node) -> Built:
 
 @builds("Softmax", "LogSoftmax")
 def softmax(node: Node) -> Built:
-    """Over one axis; up to opset 12 over that one and all after it."""
+    """Build a softmax over one axis, or up to opset 12 over that axis and all after it."""
     x = node.variable(0)
     rank = len(x.shape)
     function = F.softmax if node.op == "Softmax" else F.log_softmax
@@ -109,7 +109,7 @@ def _over_the_rest(x: torch.Tensor, axis: int, function: Callable[..., Any]) -> 
 
 @builds("TopK")
 def top_k(node: Node) -> Built:
-    """The largest or smallest, in order."""
+    """Build the largest or smallest elements in order."""
     x = node.variable(0)
     (k,) = node.ints(1, "k") or (0,)
     dim = node.axis(node.attr("axis", -1), len(x.shape))

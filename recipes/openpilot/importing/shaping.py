@@ -1,4 +1,4 @@
-"""Operators that move elements, and compute none. Shapes are those of the graph, and known."""
+"""Operators that move elements without computing any. Shapes are the graph's, and constant."""
 
 import math
 from functools import partial
@@ -20,7 +20,7 @@ def _to_shape(node: Node, shape: tuple[int, ...]) -> Built:
 
 
 def reshaped(node: Node, before: tuple[int, ...], target: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that Reshape gives: -1 is what is left, 0 the same as before unless `allowzero`."""
+    """Return the shape that Reshape gives: -1 is the rest, 0 keeps a size without `allowzero`."""
     keep = not node.attr("allowzero", 0)
     sizes = [before[i] if s == 0 and keep else s for i, s in enumerate(target)]
     if -1 in sizes:
@@ -33,14 +33,14 @@ def reshaped(node: Node, before: tuple[int, ...], target: tuple[int, ...]) -> tu
 
 @builds("Reshape")
 def reshape(node: Node) -> Built:
-    """Another shape, `allowzero` included."""
+    """Build a reshape, `allowzero` included."""
     target = node.ints(1, "shape") or ()
     return _to_shape(node, reshaped(node, node.variable(0).shape, target))
 
 
 @builds("Flatten")
 def flatten(node: Node) -> Built:
-    """Two axes: all before one, and the rest."""
+    """Build a reshape to two axes: all before a given axis, and the rest."""
     shape = node.variable(0).shape
     axis = node.attr("axis", 1)
     axis = axis + len(shape) if axis < 0 else axis
@@ -49,7 +49,7 @@ def flatten(node: Node) -> Built:
 
 @builds("Squeeze")
 def squeeze(node: Node) -> Built:
-    """Without some axes of size 1."""
+    """Build a reshape without some axes of size 1."""
     shape = node.variable(0).shape
     axes = node.ints(1, "axes")
     if axes is None:
@@ -62,7 +62,7 @@ def squeeze(node: Node) -> Built:
 
 @builds("Unsqueeze")
 def unsqueeze(node: Node) -> Built:
-    """With more axes of size 1."""
+    """Build a reshape with more axes of size 1."""
     shape, axes = node.variable(0).shape, node.ints(1, "axes") or ()
     rank = len(shape) + len(axes)
     new, old = {axis % rank for axis in axes}, iter(shape)
@@ -71,7 +71,7 @@ def unsqueeze(node: Node) -> Built:
 
 @builds("Transpose")
 def transpose(node: Node) -> Built:
-    """Axes in another order; without one, reversed."""
+    """Build a permutation of axes, by default in reverse order."""
     x = node.variable(0)
     perm = node.attr("perm") or tuple(reversed(range(len(x.shape))))
     return Built(partial(torch.permute, dims=(0, *(axis + 1 for axis in perm))), [x.name])
@@ -79,7 +79,7 @@ def transpose(node: Node) -> Built:
 
 @builds("Expand")
 def expand(node: Node) -> Built:
-    """Broadcast to a shape."""
+    """Build a broadcast to a shape."""
     x = node.variable(0)
     shape = np.broadcast_shapes(x.shape, node.ints(1) or ())
     by = len(shape) - len(x.shape)
@@ -92,7 +92,7 @@ def _expand(x: torch.Tensor, shape: tuple[int, ...], by: int) -> torch.Tensor:
 
 @builds("Tile")
 def tile(node: Node) -> Built:
-    """Repeated along each axis."""
+    """Build repetitions along axes."""
     x = node.variable(0)
     return Built(partial(_tile, repeats=node.ints(1) or ()), [x.name])
 
@@ -103,7 +103,7 @@ def _tile(x: torch.Tensor, repeats: tuple[int, ...]) -> torch.Tensor:
 
 @builds("Slice")
 def slice_(node: Node) -> Built:
-    """Ranges along axes, steps backwards included."""
+    """Build slices along axes, negative steps included."""
     x = node.variable(0)
     starts, ends = node.ints(1, "starts") or (), node.ints(2, "ends") or ()
     axes = node.ints(3, "axes") or tuple(range(len(starts)))
@@ -127,7 +127,7 @@ def _slice(x: torch.Tensor, index: tuple[Any, ...], flips: tuple[int, ...]) -> t
 
 @builds("Split")
 def split(node: Node) -> Built:
-    """Parts along an axis: of sizes that are given, or as equal as they can be."""
+    """Build a split along an axis, into given sizes or as equal as possible."""
     x = node.variable(0)
     axis = node.axis(node.attr("axis", 0), len(x.shape))
     sizes = node.ints(1, "split")
@@ -144,7 +144,7 @@ def _split(x: torch.Tensor, sizes: tuple[int, ...], axis: int) -> tuple[torch.Te
 
 @builds("Concat")
 def concat(node: Node) -> Built:
-    """One after another along an axis; constants in each row."""
+    """Build a concatenation along an axis. Constants are repeated in each row."""
     values = [node.value(i) for i in range(len(node.inputs))]
     axis = node.axis(node.attr("axis"), len(values[0].shape))
     operands = [
@@ -173,7 +173,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 @builds("Gather")
 def gather(node: Node) -> Built:
-    """Elements along an axis by their numbers, which are known, or computed."""
+    """Build a gather along an axis by indices, constant or computed."""
     data, places = node.value(0), node.value(1)
     axis = node.axis(node.attr("axis", 0), len(data.shape))
     if isinstance(data, Constant):
@@ -219,7 +219,7 @@ def _gather(
 
 @builds("GatherElements")
 def gather_elements(node: Node) -> Built:
-    """One element for each number, along an axis."""
+    """Build a gather of one element for each index, along an axis."""
     x, places = node.variable(0), node.variable(1)
     axis = node.axis(node.attr("axis", 0), len(x.shape))
     if any(
@@ -236,12 +236,12 @@ def _gather_elements(x: torch.Tensor, places: torch.Tensor, axis: int) -> torch.
     return x.gather(axis, places.long())
 
 
-# -- more around, or other places ------------------------------------------------------------------
+# -- padding, and other orders ------------------------------------------------------------------
 
 
 @builds("Pad")
 def pad(node: Node) -> Built:
-    """More elements, or fewer, at the ends of axes."""
+    """Build padding or cropping at the ends of axes."""
     x = node.variable(0)
     rank, mode = len(x.shape), node.attr("mode", "constant")
     pads = node.ints(1, "pads") or ()
@@ -272,7 +272,7 @@ def _places(x: torch.Tensor, places: dict[int, tuple[int, ...]]) -> torch.Tensor
 
 @builds("DepthToSpace", "SpaceToDepth")
 def depth_to_space(node: Node) -> Built:
-    """Channels to blocks of pixels, or back."""
+    """Build a move of channels to blocks of pixels, or back."""
     x, block = node.variable(0), node.attr("blocksize")
     n, c, h, w = x.shape
     if node.op == "SpaceToDepth":
@@ -294,7 +294,7 @@ def _blocks(x: torch.Tensor, first: Any, dims: Any, last: Any) -> torch.Tensor:
 
 @builds("Trilu")
 def trilu(node: Node) -> Built:
-    """The upper or lower triangle of each matrix."""
+    """Build the upper or lower triangle of each matrix."""
     x = node.variable(0)
     k = 0 if node.input(1) is None else int(node.constant(1))
     function = torch.triu if node.attr("upper", 1) else torch.tril

@@ -86,7 +86,7 @@ def test_a_run_that_was_killed_goes_on(model_folder: Path, tmp_path: Path):
     assert not (killed / "latents.safetensors").exists()
     found = generate(model_folder, killed, "--steps", "40")
     assert found.exit_code == 0, found.output
-    assert "goes on after step" in found.output
+    assert "resumes after step" in found.output
     assert not partial.exists()
     np.testing.assert_array_equal(latents(whole), latents(killed))
 
@@ -162,7 +162,7 @@ def no_vocabulary(model: Path) -> None:
         (wrong_sizes, "missing in the checkpoint: transformer_blocks.3"),
         (defaults, "is no configuration of diffusers.HunyuanVideo15Transformer3DModel"),
         (other_pipeline, "transformer is os.system, expected diffusers.HunyuanVideo15"),
-        (no_vocabulary, "has no tokenizer. What to do: download the whole folder"),
+        (no_vocabulary, "has no tokenizer. What to do: download the complete folder"),
     ],
 )
 def test_a_damaged_model_is_named(model_folder: Path, tmp_path: Path, damage: Any, message: str):

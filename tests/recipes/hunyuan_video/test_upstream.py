@@ -167,7 +167,7 @@ def test_a_version_is_chosen(folders: tuple[Path, Path]):
         open_components(folders[0], "float32")
     with pytest.raises(UsageError, match="version='480p_t2v' was given"):
         open_components(folders[0], "float32", "480p_t2v")
-    with pytest.raises(UsageError, match="is no folder of upstream's"):
+    with pytest.raises(UsageError, match="is not in upstream's layout"):
         open_components(folders[1], "float32", "720p_t2v")
     with pytest.raises(UsageError, match="task='t2v' with 720p_i2v, which is for the other one"):
         open_components(folders[0], "float32", "720p_i2v").check(OPTIONS)

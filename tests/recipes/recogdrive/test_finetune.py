@@ -276,7 +276,7 @@ def test_errors_are_lines_without_a_traceback(tmp_path: Path):
     assert "--drop_path_rate 0.1: only 0.0 is there without --upstream" in done.output
     done = CliRunner().invoke(app, ["finetune", *SCRIPT.split(), "--upstream", "there"])
     assert done.exit_code == 2
-    assert "--report_to tensorboard has no effect: numbers are in log.jsonl" in done.output
+    assert "--report_to tensorboard has no effect: metrics are in log.jsonl" in done.output
     assert "m has no config.json. What to do" in done.output
     assert "Traceback" not in done.output
 
