@@ -41,8 +41,8 @@ class PortReport(SavedReport):
     """A record of what `convert` did to a model, and how it compares with eager PyTorch.
 
     `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
-    `str(report)` is plain text, `rich.print(report)` the same in colour. A report is filled while
     the port runs: `add` takes any record, `timed` measures a stage.
+
     Attributes:
         model: Class of the model.
         class_file: File that defines the class.
