@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpuport.model import (  # noqa: F401  (the modules of functions register themselves)
+from tpuport.model import (  # noqa: F401 - the modules of functions register themselves
     functions,
     functions_numeric,
     functions_products,
