@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypedDict
 
 from tpuport.rules._apply import find
-from tpuport.source.finding import Finding, Severity
-from tpuport.source.inference import StaticKinds
-from tpuport.source.module import Module
-from tpuport.source.project import find_reached, summarise
+from tpuport.source.inference.cross_file import find_reached, summarise
+from tpuport.source.inference.inference import StaticKinds
+from tpuport.source.rewrite.finding import Finding, Severity
+from tpuport.source.syntax.module import Module
 
 SITES = Path(__file__).parent / "sites"
 PAGE = Path(__file__).parent.parent / "docs" / "lint_accuracy.md"

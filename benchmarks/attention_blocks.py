@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from tpuport.attention.kernel_case import KINDS, KernelCase, build_kernel
-from tpuport.attention.options import BlockSizes
-from tpuport.program.cost import CHIPS, Chip, KernelCompileError, KernelSchedule, chip_of
-from tpuport.program.cost.kernels import KernelCall, find_calls
-from tpuport.program.cost.schedule import schedule_call
+from tpuport.cost import CHIPS, Chip, KernelCompileError, KernelSchedule, chip_of
+from tpuport.cost.kernels import KernelCall, find_calls
+from tpuport.cost.schedule import schedule_call
+from tpuport.kernels.attention.kernel_case import KINDS, KernelCase, build_kernel
+from tpuport.kernels.attention.options import BlockSizes
 
 TABLE = Path(__file__).parent.parent / "tpuport" / "attention" / "block_table.json"
 DOCS = Path(__file__).parent.parent / "docs"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tpuport.program.cost import CHIPS
+from tpuport.cost import CHIPS
 
 _COLORS = {
     "full": "#0b6e99", "padding": "#4d8c3f", "causal": "#b5482e", "window": "#a07cc5",
@@ -14,8 +14,9 @@ _INTRO = """# Block sizes of splash attention
 Written by `python -m benchmarks.attention_blocks`, which asks libtpu for the schedule of each
 kernel and needs no TPU. A share is of the chip's peak in useful products: what a mask hides and a
 block computes anyway is no product. The ceiling is what `head_dim` leaves of the peak: 128 fills
-half of v6e's matrix unit, which is 256 wide. The kernel of `tpuport/attention/dense.py`, for long
-sequences without a band there, fills it in one of its two products, and has blocks of its own.
+half of v6e's matrix unit, which is 256 wide. The kernel of `tpuport/kernels/attention/dense.py`,
+for long sequences without a band there, fills it in one of its two products, and has blocks of its
+own.
 
 Figures are for one head over 49,152 tokens. They are lengths of schedules, not measurements: a
 kernel that stalls takes longer. On v6e, large products come out at 82 to 90 % of the peak this way;

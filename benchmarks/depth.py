@@ -70,8 +70,8 @@ def _stage(target: str, way: str, depth: int, *, whole: bool) -> dict[str, float
     import torch
 
     import tpuport
-    from tpuport.program.aot import compile_ahead
-    from tpuport.program.step import forward_step
+    from tpuport.aot.aot import compile_ahead
+    from tpuport.aot.entry_points import forward_step
     from tpuport.sharding import make_mesh
 
     jax.clear_caches()

@@ -105,7 +105,7 @@ def contestants(path: Path, folder: Path, others: dict[str, str | None]) -> list
     """Measure every contestant: ours cold and warm, then the other linters."""
     config, cache = folder / "pyproject.toml", folder / "cache"
     config.write_text(f'[tool.tpuport]\ncache-dir = "{cache}"\n', encoding="utf-8")
-    ours = [sys.executable, "-c", "from tpuport.cli import app; app()", "lint", str(path)]
+    ours = [sys.executable, "-c", "from tpuport.cli.app import app; app()", "lint", str(path)]
     ours += ["--config", str(config), "--exit-zero", "--quiet"]
 
     def forget() -> None:

@@ -108,7 +108,7 @@ def load_here(name: str, path: Path) -> Load:
 
     # Imported first, since importing is no part of loading.
     importlib.import_module("safetensors.torch")
-    importlib.import_module("tpuport.checkpoints")
+    importlib.import_module("tpuport.weights")
 
     jax.device_put(np.ones(3)).block_until_ready()
     before = _resident("VmRSS")

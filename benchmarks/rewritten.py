@@ -212,7 +212,7 @@ def copied(checkout: Path, upstream: Upstream, folder: Path) -> list[Path]:
 def rewrite_into(folder: Path, upstream: Upstream, out: Path) -> str:
     """Rewrite the packages of one folder into another, and return the last line of output."""
     packages = [str(Path(root) / package) for root, package in upstream.packages]
-    program = "from tpuport.cli import app; app()"
+    program = "from tpuport.cli.app import app; app()"
     options = ["--isolated", "--no-cache", "--severity", "error", "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-c", program, "rewrite", *options, *packages],

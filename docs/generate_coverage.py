@@ -17,8 +17,8 @@ import torch
 from torch._decomp import decomposition_table
 
 from tpuport.model import backend, lowerings, modes, op_info  # noqa: F401  (modes fills FUNCTIONS)
-from tpuport.model.function_table import FUNCTIONS
-from tpuport.model.views import VIEWS
+from tpuport.tracing.core.view_steps import VIEWS
+from tpuport.tracing.functions.registry import FUNCTIONS
 
 PAGE = Path(__file__).with_name("coverage.md")
 aten = torch.ops.aten

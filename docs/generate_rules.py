@@ -10,7 +10,7 @@ from pathlib import Path
 from tpuport.lint.catalogue import NO_FIX, Entry, catalogue
 from tpuport.lint.summary import STEPS
 from tpuport.rules._rule import Example
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "rules"

@@ -4,7 +4,7 @@ import importlib
 from functools import cache
 from typing import Any
 
-from tpuport.errors import MissingExtraError
+from tpuport.foundation.errors import MissingExtraError
 
 
 @cache

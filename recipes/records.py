@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 _END = 4096  # bytes to read at either end of a tensor
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import annotated
 from benchmarks.annotated import Site, score
-from tpuport.source.finding import Finding, Severity
+from tpuport.source.rewrite.finding import Finding, Severity
 
 
 def site(line: int, label: str) -> Site:

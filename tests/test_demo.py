@@ -18,7 +18,7 @@ from tpuport.demo.models import make_planner, make_video_transformer
 from tpuport.demo.page import to_page
 from tpuport.demo.plain_torchax import failure_of, run_plain
 from tpuport.demo.planner import BatchFeature, DiffusionPlanner, RotaryEmbedding
-from tpuport.model.report import PortReport
+from tpuport.reports.report import PortReport
 
 # What a quiet machine with two cores does in well under three minutes.
 CPU_SECONDS = 170

@@ -12,7 +12,7 @@ import pytest
 from tpuport.rules._apply import find, rewrite
 from tpuport.rules._discovery import find_rules
 from tpuport.rules._rule import HEADINGS, Example, Rule
-from tpuport.source.finding import Finding, Safety, Severity
+from tpuport.source.rewrite.finding import Finding, Safety, Severity
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

@@ -6,28 +6,28 @@ Importing this package loads neither torch nor jax: each name below is loaded wh
 from typing import TYPE_CHECKING
 
 from tpuport import loading
-from tpuport.errors import ParityError, PortError, TpuportError
-from tpuport.version import __version__ as __version__
+from tpuport.foundation.errors import ParityError, PortError, TpuportError
+from tpuport.foundation.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tpuport import ops
-    from tpuport.checkpoints import load_checkpoint, open_checkpoint, save_checkpoint
+    from tpuport.aot.cache.compile_cache import compile_cache
+    from tpuport.aot.cache.warmup import warmup
+    from tpuport.aot.compile_for import CompileReport, compile_for
+    from tpuport.compat.porting import porting
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
-    from tpuport.model.attention_choice import attention_options
+    from tpuport.model.cast import cast
     from tpuport.model.convert import convert
-    from tpuport.model.export import to_numpy, to_torch
-    from tpuport.model.ported import PortedModel
-    from tpuport.model.precision.audit import precision_audit
-    from tpuport.model.precision.cast import cast
-    from tpuport.model.precision.policy import DtypePolicy
-    from tpuport.model.remat_plan import remat
-    from tpuport.model.report import PortReport
+    from tpuport.model.ported_model import PortedModel
+    from tpuport.model.precision_audit import precision_audit
+    from tpuport.model.remat import remat
     from tpuport.model.stack_blocks import stack_blocks
-    from tpuport.program.compiling import CompileReport, compile_for
-    from tpuport.running.compile_cache import compile_cache
-    from tpuport.running.porting import porting
-    from tpuport.running.warmup import warmup
-    from tpuport.sharding.on_mesh import shard
+    from tpuport.reports.report import PortReport
+    from tpuport.sharding.shard import shard
+    from tpuport.tracing.attention.options import attention_options
+    from tpuport.tracing.core.export import to_numpy, to_torch
+    from tpuport.tracing.precision.policy import DtypePolicy
+    from tpuport.weights import load_checkpoint, open_checkpoint, save_checkpoint
 
 __all__ = [
     "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport",

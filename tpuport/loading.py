@@ -2,33 +2,33 @@
 
 import importlib
 
-from tpuport.errors import MissingExtraError
+from tpuport.foundation.errors import MissingExtraError
 
 MODULE_OF = {
-    "CompileReport": "tpuport.program.report",
+    "CompileReport": "tpuport.aot.report",
     "Diagnosis": "tpuport.diagnosis.explain",
-    "DtypePolicy": "tpuport.model.precision.policy",
-    "PortReport": "tpuport.model.report",
-    "PortedModel": "tpuport.model.ported",
-    "attention_options": "tpuport.model.attention_choice",
-    "cast": "tpuport.model.precision.cast",
-    "compile_cache": "tpuport.running.compile_cache",
-    "compile_for": "tpuport.program.compiling",
+    "DtypePolicy": "tpuport.tracing.precision.policy",
+    "PortReport": "tpuport.reports.report",
+    "PortedModel": "tpuport.model.ported_model",
+    "attention_options": "tpuport.tracing.attention.options",
+    "cast": "tpuport.model.cast",
+    "compile_cache": "tpuport.aot.cache.compile_cache",
+    "compile_for": "tpuport.aot.compile_for",
     "convert": "tpuport.model.convert",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",
-    "load_checkpoint": "tpuport.checkpoints",
-    "open_checkpoint": "tpuport.checkpoints",
+    "load_checkpoint": "tpuport.weights",
+    "open_checkpoint": "tpuport.weights",
     "ops": "tpuport.ops",
-    "porting": "tpuport.running.porting",
-    "precision_audit": "tpuport.model.precision.audit",
-    "remat": "tpuport.model.remat_plan",
-    "save_checkpoint": "tpuport.checkpoints",
-    "shard": "tpuport.sharding.on_mesh",
+    "porting": "tpuport.compat.porting",
+    "precision_audit": "tpuport.model.precision_audit",
+    "remat": "tpuport.model.remat",
+    "save_checkpoint": "tpuport.weights",
+    "shard": "tpuport.sharding.shard",
     "stack_blocks": "tpuport.model.stack_blocks",
-    "to_numpy": "tpuport.model.export",
-    "to_torch": "tpuport.model.export",
-    "warmup": "tpuport.running.warmup",
+    "to_numpy": "tpuport.tracing.core.export",
+    "to_torch": "tpuport.tracing.core.export",
+    "warmup": "tpuport.aot.cache.warmup",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recipes.hunyuan_video.networks import Network, network_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 KINDS = ("deepcache", "teacache")
 

@@ -41,7 +41,7 @@ from recipes.hunyuan_video.command_options import (
     Width,
 )
 from recipes.progress import steps_bar
-from tpuport.commands._common import errors_as_exit_codes
+from tpuport.cli._common import errors_as_exit_codes
 
 
 def make_weights(

@@ -13,8 +13,8 @@ from recipes.hunyuan_video.encode import chat_states
 from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE
 from recipes.hunyuan_video.prompts import MAX_GLYPH_LENGTH, MAX_LENGTH
 from recipes.hunyuan_video.spreading import choose_spread, spread_of
-from tpuport.errors import UsageError
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 LATENT = 32

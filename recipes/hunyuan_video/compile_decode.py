@@ -11,8 +11,8 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
 import tpuport
 from recipes.hunyuan_video.decode import decode_latents, factors, port_vae
 from recipes.hunyuan_video.vae_patches import causal_by_frames
-from tpuport.errors import UsageError
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
+from tpuport.foundation.errors import UsageError
 
 
 def compile_decode(

@@ -20,8 +20,8 @@ import torch
 import tpuport
 from recipes.hunyuan_video.options import Options
 from recipes.quiet import quietly
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 
 # The known classes by component. A class that a folder names is never imported by that name.
 CLASSES = {

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 Arrays = dict[str, jax.Array]
 _TEXTS = ("text", "text_mask", "glyph", "glyph_mask")

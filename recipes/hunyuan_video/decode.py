@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import tpuport
 from recipes.hunyuan_video.tiling import Tiling, map_tiles, tiling_of
 from recipes.hunyuan_video.vae_patches import causal_by_frames
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 
 PRECISIONS = ("bf16", "float32")
 PIXELS = 3

@@ -16,7 +16,7 @@ from recipes.hunyuan_video.caching import StepCache, keeping, reusing
 from recipes.hunyuan_video.networks import flow_of
 from recipes.hunyuan_video.options import STRIDE, Options
 from recipes.hunyuan_video.spreading import Spread
-from tpuport.model.ported import PortedModel
+from tpuport.model.ported_model import PortedModel
 
 Kept = list[tuple[torch.Tensor, ...]]
 

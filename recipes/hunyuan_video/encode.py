@@ -14,8 +14,8 @@ import tpuport
 from recipes.hunyuan_video.components import Components
 from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 
 Arrays = dict[str, jax.Array]
 

@@ -18,8 +18,8 @@ from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.runs import Run
 from recipes.hunyuan_video.spreading import Spread, choose_spread, spread_of
 from recipes.hunyuan_video.video import to_frames, write_frames, write_video
-from tpuport.errors import UsageError
-from tpuport.running.compile_cache import CacheReport
+from tpuport.aot.cache.compile_cache import CacheReport
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 OUTPUTS = ("mp4", "png", "latents")

@@ -12,8 +12,8 @@ from recipes.hunyuan_video.upstream import GLYPH_PREFIX, GLYPHS
 from recipes.hunyuan_video.upstream_weights import upstream_transformer, upstream_vae
 from recipes.quiet import quietly
 from recipes.small_tokenizer import SPECIAL, train_tokenizer
-from tpuport.checkpoints.atomic import replacing_folder
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_folder
 
 # Qwen 2.5's template, without tools and without a system message of its own.
 _CHAT_TEMPLATE = (

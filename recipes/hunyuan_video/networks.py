@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 Tensors = dict[str, torch.Tensor]
 # Takes a transformer, noisy latents (B, C, ...), timesteps (B,) of this step and of the next, and

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.hunyuan_video.caching import StepCache
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 TASKS = ("t2v", "i2v")
 # The side of a square with about as many pixels as each size in the bucket (upstream,

@@ -29,8 +29,8 @@ from recipes.hunyuan_video.components import (
 from recipes.hunyuan_video.denoise import STEPS, Denoiser, schedule_of
 from recipes.hunyuan_video.networks import NETWORKS
 from recipes.quiet import quietly
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 
 _NEGATIVE = "negative_"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Maximum number of tokens of a prompt, without the chat's opening, and of its quoted text, as in
 # training.

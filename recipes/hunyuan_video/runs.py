@@ -23,7 +23,7 @@ from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.upstream import open_components
 from recipes.hunyuan_video.video import psnr
 from recipes.records import check_record, digest_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 RECORD = "run.json"
 LATENTS = "latents.safetensors"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec as P
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 from tpuport.sharding import TABLES, Rule, ShardingRules, make_mesh, sequence_activations
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import tpuport
 from recipes.hunyuan_video.components import CLASSES, Components, model_folder
 from recipes.hunyuan_video.options import Options
-from tpuport.attention.dispatch import AttentionWarning
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.kernels.attention.dispatch import AttentionWarning
+from tpuport.model.ported_model import PortedModel
 
 KINDS = {
     **CLASSES,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # The attention classes of diffusers and of upstream, with the names of their projections.
 PROJECTIONS = {

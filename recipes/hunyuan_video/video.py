@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from recipes import packages
-from tpuport.checkpoints.atomic import replacing_file, replacing_folder
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file, replacing_folder
 
 FRAMES_A_SECOND = 24
 Frames = np.ndarray[Any, Any]

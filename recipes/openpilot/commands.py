@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuport.commands._common import errors_as_exit_codes
+from tpuport.cli._common import errors_as_exit_codes
 
 if TYPE_CHECKING:
     from recipes.openpilot.train import TrainOptions
@@ -323,7 +323,7 @@ def _weights(given: list[str]) -> dict[str, float]:
     from dataclasses import fields
 
     from recipes.openpilot.losses import LossWeights
-    from tpuport.errors import UsageError
+    from tpuport.foundation.errors import UsageError
 
     names = [field.name for field in fields(LossWeights)]
     # Losses that are not named are left out.

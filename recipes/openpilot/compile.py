@@ -30,8 +30,8 @@ from recipes.openpilot.train import (
     make_student,
 )
 from recipes.openpilot.windows import IMAGES, PROBABILITIES, SEEN
-from tpuport.errors import UsageError
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import Rule, ShardingRules, make_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]

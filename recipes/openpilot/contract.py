@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 if TYPE_CHECKING:
     import onnx

@@ -16,7 +16,7 @@ from torch import nn
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TEMPORAL_SKIP
 from recipes.openpilot.contract import STATE, Kind, ModelContract, load_onnx, read_contract
 from recipes.openpilot.importing import import_onnx
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.model.scanning import scan
 
 Tensors = dict[str, torch.Tensor]

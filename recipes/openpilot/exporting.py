@@ -16,8 +16,8 @@ import torch
 from recipes.openpilot.contract import ModelContract, load_onnx, read_contract
 from recipes.openpilot.importing import ImportedGraph, import_onnx
 from recipes.openpilot.importing.nodes import Origin
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.weights.atomic import replacing_file
 
 if TYPE_CHECKING:
     import onnx

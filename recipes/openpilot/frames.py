@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recipes.openpilot.constants import FRAME_SHAPE, MODEL_HEIGHT, MODEL_WIDTH
 from recipes.openpilot.geometry import Sampling, chroma_matrix
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 Bytes = NDArray[np.uint8]
 _SUB_PIXELS = 32  # fractions of a pixel in the device's kernel

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from recipes.openpilot.constants import BIG_MODEL_INTRINSICS, MODEL_INTRINSICS
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # How cameras are sampled: as by the kernel of devices up to 2025, or as since 2026.
 Sampling = Literal["bilinear", "nearest"]

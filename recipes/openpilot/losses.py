@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from recipes.openpilot.constants import POSITION, VELOCITY
 from recipes.openpilot.outputs import Mdn, Prediction
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # In metres. A smaller deviation would let one label outweigh all others.
 LEAST_STD = 1e-2

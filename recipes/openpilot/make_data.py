@@ -26,8 +26,8 @@ from recipes.openpilot.geometry import scaled_intrinsics
 from recipes.openpilot.scene import Drive, DriveOptions
 from recipes.openpilot.schema import zstandard
 from recipes.packages import av
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 LogFormat = Literal["zst", "bz2", "raw"]
 _FIRST_FRAME_ID = 37  # cameras run before the first frame is encoded

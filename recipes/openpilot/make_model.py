@@ -17,8 +17,8 @@ import torch
 from recipes.openpilot.contract import read_contract, write_slices
 from recipes.openpilot.generations import GENERATIONS, FileKind, example_inputs
 from recipes.openpilot.small_model import build
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 if TYPE_CHECKING:
     import onnx

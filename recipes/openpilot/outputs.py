@@ -25,7 +25,7 @@ from recipes.openpilot.constants import (
     PLAN_WIDTH,
     POSE_WIDTH,
 )
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 # Above this, exp overflows float16. Upstream clamps there in every dtype.
 MOST_EXPONENT = 11.0

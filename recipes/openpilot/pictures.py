@@ -14,8 +14,8 @@ from recipes.openpilot.constants import MODEL_CAMERA_HEIGHT, MODEL_RUN_FREQ, X_I
 from recipes.openpilot.frames import check_packed, unpack
 from recipes.openpilot.geometry import model_from_calib, project
 from recipes.packages import av
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 Image = NDArray[np.uint8]
 Array = NDArray[Any]

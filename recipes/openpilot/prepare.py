@@ -33,7 +33,7 @@ from recipes.openpilot.labels import LABEL_SHAPES, Poses, path_labels
 from recipes.openpilot.logs import POSES, Log, read_log
 from recipes.openpilot.segments import Segment, find_segments, following
 from recipes.records import digest_of
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 LabelSource = Literal["modelV2", "pose"]
 LABEL_SOURCES: tuple[LabelSource, ...] = get_args(LabelSource)

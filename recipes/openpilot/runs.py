@@ -14,8 +14,8 @@ from recipes.openpilot.scoring import real_rows
 from recipes.openpilot.shards import find_shards
 from recipes.openpilot.student import DoraOptions
 from recipes.openpilot.train import TrainOptions, train
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 ARGUMENTS = "arguments.json"
 

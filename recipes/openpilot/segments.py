@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 LOGS = ("rlog.zst", "rlog.bz2", "rlog")
 ROAD, WIDE, QUICK = "fcamera.hevc", "ecamera.hevc", "qcamera.ts"

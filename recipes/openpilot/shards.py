@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TRAFFIC_CONVENTION_LEN
 from recipes.openpilot.labels import LABEL_SHAPES
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.weights.atomic import replacing_file
 
 Arrays = dict[str, NDArray[Any]]
 FORMAT = "openpilot-frames-1"

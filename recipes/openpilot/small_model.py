@@ -16,7 +16,7 @@ from torch import nn
 
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TEMPORAL_SKIP
 from recipes.openpilot.generations import FEATURE_LEN, FileKind
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @dataclass(frozen=True)

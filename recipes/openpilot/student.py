@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recipes.openpilot.importing import ImportedGraph
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # The last dense layers, temporal projections and heads, by their names in files.
 DEFAULT_LAYERS = (r"hydra", r"policy", r"temporal", r"plan")

@@ -15,7 +15,7 @@ from recipes.openpilot.driving import FRAME_INPUTS, Driver, Tensors, load_driver
 from recipes.openpilot.outputs import parse
 from recipes.openpilot.shards import open_arrays, open_shard
 from recipes.records import check_record, digest_of
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 FORMAT = "openpilot-teacher-1"
 OUTPUTS = "outputs"

@@ -24,7 +24,7 @@ from recipes.openpilot.outputs import predictions
 from recipes.openpilot.student import DoraOptions, add_dora, choose_layers, merge
 from recipes.openpilot.windows import LABELS, SEEN, TEACHER, Windows, teacher_slices, write_seen
 from recipes.records import check_record, digest_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import Rule, ShardingRules, make_mesh
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
 

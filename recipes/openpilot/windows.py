@@ -15,7 +15,7 @@ from recipes.openpilot.driving import FRAME_INPUTS, Driver
 from recipes.openpilot.shards import open_arrays, open_shard
 from recipes.openpilot.teacher import BATCH, read_outputs, runs_of
 from recipes.records import digest_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 LABELS = ("plan", "lane_lines", "road_edges", "lead", "desire_state", "pose")
 # Labels that are read together with another one.

@@ -25,7 +25,7 @@ from recipes.recogdrive.scenes import SYSTEM_MESSAGE, Frame, read_scenes
 from recipes.recogdrive.tiles import Tiling, cut, pad_tiles, pixels, read_image
 from recipes.recogdrive.upstream_vlm import upstream_chat_model
 from recipes.recogdrive.vlm import ChatModel
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import initialize
 
 MAX_LENGTH = 2800  # the length to which upstream pads each prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from tpuport.commands._common import errors_as_exit_codes
+from tpuport.cli._common import errors_as_exit_codes
 
 # The command's own parser gets all arguments, and prints its own help.
 _OWN_PARSER = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 IMAGE = "<image>"
 IMG_START, IMG_CONTEXT, IMG_END = "<img>", "<IMG_CONTEXT>", "</img>"

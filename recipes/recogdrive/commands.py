@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from recipes.command_line import Precision
-from tpuport.commands._common import errors_as_exit_codes
-from tpuport.errors import UsageError
+from tpuport.cli._common import errors_as_exit_codes
+from tpuport.foundation.errors import UsageError
 
 
 class Layout(StrEnum):

@@ -14,9 +14,9 @@ from recipes.recogdrive.grpo import GrpoOptions
 from recipes.recogdrive.kinds import OURS
 from recipes.recogdrive.planner import SIZES, make_planner
 from recipes.recogdrive.train import TrainOptions, make_step, port_planner
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 
 STATE_TOKENS = 2800  # the length to which upstream pads a prompt
 SCENES = 64  # over all chips

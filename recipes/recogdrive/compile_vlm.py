@@ -11,7 +11,7 @@ from recipes.recogdrive.finetune import port_model, step_of, tiling_of
 from recipes.recogdrive.finetune_options import FinetuneOptions
 from recipes.recogdrive.packing import Bucket, make_buckets
 from recipes.recogdrive.vlm import ChatModel, make_config, make_vlm
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
 from tpuport.sharding import make_mesh
 
 # The chat model that goes with a planner, by the planner's size.

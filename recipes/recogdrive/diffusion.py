@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 Sampler = Literal["ddim", "ddpm", "flow"]
 SAMPLERS = ("ddim", "ddpm", "flow")

@@ -22,7 +22,7 @@ from recipes.recogdrive.upstream_vlm import (
 )
 from recipes.recogdrive.vlm import ChatModel, freeze
 from recipes.records import check_record
-from tpuport.model.ported import PortedModel
+from tpuport.model.ported_model import PortedModel
 from tpuport.sharding import fsdp, make_mesh
 from tpuport.training import (
     Batches,

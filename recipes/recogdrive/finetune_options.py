@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Upstream's flags without effect here: the accepted values (None for any), and the reason.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {

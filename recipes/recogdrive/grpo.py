@@ -32,8 +32,8 @@ from recipes.recogdrive.train import (
     run,
 )
 from recipes.recogdrive.weights import config_of, read_weights
-from tpuport.errors import UsageError
-from tpuport.sharding.on_mesh import argument_name
+from tpuport.foundation.errors import UsageError
+from tpuport.sharding.shard import argument_name
 from tpuport.training import Batches, TrainState, TrainStep
 from tpuport.training.input.batches import MASK
 

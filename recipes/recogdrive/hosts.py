@@ -15,8 +15,8 @@ import torch
 from jax.experimental.multihost_utils import process_allgather
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 from tpuport.training import initialize
 
 

@@ -26,8 +26,8 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.nn.utils.rnn import pad_sequence
 
-from tpuport.checkpoints.atomic import replacing_file, replacing_folder
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.weights.atomic import replacing_file, replacing_folder
 
 Layout = Literal["upstream", "safetensors"]
 Tensors = dict[str, torch.Tensor]

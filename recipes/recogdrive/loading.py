@@ -12,8 +12,8 @@ from recipes.recogdrive.chats import ADDED_TOKENS, IMG_CONTEXT
 from recipes.recogdrive.samples import check_tokens
 from recipes.recogdrive.vlm import ChatModel, add_tokens, make_vlm
 from recipes.recogdrive.vlm_weights import config_of, to_transformers
-from tpuport.checkpoints.atomic import replacing_folder
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_folder
 
 
 def load_chat_model(

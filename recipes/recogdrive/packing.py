@@ -13,7 +13,7 @@ import numpy as np
 
 from recipes.recogdrive.chats import IGNORED
 from recipes.recogdrive.tiles import pad_tiles
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 LossReduction = Literal["token", "sample", "square"]
 

@@ -19,7 +19,7 @@ from recipes.recogdrive.diffusion import (
     Diffusion,
     Sampler,
 )
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 HISTORY_DIM, STATUS_DIM = 12, 8
 TIME_CHANNELS = 256

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 INTERVAL = 0.5  # s between poses
 # Weights of the simulator's terms in upstream's training.

@@ -28,8 +28,8 @@ from recipes.recogdrive.packing import (
     plan_epoch,
 )
 from recipes.recogdrive.tiles import Tiling, cut, num_tiles, pixels, read_image
-from tpuport.checkpoints.atomic import replacing_file
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.weights.atomic import replacing_file
 
 
 @dataclass(frozen=True)

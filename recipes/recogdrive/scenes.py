@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 COMMANDS = ("turn left", "go straight", "turn right")  # the fourth is "unknown"
 SYSTEM_MESSAGE = """

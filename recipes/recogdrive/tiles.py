@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Mean and standard deviation of red, green and blue with which vision towers were trained.
 NORMS = {

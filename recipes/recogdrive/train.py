@@ -22,8 +22,8 @@ from recipes.recogdrive.rewards import RewardPool
 from recipes.recogdrive.upstream import upstream_planner
 from recipes.recogdrive.validation import Validation
 from recipes.recogdrive.weights import read_weights
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 from tpuport.training import (
     Batches,
     Checkpoints,

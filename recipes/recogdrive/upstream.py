@@ -12,7 +12,7 @@ import torch
 import tpuport
 from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.planner import SIZES, PlannerConfig
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Packages that upstream imports and the planner does not need.
 ABSENT = (

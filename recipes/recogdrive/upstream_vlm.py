@@ -10,7 +10,7 @@ import torch
 from recipes.recogdrive.upstream import checkout_module
 from recipes.recogdrive.vlm import ChatModel
 from recipes.recogdrive.vlm_weights import to_transformers, to_upstream
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 ABSENT = ("decord", "torchvision", "deepspeed")
 

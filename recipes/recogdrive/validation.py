@@ -13,7 +13,7 @@ from recipes.recogdrive.kinds import Batch
 from recipes.recogdrive.layouts import CacheDataset, collate
 from recipes.recogdrive.plots import plot_trajectories
 from recipes.recogdrive.rewards import RewardPool
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import TrainState
 
 _EVALUATION_SEED = 7

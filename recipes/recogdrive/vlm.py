@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from recipes.recogdrive.vlm import tokens_per_tile
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # OpenGVLab's prefixes and transformers'.
 _TABLE = (

@@ -8,7 +8,7 @@ import torch
 import tpuport
 from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.planner import Planner, PlannerConfig
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 # Prefixes of the planner in files of Lightning, of the agent and of this recipe, longest first.
 _PREFIXES = ("agent.action_head.", "action_head.", "")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.attention import AttentionOptions, BlockSizes, Mask, Shards, attend
+from tpuport.kernels.attention import AttentionOptions, BlockSizes, Mask, Shards, attend
 
 SMALL = BlockSizes(q=128, kv=128, kv_compute=128)
 SPLASH = AttentionOptions(kernel="splash", interpret=True, blocks=SMALL)

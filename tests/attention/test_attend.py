@@ -13,10 +13,10 @@ import torch
 from tests.attention.cases import BLOCKWISE, FULL, SPLASH, Case
 from tests.attention.test_kernels import RTOL
 from tests.attention.test_sharded import shards
-from tpuport.attention import AttentionOptions, Mask, Shards, attend, dispatch
-from tpuport.attention.dispatch import AttentionWarning
-from tpuport.attention.kernel_case import KernelCase, build_kernel
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend, dispatch
+from tpuport.kernels.attention.dispatch import AttentionWarning
+from tpuport.kernels.attention.kernel_case import KernelCase, build_kernel
 
 CASE = Case(queries=50, keys=70)
 RNG = np.random.default_rng(0)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuport.attention import BlockSizes, blocks
-from tpuport.attention.blocks import chip_of, choose_tiles
-from tpuport.attention.kernel_case import KINDS
-from tpuport.attention.tiles import KernelTiles
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.kernels.attention import BlockSizes, blocks
+from tpuport.kernels.attention.blocks import chip_of, choose_tiles
+from tpuport.kernels.attention.kernel_case import KINDS
+from tpuport.kernels.attention.tiles import KernelTiles
 
 
 def tiles(**changes: Any) -> KernelTiles:

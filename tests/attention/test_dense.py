@@ -13,11 +13,11 @@ import torch
 from tests.attention.cases import CASES, FULL, SPLASH, Case, ours, torchs
 from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_sharded import shards
-from tpuport.attention import AttentionOptions, Mask, Shards, attend, dense
-from tpuport.attention.problem import Local, Parts, Problem
-from tpuport.attention.tiles import DenseTiles, KernelTiles
-from tpuport.model.blocks.same_program import same_program
-from tpuport.program.cost.kernels import find_calls
+from tpuport.cost.kernels import find_calls
+from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend, dense
+from tpuport.kernels.attention.problem import Local, Parts, Problem
+from tpuport.kernels.attention.tiles import DenseTiles, KernelTiles
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program
 
 DENSE = AttentionOptions(interpret=True, chip="v6e")
 # Two tiles a step, as many steps as the lengths need.

@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.program.small import needs_libtpu
-from tpuport.attention import AttentionOptions, BlockSizes, Mask, Shards, attend, dense
-from tpuport.attention.blocks import table
-from tpuport.attention.tiles import DenseTiles
-from tpuport.program.cost import CHIPS, count_jaxpr
-from tpuport.program.cost.kernels import find_calls
-from tpuport.program.cost.schedule import schedule_call
+from tpuport.cost import CHIPS, count_jaxpr
+from tpuport.cost.kernels import find_calls
+from tpuport.cost.schedule import schedule_call
+from tpuport.kernels.attention import AttentionOptions, BlockSizes, Mask, Shards, attend, dense
+from tpuport.kernels.attention.blocks import table
+from tpuport.kernels.attention.tiles import DenseTiles
 from tpuport.sharding.topology import describe
 
 V6E = AttentionOptions(platform="tpu", chip="v6e")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.attention.cases import BLOCKWISE, CASES, FULL, SPLASH, Case, ours, torchs
-from tpuport.attention import AttentionOptions, attend
-from tpuport.program.cost.walking import sub_jaxprs
+from tpuport.cost.walking import sub_jaxprs
+from tpuport.kernels.attention import AttentionOptions, attend
 
 # fp32 sums of some hundred terms, in another order.
 RTOL = 1e-5

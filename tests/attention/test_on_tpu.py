@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpuport.attention import AttentionOptions, BlockSizes, Mask, Shards, attend
+from tpuport.kernels.attention import AttentionOptions, BlockSizes, Mask, Shards, attend
 from tpuport.sharding.topology import describe
 
 needs_libtpu = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuport.attention.schedule import Band, InBand, Piece, UpTo, make_pieces
+from tpuport.kernels.attention.schedule import Band, InBand, Piece, UpTo, make_pieces
 
 LIMITS = st.none() | st.integers(-30, 30)
 

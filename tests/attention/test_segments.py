@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.attention.cases import SPLASH, Case, torchs
 from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_schedule import visits
-from tpuport.attention import Mask, attend, schedule
-from tpuport.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
-from tpuport.attention.splash import Sorting
+from tpuport.kernels.attention import Mask, attend, schedule
+from tpuport.kernels.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
+from tpuport.kernels.attention.splash import Sorting
 
 QUERIES, KEYS = 420, 600
 NO_BAND: dict[str, Any] = {}

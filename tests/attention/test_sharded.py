@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.attention.cases import BLOCKWISE, CASES, SPLASH, Case, ours, torchs
 from tests.attention.test_kernels import RTOL, assert_equal
-from tpuport.attention import AttentionOptions, Mask, Shards, attend
-from tpuport.attention.dispatch import AttentionWarning
+from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend
+from tpuport.kernels.attention.dispatch import AttentionWarning
 
 WAYS = ("gather", "ring", "heads")
 

@@ -7,7 +7,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 import tpuport
-from tpuport.attention import BlockSizes
+from tpuport.kernels.attention import BlockSizes
 
 # Tiles smaller than the sequences of the tests, so that a whole matrix of scores is no tile.
 SMALL = BlockSizes(16, 16, 16)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import tpuport
 from tests.attention_call.programs import arrays, kernels, of_scores_size
 from tests.program.small import needs_libtpu
-from tpuport.program.step import forward_step
+from tpuport.aot.entry_points import forward_step
 from tpuport.sharding import make_mesh
 
 HEADS, SIZE = 2, 64
@@ -77,7 +77,7 @@ def causal_by_places(length: int) -> torch.Tensor:
 
 
 @needs_libtpu
-@pytest.mark.filterwarnings("error::tpuport.attention.dispatch.AttentionWarning")
+@pytest.mark.filterwarnings("error::tpuport.kernels.attention.dispatch.AttentionWarning")
 @pytest.mark.parametrize("length", [4096, 12288])
 def test_long_masks_of_the_host_are_read(length: int):
     program = traced(length, length, mask=causal_by_places)
@@ -113,7 +113,7 @@ class Packed(torch.nn.Module):
 
 
 @needs_libtpu
-@pytest.mark.filterwarnings("error::tpuport.attention.dispatch.AttentionWarning")
+@pytest.mark.filterwarnings("error::tpuport.kernels.attention.dispatch.AttentionWarning")
 @pytest.mark.parametrize("batch", [4, 32])
 def test_blocks_read_a_mask_that_examples_share(batch: int):
     with torch.device("meta"):

@@ -21,11 +21,13 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import tpuport
 from tests.attention_call.programs import KERNELS, kernels, of_scores_size, program
-from tpuport.attention import dispatch
-from tpuport.attention.dispatch import AttentionWarning
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
+from tpuport.kernels.attention import dispatch
+from tpuport.kernels.attention.dispatch import AttentionWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore::tpuport.attention.dispatch.AttentionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::tpuport.kernels.attention.dispatch.AttentionWarning"
+)
 
 B, H, S, D = 2, 2, 40, 8
 INF = float("-inf")
@@ -407,7 +409,7 @@ def test_where_a_call_is_made_is_recorded():
 def test_a_mesh_is_used_by_the_names_of_its_axes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dispatch, "_said", set())
     mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "sequence"))
-    from tpuport.model.attention_choice import shards_for
+    from tpuport.tracing.attention.options import shards_for
 
     shards = shards_for(mesh, (B, H, S))
     assert shards is not None

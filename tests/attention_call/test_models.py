@@ -27,7 +27,7 @@ from tests.attention_call.programs import KERNELS, SMALL, gradient_program, of_s
 from tests.upstream.test_hyvideo import script
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::tpuport.attention.dispatch.AttentionWarning"),
+    pytest.mark.filterwarnings("ignore::tpuport.kernels.attention.dispatch.AttentionWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
@@ -150,7 +150,7 @@ def test_diffusers_hunyuan_video(kernel: str):
 )
 @pytest.mark.parametrize("mode", ["torch", "flash"])
 def test_hyvideo(mode: str):
-    from tpuport.running.programs import programs
+    from tpuport.compat.programs import programs
 
     with script() as module, tpuport.attention_options(**KERNELS["splash"]):
         model = module.build("cuda", attn_mode=mode, mm_double_blocks_depth=1)

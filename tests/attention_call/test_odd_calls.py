@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 import tpuport
 from tests.attention_call.programs import KERNELS
-from tpuport.errors import UsageError
-from tpuport.model.masks.graph import Graph
-from tpuport.model.masks.two_valued import conditions
+from tpuport.foundation.errors import UsageError
+from tpuport.tracing.attention.masks.graph import Graph
+from tpuport.tracing.attention.masks.two_valued import conditions
 
-pytestmark = pytest.mark.filterwarnings("ignore::tpuport.attention.dispatch.AttentionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::tpuport.kernels.attention.dispatch.AttentionWarning"
+)
 
 B, H, S, D = 2, 2, 20, 8
 INF = float("-inf")

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tpuport
-from tpuport.checkpoints.reading import same_bits
-from tpuport.errors import CheckpointError, UsageError
-from tpuport.model import backend
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.foundation.interop import backend
+from tpuport.weights.read import same_bits
 
 
 def tensors_of_every_dtype() -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import tpuport
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 
 class Runs:

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpuport
-from tpuport.checkpoints.reading import same_bits
+from tpuport.weights.read import same_bits
 
 
 def llama(*, tied: bool = False) -> LlamaForCausalLM:

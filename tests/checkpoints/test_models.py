@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.torch import load_file, save_file
 
 import tpuport
-from tpuport.checkpoints.reading import same_bits
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.weights.read import same_bits
 
 
 class Block(torch.nn.Module):
@@ -290,7 +290,7 @@ def test_a_sharded_array_reads_only_its_slices(tmp_path: Path, monkeypatch, suff
     else:
         save_file({**big, "v": big["v"].contiguous()}, path)
     read = []
-    from tpuport.checkpoints.reading import OpenFile
+    from tpuport.weights.read import OpenFile
 
     real = OpenFile.read_into
     monkeypatch.setattr(

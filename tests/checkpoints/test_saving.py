@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.torch import save_file
 
 import tpuport
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 TARGETS = ("m.safetensors", "m.pt", "folder")
 
@@ -40,7 +40,7 @@ _KILLED = """
 import os, sys
 import numpy as np
 import tpuport
-from tpuport.checkpoints import values
+from tpuport.weights import values
 
 target, after = sys.argv[1], int(sys.argv[2])
 real, count = values.Values.read, 0

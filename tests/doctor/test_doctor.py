@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tpuport import cli
+from tpuport.cli.app import FAILED, app
 from tpuport.doctor import machine as machines
 from tpuport.doctor.checks import _DEVICES, _TORCHAX, check
 from tpuport.doctor.finding import Finding, Status
@@ -338,7 +338,7 @@ def test_a_compile_cache_with_problems(tmp_path: Path):
 def test_a_compile_cache_that_cannot_be_written_to(tmp_path: Path, monkeypatch):
     folder = make_cache(tmp_path / "cache")
     # The tests may run as root, who can write everywhere.
-    monkeypatch.setattr("tpuport.running.cache_folder.is_writable", lambda directory: False)
+    monkeypatch.setattr("tpuport.aot.cache.cache_folder.is_writable", lambda directory: False)
     assert not_ok(check(machine(tmp_path))) == [
         (
             *("problem", "compile cache", f"{folder} cannot be written to"),
@@ -364,7 +364,7 @@ def test_this_machine(monkeypatch, tmp_path: Path):
     assert this.python == sys.version_info[:3]
     assert this.cache == tmp_path / "none/yet/tpuport/compiled"
     assert this.disk > 0
-    result = CliRunner().invoke(cli.app, ["doctor", "--timeout", "200"])
+    result = CliRunner().invoke(app, ["doctor", "--timeout", "200"])
     lines = result.stdout.splitlines()
     assert result.exit_code == 0, result.stdout
     assert re.search(
@@ -377,13 +377,13 @@ def test_this_machine(monkeypatch, tmp_path: Path):
 def test_json_and_the_exit_code(monkeypatch, tmp_path: Path):
     sick = machine(tmp_path, versions={"torch_xla": "2.9.0"})
     monkeypatch.setattr(machines, "this_machine", lambda timeout: sick)
-    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
-    assert result.exit_code == cli.FAILED
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == FAILED
     found = json.loads(result.stdout)["findings"]
     assert {"status": "problem", "fix": "pip uninstall -y torch_xla"}.items() <= next(
         one for one in found if one["topic"] == "torch_xla"
     ).items()
-    text = CliRunner().invoke(cli.app, ["doctor"]).stdout
+    text = CliRunner().invoke(app, ["doctor"]).stdout
     assert "\nproblem  torch_xla      2.9.0 takes the TPU" in text
     assert f"\n{'':24}pip uninstall -y torch_xla\n" in text
     assert text.endswith("\n1 problem, 1 note\n")

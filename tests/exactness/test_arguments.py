@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 class Cache:

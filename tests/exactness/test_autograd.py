@@ -363,7 +363,7 @@ def test_gradient_of_a_gradient():
 
 @pytest.mark.parametrize("call", ["backward", "grad"])
 def test_autograd_inside_is_refused_with_a_remedy(call):
-    from tpuport.errors import PortError
+    from tpuport.foundation.errors import PortError
 
     def program(x: torch.Tensor) -> torch.Tensor:
         y = (x**2).sum()

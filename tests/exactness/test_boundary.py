@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutput
 import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import assert_same, by_tpuport, expect_torchax_wrong, host, normal
-from tpuport.errors import PortError, UsageError
+from tpuport.foundation.errors import PortError, UsageError
 
 X = normal(4, 6)
 

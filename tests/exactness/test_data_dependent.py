@@ -30,7 +30,7 @@ from tests.exactness.scenario import (
     expect_torchax_wrong,
     normal,
 )
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 CONCRETE = "a traced value is asked for"
 MASK = "a boolean index of traced values"

@@ -11,7 +11,7 @@ from torch import nn
 
 import tpuport
 from tests.exactness.scenario import assert_same, normal
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 class AtFirst(nn.Module):

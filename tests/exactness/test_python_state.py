@@ -15,7 +15,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import assert_same, by_tpuport, expect_torchax_wrong, normal
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 class Counted(nn.Module):

@@ -29,7 +29,7 @@ from torch.distributions import Beta, Categorical, Dirichlet, Gamma, Normal, Uni
 import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import assert_same, by_tpuport, expect_torchax_wrong, host, normal
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 N = 4000
 FROZEN = "the key is closed over by jax.jit: the same numbers at every call"

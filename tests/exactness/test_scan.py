@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.errors import PortError, UsageError
+from tpuport.foundation.errors import PortError, UsageError
 from tpuport.model.scanning import scan
 from tpuport.training import make_train_step
 

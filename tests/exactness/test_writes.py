@@ -27,7 +27,7 @@ from tests.exactness.scenario import (
     expect_torchax_wrong,
     normal,
 )
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 Program = Callable[..., Any]
 X, Y = normal(4, 6), normal(4, 6, seed=2)

@@ -8,7 +8,7 @@ from torch import nn
 
 import tpuport
 from tests.exactness.scenario import by_tpuport, normal
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 X = normal(4, 6)
 

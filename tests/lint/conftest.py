@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tpuport import cli
+from tpuport.cli.app import app
 
 BRANCH = """import torch
 
@@ -54,6 +54,6 @@ def invoke() -> Callable[..., Any]:
         given = [str(argument) for argument in arguments]
         if given[0] in ("lint", "rewrite"):
             given += ["--jobs", "1"]
-        return CliRunner().invoke(cli.app, given, input=input)
+        return CliRunner().invoke(app, given, input=input)
 
     return run

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.baseline import Baseline
 from tpuport.lint.records import Reported
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 
 def finding(line: int, text: str = "if x:", code: str = "TPU101", file: str = "a.py") -> Reported:

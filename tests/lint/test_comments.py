@@ -178,7 +178,7 @@ def test_only_codes_that_are_looked_for_can_be_idle():
 
 
 def test_a_hidden_finding_makes_a_comment_needed():
-    from tpuport.source.finding import Severity
+    from tpuport.source.rewrite.finding import Severity
 
     assert messages("# tpuport: ignore", "y = float(x.sum())", severity=Severity.ERROR) == []
 

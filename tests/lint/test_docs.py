@@ -12,7 +12,7 @@ from tpuport.lint import settings
 from tpuport.lint.catalogue import NO_FIX, Entry, catalogue
 from tpuport.lint.summary import STEPS
 from tpuport.rules._rule import Example
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,11 +120,11 @@ def test_the_configuration_shown_is_one_that_works(tmp_path):
 def test_the_hooks_call_options_that_exist():
     from typer.testing import CliRunner
 
-    from tpuport import cli
+    from tpuport.cli.app import app
 
     text = (ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8")
     entries = re.findall(r"entry: tpuport (\w+) (.*)", text)
     assert [command for command, _ in entries] == ["lint", "rewrite"]
     for command, options in entries:
-        shown = CliRunner().invoke(cli.app, [command, "--help"]).stdout
+        shown = CliRunner().invoke(app, [command, "--help"]).stdout
         assert all(option in shown for option in options.split())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.files import DEFAULT_EXCLUDE, find_files
 from tpuport.lint.settings import Settings
 

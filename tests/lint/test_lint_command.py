@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from tpuport import cli
+from tpuport.cli.app import app
 
 BROKEN = "def f(:\n"
 
@@ -89,7 +89,7 @@ def test_a_bug_in_a_rule_exits_with_two_even_with_exit_zero(project, lint, monke
 
 def test_no_processes_are_a_wrong_call(project):
     project({"a.py": "x = 1\n"})
-    result = CliRunner().invoke(cli.app, ["lint", "--jobs", "0"])
+    result = CliRunner().invoke(app, ["lint", "--jobs", "0"])
     assert result.exit_code == 2
     assert "'--jobs'" in result.stderr
 
@@ -107,7 +107,7 @@ def test_select_and_ignore(project, lint, branch):
 
 def test_a_mild_finding_is_counted_and_shown_when_asked_for(project, invoke, branch, monkeypatch):
     from tpuport.rules.tensor_branch import TensorBranch
-    from tpuport.source.finding import Severity
+    from tpuport.source.rewrite.finding import Severity
 
     monkeypatch.setattr(TensorBranch, "SEVERITY", Severity.NOTE)
     project({"a.py": branch})
@@ -304,7 +304,7 @@ def test_a_kept_answer_needs_no_rules(project, branch):
     project({"a.py": branch})
     code = """
 import sys
-from tpuport.cli import app
+from tpuport.cli.app import app
 try:
     app(["lint", "--format", "concise"])
 except SystemExit as end:
@@ -322,7 +322,7 @@ except SystemExit as end:
 def test_many_files_are_linted_by_several_processes(project, branch):
     padding = "# a long comment\n" * 1000
     project({f"m{number:02}.py": f"{branch}# {number}\n{padding}" for number in range(40)})
-    start = [sys.executable, "-c", "from tpuport.cli import app; app()"]
+    start = [sys.executable, "-c", "from tpuport.cli.app import app; app()"]
     command = [*start, "lint", "--format", "concise", "-q"]
     results = [
         subprocess.run([*command, "--no-cache", "--jobs", jobs], capture_output=True, text=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.check import check
 from tpuport.lint.notebooks import marked, marked_place, read_notebook, write_notebook
 from tpuport.lint.records import Checked

@@ -9,7 +9,7 @@ import pytest
 
 from tpuport.lint.output import FORMATS, Style, write
 from tpuport.lint.records import Outcome, Problem, Reported, Trouble
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 BRANCH = Reported(
     file="pkg/model.py",

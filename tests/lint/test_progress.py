@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tpuport.commands import _progress
-from tpuport.commands._progress import progress
+from tpuport.cli import _progress
+from tpuport.cli._progress import progress
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from tpuport.lint import fixing
-from tpuport.source import rewriter
+from tpuport.source.rewrite import rewriter
 
 LEFT = """import torch
 
@@ -75,7 +75,7 @@ def test_an_ignored_line_is_not_moved_into_a_branch(project, invoke, branch):
 
 def test_selected_rules_and_unsafe_ones(project, invoke, branch, monkeypatch):
     from tpuport.rules.tensor_branch import TensorBranch
-    from tpuport.source.finding import Safety
+    from tpuport.source.rewrite.finding import Safety
 
     project({"a.py": branch})
     assert invoke("rewrite", "--select", "TPU103").exit_code == 0

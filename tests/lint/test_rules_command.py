@@ -52,7 +52,7 @@ def test_an_example_without_a_fix_says_why(invoke, monkeypatch):
 def test_a_rule_whose_examples_all_stay_has_no_fix():
     from tpuport.lint.catalogue import _fix
     from tpuport.rules.tensor_to_number import TensorToNumber
-    from tpuport.source.finding import Safety
+    from tpuport.source.rewrite.finding import Safety
 
     assert _fix(TensorToNumber, TensorToNumber.EXAMPLES[1:]) == NO_FIX
     assert _fix(TensorToNumber, TensorToNumber.EXAMPLES) == "exact"

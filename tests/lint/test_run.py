@@ -16,7 +16,7 @@ from tpuport.lint import run as running
 from tpuport.lint.cache import Cache, fingerprint, write_atomically
 from tpuport.lint.records import Checked, Problem, Reported, Trouble
 from tpuport.lint.run import Passes, run
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 ALONE = Passes(check=passes.check, connect=lambda summaries: {})
 TWO = Passes(check=passes.check, connect=passes.connect)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.settings import KEYS, Settings, find_config, load_settings, override
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 
 def load(root: Path, options: str) -> Settings:

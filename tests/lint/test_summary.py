@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tpuport.lint.records import Outcome, Reported
 from tpuport.lint.summary import STEPS, summarise
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 ONE = Reported("a.py", 1, 0, 1, 1, "TPU101", "R", Severity.ERROR, "no", function=1, safety="exact")
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import tpuport
 from tests.model.repeated import DIM, Block, Stack, check, jaxpr_of, loops, x_of
-from tpuport.errors import UsageError
-from tpuport.model.blocks import at_rest
+from tpuport.foundation.errors import UsageError
+from tpuport.tracing.scan_layers import stacked_params
 
 
 def stacked(ported: Any) -> dict[str, Any]:
-    return at_rest.stack(ported.params, at_rest.stack_names(ported.module))
+    return stacked_params.stack(ported.params, stacked_params.stack_names(ported.module))
 
 
 def test_stacked_weights_are_read_in_place():
@@ -24,7 +24,7 @@ def test_stacked_weights_are_read_in_place():
     y = ported(x_of())
     params = stacked(ported)
     assert params["blocks[0:5].up.weight"].shape == (5, 2 * DIM, DIM)
-    assert at_rest.unstack(params).keys() == ported.params.keys()
+    assert stacked_params.unstack(params).keys() == ported.params.keys()
     out, _ = ported.apply(params, ported.buffers, None, x_of())
     assert jnp.allclose(out, y.jax(), atol=1e-6)
     program = jaxpr_of(ported, x_of(), params=params)
@@ -36,7 +36,7 @@ def test_stacked_weights_are_read_in_place():
         return (ported.apply(params, ported.buffers, None, x_of())[0] ** 2).sum()
 
     plain, of_stacks = jax.grad(loss)(ported.params), jax.grad(loss)(params)
-    for name, value in at_rest.unstack(of_stacks).items():
+    for name, value in stacked_params.unstack(of_stacks).items():
         assert jnp.allclose(value, plain[name], atol=1e-6), name
 
 
@@ -46,7 +46,7 @@ def test_only_neighbours_of_one_kind_are_stacked():
 
     model = Stack(lambda i: Other(i) if i == 3 else Block(i), 8)
     model.blocks[7].up.weight.requires_grad_(False)
-    names = at_rest.stack_names(model)
+    names = stacked_params.stack_names(model)
     assert {name.partition(".")[0] for name in names} == {"blocks[0:3]", "blocks[4:7]"}
 
 
@@ -54,7 +54,7 @@ def test_shared_weights_are_not_stacked():
     model = Stack(Block)
     for block in model.blocks:
         block.up = model.blocks[0].up
-    assert at_rest.stack_names(model) == []
+    assert stacked_params.stack_names(model) == []
     check(model, x_of())
 
 
@@ -127,7 +127,7 @@ def test_without_gradients_nothing_is_taken_for_changed():
         program = jaxpr_of(ported, x_of())
     assert loops(program) == [5]
     assert "scatter" not in {e.primitive.name for e in program.jaxpr.eqns}
-    for name, value in at_rest.unstack(ported.params).items():
+    for name, value in stacked_params.unstack(ported.params).items():
         assert jnp.array_equal(value, before[name]), name
 
 
@@ -181,7 +181,7 @@ def test_blocks_that_no_list_with_a_name_of_its_own_holds(kind: str):
 
 def test_a_name_that_no_stack_could_hold_stays_by_itself():
     model = nn.Sequential(OrderedDict({f"a|{i}": nn.Linear(3, 3) for i in range(3)}))
-    assert at_rest.stack_names(model) == []
+    assert stacked_params.stack_names(model) == []
 
 
 def test_a_model_that_is_not_ported_has_nothing_to_stack():

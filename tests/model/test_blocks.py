@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpuport
 from tests.model.repeated import Block, Stack, check, jaxpr_of, loops, records, x_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 def test_a_chain_of_blocks_is_one_loop():

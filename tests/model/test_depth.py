@@ -14,7 +14,7 @@ import torch
 import tpuport
 from tests.model.repeated import DIM, Stack, jaxpr_of, loops, x_of
 from tests.model.repeated import Block as Plain
-from tpuport.model.masks.graph import Graph
+from tpuport.tracing.attention.masks.graph import Graph
 
 
 def stacked(depth: int) -> Any:
@@ -128,7 +128,7 @@ def test_no_garbage_is_collected_while_a_model_is_traced():
 
 
 def test_parts_of_a_stack_are_its_slices_to_every_transformation():
-    from tpuport.model.blocks.parts import parts_of
+    from tpuport.tracing.scan_layers.unstack_p import parts_of
 
     x = jnp.arange(24.0).reshape(4, 3, 2)
 

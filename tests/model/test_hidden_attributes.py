@@ -12,7 +12,7 @@ from torch import nn
 
 import tpuport
 from tests.model.repeated import DIM, Block, Stack, port, x_of
-from tpuport.model.blocks.same_values import same_value
+from tpuport.foundation.pytree.compare import same_value
 
 # Each reads the attribute `index`, which differs.
 READS = {

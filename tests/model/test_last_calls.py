@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.model.repeated import Block, Stack, port
-from tpuport.model.blocks.lasts import LastCalls
+from tpuport.tracing.scan_layers.call_order import LastCalls
 
 
 class Spies(Block):

@@ -32,8 +32,10 @@ from tests.model.lowering_cases import (
 )
 from tests.model.lowering_cases.case import Case, Program, check
 from tests.model.lowering_cases.torchax import WRONG
-from tpuport.errors import PortError
-from tpuport.model import backend, dispatch, lowerings
+from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import backend
+from tpuport.tracing import lowerings
+from tpuport.tracing.dispatch import dispatch
 
 lowerings.load()
 TABLES = (elementwise, reductions, matrices, indexing, images, layers)
@@ -206,7 +208,7 @@ def test_ldl_factorisation_is_refused():
 
 def test_lu_without_pivots_multiplies_back():
     """torch has it on CUDA only: there is no eager result to compare with."""
-    from tpuport.model.lowerings.linalg import _lu_factor, _triangles
+    from tpuport.tracing.lowerings.linalg import _lu_factor, _triangles
 
     x = backend.to_jax(matrices.definite(2, 3, 3))
     factors, pivots, _ = jax.jit(_lu_factor, static_argnames="pivot")(x, pivot=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpuport.model import meta_rules
+from tpuport.tracing.dispatch import meta_rules
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -11,7 +11,7 @@ import torchax
 from torchax import interop
 
 from tpuport import ops
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 from tpuport.testing import equivalence
 
 X = torch.arange(12.0).reshape(3, 4) - 4

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import tpuport
 from tests.sharding import tiny
 from tpuport import DtypePolicy
-from tpuport.errors import ParityError, UsageError
+from tpuport.foundation.errors import ParityError, UsageError
 
 BF16_RTOL = 2e-2
 

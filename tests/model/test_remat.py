@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import checkpoint
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.model.remat import NAMES
+from tpuport.foundation.errors import UsageError
+from tpuport.tracing.core.remat_policy import NAMES
 
 POLICIES = [name for name in NAMES if name != "none"]
 

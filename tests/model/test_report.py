@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from tpuport.errors import UsageError
-from tpuport.model.report import (
+from tpuport.foundation.errors import UsageError
+from tpuport.reports.report import (
     Branch,
     Divergence,
     HoistedConstant,
@@ -228,7 +228,7 @@ class TestVerdict:
 def test_timed_adds_up_and_counts_a_stage_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     report = PortReport("Model")
     clock = iter([1.0, 3.5, 10.0, 10.5])
-    monkeypatch.setattr("tpuport.model.report.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tpuport.reports.report.time.perf_counter", lambda: next(clock))
     with report.timed("trace"):
         pass
     with pytest.raises(KeyError), report.timed("trace"):
@@ -472,7 +472,7 @@ class TestSave:
 
 def test_a_report_is_read_without_torch_or_jax() -> None:
     code = (
-        "import sys; from tpuport.model.report import PortReport; r = PortReport('M');"
+        "import sys; from tpuport.reports.report import PortReport; r = PortReport('M');"
         "str(r); r.to_html(); r.to_json();"
         "print(*({'torch', 'jax', 'torchax'} & set(sys.modules)))"
     )

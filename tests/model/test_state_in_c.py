@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from tests.model.repeated import Block, Stack, port
-from tpuport.model.blocks.same_values import same_value
-from tpuport.model.blocks.watched import Watcher, is_unchanged
+from tpuport.foundation.pytree.compare import same_value
+from tpuport.tracing.guards.watch import Watcher, is_unchanged
 
 VALUES = [1.0, 2.0, 1.0, 3.0, 1.0]
 

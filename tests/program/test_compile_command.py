@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.program.small import needs_libtpu
-from tpuport import cli
-from tpuport.commands.compile import DOES_NOT_FIT
-from tpuport.program.report import CompileReport
+from tpuport.aot.report import CompileReport
+from tpuport.cli.app import FAILED, WRONG_CALL, app
+from tpuport.cli.compile import DOES_NOT_FIT
 
 ROOT = Path(__file__).parent.parent.parent
 FITS, LARGE = "tests.program.small:fits", "tests.program.small:does_not_fit"
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(cli.app, ["compile", *arguments])
+    return CliRunner().invoke(app, ["compile", *arguments])
 
 
 def start(code: str) -> subprocess.Popen[str]:
@@ -57,14 +57,14 @@ def test_a_step_of_training_is_compiled_as_it_is():
     assert (printed.model, printed.what, printed.optimizer) == ("Small", "training step", "adamw")
     assert printed.memory.averages == printed.memory.parameters > 0
     refused = invoke("tests.program.small:trained", "-t", "v5e-4", "--train")
-    assert (refused.exit_code, "leave train=" in refused.output) == (cli.WRONG_CALL, True)
+    assert (refused.exit_code, "leave train=" in refused.output) == (WRONG_CALL, True)
 
 
 @needs_libtpu
 def test_one_that_does_not_fit_has_an_exit_code_of_its_own(tmp_path):
     page = tmp_path / "r.html"
     result = invoke(LARGE, "-t", "v5e-4", "--mesh", "data=2,fsdp=-1", "-o", str(page))
-    assert DOES_NOT_FIT not in (cli.FAILED, cli.WRONG_CALL, 0)
+    assert DOES_NOT_FIT not in (FAILED, WRONG_CALL, 0)
     assert result.exit_code == DOES_NOT_FIT
     assert result.stdout.startswith("✘ Small, training step: does not fit v5e-4")
     assert "What to try, in this order" in result.stdout
@@ -84,7 +84,7 @@ def test_one_that_does_not_fit_has_an_exit_code_of_its_own(tmp_path):
 )
 def test_a_wrong_call_is_one_line(arguments: tuple[str, ...], message: str):
     result = invoke(*arguments)
-    assert result.exit_code == cli.WRONG_CALL
+    assert result.exit_code == WRONG_CALL
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
@@ -95,12 +95,12 @@ def test_without_libtpu_one_line_says_what_to_install():
         import importlib.util as util
         find = util.find_spec
         util.find_spec = lambda name, *rest: None if name == "libtpu" else find(name, *rest)
-        from tpuport.cli import app
+        from tpuport.cli.app import FAILED, WRONG_CALL, app
         app(["compile", "{FITS}", "--topology", "v6e-8"])
         """
     )
     stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (cli.WRONG_CALL, "")
+    assert (process.returncode, stdout) == (WRONG_CALL, "")
     assert stderr == (
         "the topology 'v6e-8' needs libtpu, which is not installed. What to do: pip install"
         ' "tpuport[tpu]"\n'

@@ -11,11 +11,11 @@ import torch
 
 import tpuport
 from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
-from tpuport.errors import UsageError
-from tpuport.program.compiling import products_in_fp32
-from tpuport.program.cost.schedule import KernelSchedule, UnknownTripsError
-from tpuport.program.records import Memory, Product, Work
-from tpuport.program.step import as_call
+from tpuport.aot.compile_for import products_in_fp32
+from tpuport.aot.entry_points import as_call
+from tpuport.aot.records import Memory, Product, Work
+from tpuport.cost.schedule import KernelSchedule, UnknownTripsError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 pytestmark = needs_libtpu

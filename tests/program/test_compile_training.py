@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import tpuport
 from tests.program.small import BATCH, WIDTH, Block, Small, batch, needs_libtpu, on_meta, squared
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import from_torch, make_train_step
 
 # Two matrices are spread over four chips, the rest is whole.

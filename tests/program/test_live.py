@@ -1,9 +1,9 @@
 """What a chip holds at the peak, against programs written by hand and libtpu's own messages."""
 
-from tpuport.program.aot import parse_too_large
-from tpuport.program.live import live_at_peak, parameter_bytes
-from tpuport.program.memory import listed_by_compiler
-from tpuport.sharding.hlo_text import read_program
+from tpuport.aot.aot import parse_too_large
+from tpuport.aot.memory import listed_by_compiler
+from tpuport.cost.hlo.liveness import live_at_peak, parameter_bytes
+from tpuport.cost.hlo.parser import read_program
 
 MIB = 1 << 20
 # Sizes in MiB: a and b are 4 each, their sum 4, the result 4. On-chip memory does not count.

@@ -10,11 +10,11 @@ import torch
 
 import tpuport
 from tests.program.small import batch, needs_libtpu, on_meta, squared
-from tpuport.errors import UsageError
-from tpuport.model.attention_choice import choice
-from tpuport.program import search as searching
-from tpuport.program.cost.records import Estimate, Part
-from tpuport.program.search import candidates, factorisations, search
+from tpuport.aot import search as searching
+from tpuport.aot.search import candidates, factorisations, search
+from tpuport.cost.records import Estimate, Part
+from tpuport.foundation.errors import UsageError
+from tpuport.tracing.attention.options import choice
 
 
 def test_meshes_have_every_chip():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tpuport.rules._apply import find, rewrite
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 from tpuport.testing import equivalence
 
 # Of torchax: how it copies from the host, and that it has no 64-bit integers.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tpuport import ops
 from tpuport.rules._apply import find
 from tpuport.rules.masked_attention import MaskedAttention
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 from tpuport.testing import equivalence
 
 X = torch.randn(2, 3, 5, 4)

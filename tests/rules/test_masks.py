@@ -181,7 +181,7 @@ def test_rows_that_do_not_fit_raise_in_eager_and_are_nan_in_a_program(tmp_path):
 
 def test_integers_that_might_not_fit_are_refused(tmp_path):
     """There is no NaN to tell of them."""
-    from tpuport.errors import PortError
+    from tpuport.foundation.errors import PortError
 
     source = source_of("k = y[:, 0] > 0\nx = x.int()\nx[m] = y[k].int()")
     after = equivalence.load(fixed(source), tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from tpuport.rules._apply import find, rewrite
 from tpuport.rules._discovery import find_rules
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 from tpuport.testing import equivalence
 
 RULES = {rule.CODE: rule for rule in find_rules()}

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from tpuport import ops_masked
-from tpuport.model import masked_access, masked_functions, masked_rows
+from tpuport.ops import masked
+from tpuport.ops.torchax import masked_access, masked_functions, masked_rows
 from tpuport.rules._apply import rewrite
 from tpuport.rules.boolean_mask_read import BooleanMaskRead
 from tpuport.rules.boolean_mask_write import BooleanMaskWrite
@@ -116,7 +116,7 @@ CODE = {
         lambda array, wrong: array,
         "x[m] = y[y[:, 1] < 3]",
     ),
-    "nothing selected": (ops_masked, "is_plain_torchax", always(False), "x[m] += 1"),
+    "nothing selected": (masked, "is_plain_torchax", always(False), "x[m] += 1"),
 }
 
 

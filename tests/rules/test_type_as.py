@@ -5,7 +5,7 @@ import torch
 
 from tpuport.rules._apply import find, rewrite
 from tpuport.rules.type_as_call import TypeAsCall
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 from tpuport.testing import equivalence
 from tpuport.testing.harms import HARMS
 

@@ -15,9 +15,9 @@ import pytest
 from jax._src import compilation_cache
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.running import cache_folder
-from tpuport.running.compile_cache import CachedProgram, CacheReport
+from tpuport.aot.cache import cache_folder
+from tpuport.aot.cache.compile_cache import CachedProgram, CacheReport
+from tpuport.foundation.errors import UsageError
 
 SETTINGS = (
     "jax_enable_compilation_cache",

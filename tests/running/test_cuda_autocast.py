@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.running import cuda_autocast
-from tpuport.running.device import tag
+from tpuport.compat import autocast
+from tpuport.compat.device import tag
+from tpuport.foundation.errors import UsageError
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -39,10 +39,10 @@ def published(macro: str) -> set[str]:
 @pytest.mark.parametrize(
     ("macro", "names"),
     [
-        ("AT_FORALL_LOWER_PRECISION_FP", cuda_autocast.LOWER_PRECISION),
-        ("AT_FORALL_FP32", cuda_autocast.FLOAT32),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", cuda_autocast.FLOAT32_RESULT),
-        ("AT_FORALL_PROMOTE", cuda_autocast.WIDEST),
+        ("AT_FORALL_LOWER_PRECISION_FP", autocast.LOWER_PRECISION),
+        ("AT_FORALL_FP32", autocast.FLOAT32),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast.FLOAT32_RESULT),
+        ("AT_FORALL_PROMOTE", autocast.WIDEST),
     ],
 )
 def test_the_lists_are_those_of_the_installed_torch(macro, names):
@@ -324,9 +324,9 @@ def test_torch_has_its_own_kernels_again_afterwards():
     def registered() -> str:
         return torch._C._dispatch_dump("aten::mm") + torch._C._dispatch_dump("aten::softmax.int")
 
-    cuda_autocast.KERNELS.release()
+    autocast.KERNELS.release()
     before = registered()
     with tpuport.porting(), torch.autocast("cuda", dtype=BF16):
         assert registered() != before
-    cuda_autocast.KERNELS.release()
+    autocast.KERNELS.release()
     assert registered() == before

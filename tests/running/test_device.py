@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.running.device import emulated, set_default
-from tpuport.running.tags import is_tagged, mark_of
+from tpuport.compat.device import emulated, set_default
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop.device_mark import is_tagged, mark_of
 
 CUDA = torch.device("cuda", 0)
 

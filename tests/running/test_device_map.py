@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.shims.device_map import device_of
+from tpuport.compat.shims.device_map import device_of
 
 transformers = pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tpuport
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 def x() -> torch.Tensor:

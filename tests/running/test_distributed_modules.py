@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 import tpuport
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 def group() -> Any:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DRIVER = """
 import runpy, sys
-from tpuport.running.exit import finish
+from tpuport.compat.runner.exit import finish
 status = 0
 try:
     runpy.run_path(sys.argv[1], run_name="__main__")

@@ -12,7 +12,7 @@ import torch
 
 import tpuport
 from tests.attention_call.programs import KERNELS
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 RTOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @pytest.fixture(autouse=True)

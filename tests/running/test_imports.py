@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.running.imports import RewrittenLoader, hook, loader_for
+from tpuport.compat.import_hook import RewrittenLoader, hook, loader_for
+from tpuport.foundation.errors import UsageError
 
 MODEL = '''
 """A model."""
@@ -311,7 +311,7 @@ def test_what_the_rules_cannot_read_is_imported_as_it_is(pack, monkeypatch):
     def fail(self, text):
         raise KeyError("a bug")
 
-    monkeypatch.setattr("tpuport.source.rewriter.Session.run", fail)
+    monkeypatch.setattr("tpuport.source.rewrite.rewriter.Session.run", fail)
     with hook(["pack"]) as found:
         assert not is_rewritten(imported("pack").model)
     assert "internal error, KeyError" in found.modules[0].reason
@@ -393,7 +393,7 @@ def kept(root: Path) -> list[Path]:
 
 
 def runs_of_the_rules(monkeypatch) -> list[str]:
-    from tpuport.source.rewriter import Session
+    from tpuport.source.rewrite.rewriter import Session
 
     runs, run = [], Session.run
 

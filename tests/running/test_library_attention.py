@@ -56,13 +56,13 @@ MASKS = {
     ],
 )
 def test_transformers_flash_attention(implementation, window, mask, monkeypatch):
-    from tpuport.shims.packages import _attention
+    from tpuport.compat.packages import _attention
 
     calls = []
     attend = _attention.attend
     for place in ("_attention", "flash_attn"):
         monkeypatch.setattr(
-            f"tpuport.shims.packages.{place}.attend",
+            f"tpuport.compat.packages.{place}.attend",
             lambda *a, **k: calls.append(1) or attend(*a, **k),
         )
     ids = torch.arange(14).view(2, 7)

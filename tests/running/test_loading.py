@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 import tpuport
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 THERE, HERE = torch.device("cuda", 0), torch.device("cpu")
 

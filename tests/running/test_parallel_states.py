@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.errors import PortError, UsageError
+from tpuport.foundation.errors import PortError, UsageError
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tpuport
-from tpuport.errors import ParityError
-from tpuport.running.programs import programs
+from tpuport.compat.programs import programs
+from tpuport.foundation.errors import ParityError
 
 
 class Loss(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.errors import PortError
-from tpuport.running.programs import PortWarning, programs
+from tpuport.compat.programs import PortWarning, programs
+from tpuport.foundation.errors import PortError
 
 SINK: list = []
 

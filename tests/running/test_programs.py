@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpuport
-from tpuport.errors import PortError, UsageError
-from tpuport.running.programs import PortWarning, programs
+from tpuport.compat.programs import PortWarning, programs
+from tpuport.foundation.errors import PortError, UsageError
 
 
 class Net(nn.Module):

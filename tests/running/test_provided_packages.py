@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 def plain(q, k, v, seen=None, scale=None):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tpuport import cli
-from tpuport.errors import UsageError
-from tpuport.running.porting import porting
-from tpuport.running.run import Program
-from tpuport.running.run import run as run_program
+from tpuport.cli.app import app
+from tpuport.compat.porting import porting
+from tpuport.compat.runner.run import Program
+from tpuport.compat.runner.run import run as run_program
+from tpuport.foundation.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,7 +177,7 @@ def test_a_traceback_has_the_users_frames_only(run, tmp_path, capsys):
     assert said.startswith("Traceback (most recent call last):")
     assert said.endswith("ValueError: wrong\n")
     assert run(FAILING, full_traceback=True) == 1
-    assert "tpuport/running/run.py" in capsys.readouterr().err
+    assert "tpuport/compat/runner/run.py" in capsys.readouterr().err
 
 
 def test_a_syntax_error_has_no_frames(run, tmp_path, capsys):
@@ -306,11 +306,11 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         given.update(options, program=program)
         return 5
 
-    monkeypatch.setattr("tpuport.running.run.run", run)
+    monkeypatch.setattr("tpuport.compat.runner.run.run", run)
     options = "--package a --package b --path c --absent d --eager E --program F.g --no-verify"
     more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d -m name --package x -m -- y"
     options += " --report r.html"
-    result = CliRunner().invoke(cli.app, ["run", *options.split(), *more.split()])
+    result = CliRunner().invoke(app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
         "program": Program("name", True, ["--package", "x", "-m", "--", "y"]),
@@ -334,9 +334,9 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
 
 
 def test_a_wrong_call_is_one_line():
-    result = CliRunner().invoke(cli.app, ["run", "nothing.py"])
+    result = CliRunner().invoke(app, ["run", "nothing.py"])
     assert (result.exit_code, result.stderr) == (2, "There is no file nothing.py to run.\n")
-    assert CliRunner().invoke(cli.app, ["run"]).exit_code == 2
+    assert CliRunner().invoke(app, ["run"]).exit_code == 2
 
 
 ENDING = """
@@ -354,7 +354,7 @@ sys.exit(3)
 
 def test_a_stuck_thread_does_not_keep_the_command_alive(tmp_path):
     (tmp_path / "script.py").write_text(ENDING)
-    command = [sys.executable, "-c", "from tpuport.cli import app; app()", "run"]
+    command = [sys.executable, "-c", "from tpuport.cli.app import app; app()", "run"]
     done = subprocess.run(
         [*command, "--", str(tmp_path / "script.py"), "--help", "--", "x"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

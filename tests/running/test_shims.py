@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 import tpuport
-import tpuport.shims
-from tpuport import shim as _shim
-from tpuport.model import patches
-from tpuport.running.settings import active
-from tpuport.shim import REPLACED, Replacement, find_shims
+import tpuport.compat.shims
+from tpuport.compat.settings import active
+from tpuport.foundation.patching import shim as _shim
+from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims
+from tpuport.tracing import patches
 
 
 def before(*_: object) -> str:
@@ -46,7 +46,7 @@ def test_an_inherited_attribute_is_not_copied_down():
 
 def everything_replaced() -> list[tuple[object, str, object]]:
     found = []
-    for package in (patches, tpuport.shims):
+    for package in (patches, tpuport.compat.shims):
         for shim in find_shims(package):
             if shim.MODULE in sys.modules:
                 found += [
@@ -112,11 +112,11 @@ def test_parallel_contexts_leave_in_any_order():
     assert all(vars(owner).get(name) is value for owner, name, value in held)
 
 
-@pytest.mark.parametrize("shim", [*find_shims(patches), *find_shims(tpuport.shims)])
+@pytest.mark.parametrize("shim", [*find_shims(patches), *find_shims(tpuport.compat.shims)])
 def test_a_shim_says_what_it_replaces_and_why(shim: type[_shim.Shim]):
     assert shim.TARGET
     assert shim.REASON
-    if shim in find_shims(tpuport.shims):
+    if shim in find_shims(tpuport.compat.shims):
         assert shim.REFERENCE
 
 
@@ -142,7 +142,7 @@ def test_a_package_that_is_imported_inside_the_block_is_shimmed(monkeypatch):
 
             return [Replacement(inner, "call", lambda: "ours")]
 
-    monkeypatch.setattr("tpuport.running.porting.find_shims", lambda package: (Late,))
+    monkeypatch.setattr("tpuport.compat.porting.find_shims", lambda package: (Late,))
     with tpuport.porting():
         from late_pack import inner
 

@@ -11,7 +11,7 @@ import typing
 import pytest
 
 import tpuport
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 @pytest.fixture

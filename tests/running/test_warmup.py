@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 import tpuport
-from tpuport import cli
-from tpuport.errors import PortError, UsageError
-from tpuport.running.compile_cache import CacheReport, watching
-from tpuport.running.target import load_target
+from tpuport.aot.cache.compile_cache import CacheReport, watching
+from tpuport.cli.app import WRONG_CALL, app
+from tpuport.compat.target import load_target
+from tpuport.foundation.errors import PortError, UsageError
 
 S = jax.ShapeDtypeStruct
 
@@ -190,7 +190,7 @@ def script(tmp_path: Path, monkeypatch) -> Path:
 
 def invoke(*arguments: object):
     """Run `tpuport warmup`."""
-    return CliRunner().invoke(cli.app, ["warmup", *map(str, arguments)])
+    return CliRunner().invoke(app, ["warmup", *map(str, arguments)])
 
 
 def test_the_command_says_what_was_compiled_and_what_was_there(script: Path, tmp_path: Path):
@@ -224,7 +224,7 @@ def test_damaged_entries_are_removed_first(script: Path, tmp_path: Path):
 
 def test_a_target_that_compiles_nothing_is_a_mistake(script: Path, tmp_path: Path):
     result = invoke(f"{script}:idle", "--cache-dir", tmp_path / "cache")
-    assert result.exit_code == cli.WRONG_CALL
+    assert result.exit_code == WRONG_CALL
     assert f"{script}:idle compiled nothing" in result.stderr
 
 
@@ -241,7 +241,7 @@ def test_a_target_that_compiles_nothing_is_a_mistake(script: Path, tmp_path: Pat
 )
 def test_a_wrong_target_is_a_wrong_call(target: str, message: str, tmp_path: Path):
     result = invoke(target, "--cache-dir", tmp_path)
-    assert result.exit_code == cli.WRONG_CALL
+    assert result.exit_code == WRONG_CALL
     assert message in result.stderr
 
 

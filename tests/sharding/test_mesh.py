@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from tpuport.errors import MissingExtraError, UsageError
+from tpuport.foundation.errors import MissingExtraError, UsageError
 from tpuport.sharding import TOPOLOGIES, MeshAxis, make_mesh
 from tpuport.sharding.topology import find_topology, is_described
 

@@ -11,9 +11,9 @@ import torch
 
 import tpuport
 from tests.sharding import tiny
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import PRESETS, count_collectives, make_mesh
-from tpuport.sharding.roles import Role, uses_of
+from tpuport.sharding.layer_roles import Role, uses_of
 
 MESHES = {
     "replicated": {"data": 8},

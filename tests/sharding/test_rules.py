@@ -11,8 +11,8 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 import tpuport
-from tpuport.errors import UsageError
-from tpuport.model.patterns import matches
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop.name_patterns import matches
 from tpuport.sharding import (
     TABLES,
     Activations,

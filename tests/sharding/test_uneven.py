@@ -11,8 +11,8 @@ from torch import nn
 
 import tpuport
 from tpuport.sharding import make_mesh
-from tpuport.sharding.presets import sequence_activations
-from tpuport.sharding.rules import Rule, ShardingRules
+from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.strategies import sequence_activations
 
 WIDTH, INNER, CHIPS = 16, 48, 8
 

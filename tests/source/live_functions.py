@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from tpuport.source.live import LiveRewrite, swapped
+from tpuport.source.rewrite.live import LiveRewrite, swapped
 
 
 def line_of(function: Any, text: str) -> int:

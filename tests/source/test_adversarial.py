@@ -9,8 +9,8 @@ import pytest
 
 from tpuport.rules import _meeting, _rebinding, _stopping
 from tpuport.rules._apply import rewrite
-from tpuport.source.rewriter import RewriteResult
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.rewriter import RewriteResult
+from tpuport.source.syntax.text import Edit, Passage
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference
 

@@ -10,10 +10,10 @@ from tpuport.rules._discovery import check_codes, find_rules, rule_in
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules.tensor_branch import TensorBranch
 from tpuport.rules.tensor_while import TensorWhile
-from tpuport.source.engine import Context
-from tpuport.source.finding import Finding, NotFixable, Safety, Severity
-from tpuport.source.inference import StaticKinds
-from tpuport.source.module import Module
+from tpuport.source.inference.inference import StaticKinds
+from tpuport.source.rewrite.finding import Finding, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Module
 
 SOURCE = """
 import torch

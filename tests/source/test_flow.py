@@ -5,10 +5,10 @@ import textwrap
 
 import pytest
 
-from tpuport.source.flow import Flow
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.names import collect, free_names
-from tpuport.source.statements import exits_loop, leaves, may_swallow, returns
+from tpuport.source.inference.liveness import Flow
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.names import collect, free_names
+from tpuport.source.syntax.statements import exits_loop, leaves, may_swallow, returns
 
 
 def flow_at_here(body: str) -> tuple[Flow, ast.stmt]:

@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from tpuport.rules._apply import rewrite
-from tpuport.source.kinds import ObservedKinds
+from tpuport.source.inference.kinds import ObservedKinds
 
 PROGRAMS = int(os.environ.get("TPUPORT_FUZZ", "300"))
 RUNS = 5

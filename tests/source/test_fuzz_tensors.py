@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tpuport.rules._apply import rewrite
 from tpuport.rules._discovery import find_rules
-from tpuport.source.rewriter import RewriteResult
+from tpuport.source.rewrite.rewriter import RewriteResult
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference
 

@@ -5,8 +5,8 @@ import textwrap
 
 import pytest
 
-from tpuport.source.inference import Inference
-from tpuport.source.module import Module
+from tpuport.source.inference.inference import Inference
+from tpuport.source.syntax.module import Module
 
 HEAD = """
 import math

@@ -5,9 +5,9 @@ import textwrap
 
 import pytest
 
-from tpuport.source.inference import StaticKinds
-from tpuport.source.kinds import Kind, Kinds, ObservedKinds, Oracle, Site
-from tpuport.source.module import Module
+from tpuport.source.inference.inference import StaticKinds
+from tpuport.source.inference.kinds import Kind, Kinds, ObservedKinds, Oracle, Site
+from tpuport.source.syntax.module import Module
 
 
 def answers(body: str, oracle: Oracle, *, signature: str = "self, x, n, m: int") -> dict[str, Kind]:

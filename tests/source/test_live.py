@@ -13,9 +13,9 @@ import pytest
 
 from tests.source.live_functions import line_of, load, same_both_ways
 from tpuport.rules._apply import rewrite_function
-from tpuport.source import live
-from tpuport.source.kinds import Site
-from tpuport.source.live import LiveRewrite, swapped
+from tpuport.source.inference.kinds import Site
+from tpuport.source.rewrite import live
+from tpuport.source.rewrite.live import LiveRewrite, swapped
 
 
 def rewritten(function: Any, *texts: str) -> LiveRewrite:

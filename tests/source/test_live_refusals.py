@@ -14,8 +14,8 @@ import pytest
 
 from tests.source.live_functions import line_of, load, same_both_ways
 from tpuport.rules._apply import rewrite_function
-from tpuport.source import live
-from tpuport.source.live import LiveRewrite, Refusal
+from tpuport.source.rewrite import live
+from tpuport.source.rewrite.live import LiveRewrite, Refusal
 
 
 def plain(x, limit=3):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpuport import ops
-from tpuport.errors import PortError
+from tpuport.foundation.errors import PortError
 
 
 class Value:
@@ -156,7 +156,7 @@ class Traced:
 def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What reaches the tracer, whose functions answer with a traced value."""
     calls: list[tuple[Any, ...]] = []
-    module = ModuleType("tpuport.model.branching")
+    module = ModuleType("tpuport.tracing.control_flow.cond")
 
     def stand_in(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -167,7 +167,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for name in ("traced_cond", "traced_while", "traced_check", "traced_number"):
         setattr(module, name, stand_in(name))
-    for name in ("tpuport.model.branching", "tpuport.model.looping"):
+    for name in ("tpuport.tracing.control_flow.cond", "tpuport.tracing.control_flow.while_loop"):
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 

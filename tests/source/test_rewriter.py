@@ -9,11 +9,11 @@ import pytest
 from tpuport.rules._apply import find, rewrite
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules.tensor_to_number import TensorToNumber
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
-from tpuport.source.kinds import ObservedKinds
-from tpuport.source.rewriter import MAX_IDLE_PASSES, NotSettledError
-from tpuport.source.text import Edit, Passage
+from tpuport.source.inference.kinds import ObservedKinds
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.rewrite.rewriter import MAX_IDLE_PASSES, NotSettledError
+from tpuport.source.syntax.text import Edit, Passage
 
 HEAD = "import torch\nimport tpuport.ops\n\n\n"
 

@@ -5,9 +5,9 @@ import textwrap
 import pytest
 
 from tpuport.rules._apply import find
-from tpuport.source.module import Module
-from tpuport.source.project import find_reached, summarise
-from tpuport.source.roles import Roles
+from tpuport.source.inference.cross_file import find_reached, summarise
+from tpuport.source.inference.roles import Roles
+from tpuport.source.syntax.module import Module
 
 HEAD = "import torch\nimport jax\nfrom torch import nn, Tensor\n"
 

@@ -14,7 +14,7 @@ from transformers.optimization import get_scheduler
 import tpuport
 from tests.training.small import Small, batches
 from tests.training.test_step import same
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import from_lightning, from_training_arguments
 from tpuport.training.adapters.transformers import model_loss
 

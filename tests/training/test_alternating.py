@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tpuport
 from tests.training.test_step import same
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import Checkpoints, alternating, from_torch, make_train_step
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import tpuport
 from tests.training.small import Small, loss
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches, Buckets, make_train_step
 from tpuport.training.input.sources import Share
 

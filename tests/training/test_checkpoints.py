@@ -19,7 +19,7 @@ import torch
 import tpuport
 from tests.full_disk import full_after
 from tests.training.small import Small, batches, loss
-from tpuport.errors import CheckpointError, MissingExtraError, UsageError
+from tpuport.foundation.errors import CheckpointError, MissingExtraError, UsageError
 from tpuport.sharding import fsdp
 from tpuport.training import Checkpoints, TrainState, TrainStep, make_train_step
 

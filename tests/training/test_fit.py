@@ -18,7 +18,7 @@ from tests.full_disk import full_after
 from tests.training.small import Small, loss
 from tests.training.test_step import refuse_to_read
 from tests.training.two_processes import Samples
-from tpuport.errors import CheckpointError, MissingExtraError, UsageError
+from tpuport.foundation.errors import CheckpointError, MissingExtraError, UsageError
 from tpuport.training import (
     Batches,
     Checkpoints,

@@ -13,9 +13,9 @@ import pytest
 
 from tests.training.processes import SECONDS, finish, start_two
 from tests.training.two_processes import Samples, train
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import initialize
-from tpuport.training.hosts import _find
+from tpuport.training.distributed import _find
 from tpuport.training.preemption import EXIT_STATUS
 
 

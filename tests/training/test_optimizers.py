@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 import tpuport
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import from_torch, make_train_step
 
 STEPS = 12

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.training.test_batches import Numbered, assert_same, first
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches
 from tpuport.training.input.sources import Place, Share
 

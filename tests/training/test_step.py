@@ -11,7 +11,7 @@ import torch
 
 import tpuport
 from tests.training.small import Small, batches, loss
-from tpuport.errors import PortError, UsageError
+from tpuport.foundation.errors import PortError, UsageError
 from tpuport.sharding import fsdp
 from tpuport.training import TrainState, make_train_step
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.running.programs import PortWarning, programs
+from tpuport.compat.programs import PortWarning, programs
 
 SCRIPT = Path(__file__).with_name("hyvideo_transformer.py")
 LOG = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def test_later_calls_trace_once_more_for_what_the_first_left_in_a_dict():
 
 def run_script(*options):
     path = os.pathsep.join(filter(None, [CHECKOUT, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-c", "from tpuport.cli import app; app()", "run", *options]
+    command = [sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", *options]
     done = subprocess.run(
         [*command, "--package", "hyvideo", "--absent", "loguru", str(SCRIPT)],
         capture_output=True,

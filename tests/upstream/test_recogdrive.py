@@ -29,7 +29,7 @@ from tests.upstream.recogdrive_checkout import (
     old_checkpoint,
     old_timm,
 )
-from tpuport.running.programs import programs
+from tpuport.compat.programs import programs
 
 pytestmark = [
     needs_checkout,
@@ -290,7 +290,7 @@ def test_flash_attention_is_taken_in_bfloat16_and_refused_in_float32():
 
 # -- the same scripts from the command line --------------------------------------------------------
 
-MAIN = "from tpuport.cli import app; app()"
+MAIN = "from tpuport.cli.app import app; app()"
 SCRIPTS = {
     "ddim": ("recogdrive_planner.py", "--sampler", "ddim"),
     "flow": ("recogdrive_planner.py", "--sampler", "flow"),

@@ -2,7 +2,7 @@
 
 import html
 
-from tpuport.model.report import PortReport
+from tpuport.reports.report import PortReport
 
 _STYLE = """
 :root { color-scheme: light dark }

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.model import backend
+from tpuport.foundation.interop import backend
 
 _PACKAGES = ("torch", "torchax", "jax", "jaxlib")
 
@@ -60,7 +60,7 @@ def run_plain(
     Returns:
         One result per call, with tensors on the CPU.
     """
-    import torchax  # tpuport.model.backend has imported it, and undid what the import changes
+    import torchax  # `interop.backend` has imported it, and undid what the import changes
 
     with _environment() as env:
         states, pure = torchax.extract_jax(_Call(copy.deepcopy(model), function))

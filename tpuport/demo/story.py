@@ -19,12 +19,12 @@ from tpuport.demo.models import Example, make_planner, make_video_transformer
 from tpuport.demo.page import to_page
 from tpuport.demo.plain_torchax import failure_of
 from tpuport.demo.planner import BatchFeature
-from tpuport.markup import plural
+from tpuport.foundation.reporting.markup import plural
 from tpuport.model.convert import convert
-from tpuport.model.ported import PortedModel
-from tpuport.model.report import PortReport
-from tpuport.model.report_format import number
-from tpuport.model.report_text import WIDTH
+from tpuport.model.ported_model import PortedModel
+from tpuport.reports.report import PortReport
+from tpuport.reports.text import WIDTH
+from tpuport.reports.wording import number
 
 _REPEATS = 7
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from tpuport.diagnosis import causes
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised
-from tpuport.diagnosis.frames import Place, is_inside, passes_through, user_places
-from tpuport.errors import TpuportError
+from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.user_frames import Place, is_inside, passes_through, user_places
 
 if TYPE_CHECKING:
-    from tpuport.source.finding import Finding
+    from tpuport.source.rewrite.finding import Finding
 
 _MARK = "tpuport explains"
-_PORTED = "model/ported.py"
+_PORTED = "model/ported_model.py"
 
 
 @dataclass(frozen=True)

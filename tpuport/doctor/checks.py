@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
 
+from tpuport.aot.cache import cache_folder
 from tpuport.diagnosis.causes._cause import Raised
 from tpuport.diagnosis.causes.tpu_unavailable import TpuUnavailable
 from tpuport.doctor.finding import Finding, note, ok, problem
 from tpuport.doctor.machine import Answer, Machine
 from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
-from tpuport.running import cache_folder
 
 _GIB = 2**30
 _LITTLE_DISK = 5 * _GIB

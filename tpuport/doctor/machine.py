@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpuport.aot.cache.cache_folder import default_directory
 from tpuport.doctor.versions import LOOKED_FOR
-from tpuport.running.cache_folder import default_directory
 
 # Device files below /dev: libtpu opens one of these.
 _TPU_FILES = ("accel*", "vfio/[0-9]*")

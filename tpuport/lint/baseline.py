@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.cache import write_atomically
 from tpuport.lint.records import Reported
 

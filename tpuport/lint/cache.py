@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpuport.version import __version__
+from tpuport.foundation.version import __version__
 
 # Folders whose code decides what is found.
-_DECIDING = ("source", "rules", "lint")
+_DECIDING = ("foundation", "source", "rules", "lint")
 _DAY = 24 * 3600
 _MAX_AGE = 30 * _DAY
 _TAG = """Signature: 8a477f597d28d172789f06886806bc55

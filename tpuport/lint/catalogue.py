@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.pseudo import UnusedIgnore
 from tpuport.lint.spelling import nearest
 from tpuport.rules._discovery import find_rules
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 if TYPE_CHECKING:
     from tpuport.lint.cache import Cache

@@ -12,12 +12,12 @@ from tpuport.lint.notebooks import Notebook
 from tpuport.lint.records import Checked, Ignore, Problem, Reported
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.rules._discovery import find_rules
-from tpuport.source.engine import Context, Match, matches, normal_line_breaks
-from tpuport.source.inference import Inference
-from tpuport.source.module import FUNCTIONS, Module
-from tpuport.source.project import find_reached, summarise
-from tpuport.source.rewriter import prospects
-from tpuport.source.roles import Roles
+from tpuport.source.inference.cross_file import find_reached, summarise
+from tpuport.source.inference.inference import Inference
+from tpuport.source.inference.roles import Roles
+from tpuport.source.rewrite.matching import Context, Match, matches, normal_line_breaks
+from tpuport.source.rewrite.rewriter import prospects
+from tpuport.source.syntax.module import FUNCTIONS, Module
 
 MAX_EXCERPT = 6
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.cache import Cache, write_atomically
 from tpuport.lint.comments import find_directives
 from tpuport.lint.notebooks import marked, marked_place, write_notebook
@@ -17,11 +17,11 @@ from tpuport.lint.run import Failure, Progress, Workers, attempt, processors
 from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.rules._discovery import find_rules
-from tpuport.source.engine import Match
-from tpuport.source.finding import Severity
-from tpuport.source.inference import StaticKinds
-from tpuport.source.module import Module
-from tpuport.source.rewriter import NotSettledError, RewriteResult, rewrite
+from tpuport.source.inference.inference import StaticKinds
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Match
+from tpuport.source.rewrite.rewriter import NotSettledError, RewriteResult, rewrite
+from tpuport.source.syntax.module import Module
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Cell magics that run the rest of their cell as Python.
 _PYTHON_CELLS = {"%%time", "%%timeit", "%%capture", "%%prun", "%%python", "%%python3"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from tpuport.lint.records import Checked, Ignore, Reported
 from tpuport.lint.settings import Settings
 from tpuport.lint.spelling import nearest
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 
 class UnusedIgnore:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 # The rank of each severity; the worst is 0.
 RANK = {severity: rank for rank, severity in enumerate(Severity)}

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.lint.spelling import nearest
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 CONFIG_FILE = "pyproject.toml"
 DEFAULT_CACHE = ".tpuport_cache"

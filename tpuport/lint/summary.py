@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tpuport.lint.records import RANK, Outcome, Reported
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 # Severities that keep a function from computing right results on TPU.
 BLOCKING = (Severity.ERROR, Severity.SILENT)

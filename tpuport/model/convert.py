@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.model import backend, notes
-from tpuport.model.ported import PortedModel
-from tpuport.model.verify import Verifier
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop import backend
+from tpuport.model import report_builder
+from tpuport.model.parity.verify import Verifier
+from tpuport.model.ported_model import PortedModel
 
 BLOCKS = ("auto", "scan", "once", "unroll")
 
@@ -63,7 +64,7 @@ def convert(
     names, functions = _named(methods)
     _check_target(target, names, functions)
     given = {"methods": names, "checks": checks, "precision": matmul_precision}
-    ported = PortedModel(target, report=notes.new_report(target), **given)
+    ported = PortedModel(target, report=report_builder.new_report(target), **given)
     ported._program.blocks, ported._program.functions = blocks, functions
     if verify:
         ported._verifier = Verifier(ported, target, rtol)

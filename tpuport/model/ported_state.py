@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.checkpoints.checkpoint import Checkpoint
-from tpuport.checkpoints.loading import Place, Progress
-from tpuport.errors import PortError, UsageError
-from tpuport.model import backend, patches, weights
-from tpuport.model.blocks import at_rest
-from tpuport.model.cloning import clone_module
-from tpuport.model.compiled import Compiled
-from tpuport.model.program import Program
-from tpuport.model.state import state_tree
+from tpuport.foundation.errors import PortError, UsageError
+from tpuport.foundation.interop import backend
+from tpuport.foundation.patching.shim import find_shims
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.model import weights
+from tpuport.model.program_cache import Compiled
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
-from tpuport.shim import find_shims
+from tpuport.tracing import patches
+from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.session.tracer import Program
+from tpuport.tracing.state.module_state import state_tree
+from tpuport.weights.checkpoint import Checkpoint
+from tpuport.weights.load import Place, Progress
 
 _SAME_STATE_LIMIT = 4
 
@@ -83,7 +85,7 @@ class PortedState:
     def frozen(self) -> dict[str, jax.Array]:
         """Return the part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
         owners = dict(self.module.named_parameters())
-        first = {name: at_rest.members_of(name) or [name] for name in self.buffers}
+        first = {name: stacked_params.members_of(name) or [name] for name in self.buffers}
         return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
     @property
@@ -130,7 +132,7 @@ class PortedState:
 
     def by_fqn(self) -> dict[str, Any]:
         """Return all of `params` and `buffers`, each by its own fqn even where they are stacked."""
-        return at_rest.unstack(self._values())
+        return stacked_params.unstack(self._values())
 
     def to_torch(self) -> torch.nn.Module:
         """Return a plain PyTorch module with the current weights and buffers.
@@ -175,7 +177,7 @@ class PortedState:
 
     def _checked_values(self, params: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
         values = {**buffers, **params}
-        names = [n for name in self._values() for n in at_rest.members_of(name) or [name]]
+        names = [n for name in self._values() for n in stacked_params.members_of(name) or [name]]
         missing = [name for name in names if name not in values]
         if missing:
             msg = (
@@ -237,7 +239,7 @@ class PortedState:
             UsageError: A function was ported, its module has loading hooks of its own, or its
                 blocks are stacked already.
         """
-        at_rest.refuse_stacks(self._values(), "loading weights")
+        stacked_params.refuse_stacks(self._values(), "loading weights")
         where = {"variant": variant, "subfolder": subfolder, "key": key}
         options = {"prefix": prefix, "rename": rename, "progress": progress}
         place = place or self._program.placement.place

@@ -6,14 +6,15 @@ import jax
 import jax.core
 from jax.extend.core import jaxpr_as_fun
 
-from tpuport.model import arguments, structure
-from tpuport.model.blocks import at_rest
-from tpuport.model.program import Program
-from tpuport.model.random_keys import as_key
-from tpuport.model.request import Outcome, Request
+from tpuport.foundation import pytree
+from tpuport.tracing.core import arguments
+from tpuport.tracing.core.keys import as_key
+from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.session.tracer import Program
+from tpuport.tracing.state.request import Outcome, Request
 
 if TYPE_CHECKING:
-    from tpuport.model.ported import PortedModel
+    from tpuport.model.ported_model import PortedModel
 
 
 def apply(
@@ -27,7 +28,7 @@ def apply(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Run a method as a pure function; see `PortedModel.apply`."""
     given = {**buffers, **params}
-    values = ported._checked_values(at_rest.unstack(params), at_rest.unstack(buffers))
+    values = ported._checked_values(stacked_params.unstack(params), stacked_params.unstack(buffers))
     leaves, spec, paths = arguments.take_apart((args, kwargs))
     arrays, metas = arguments.argument_arrays(leaves, paths)
     key = None if rng is None else as_key(rng)
@@ -39,7 +40,7 @@ def apply(
         }
         outcome = traced(ported._program, request, given)
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
-    out = structure.rebuild(outcome.out_spec, leaves)
+    out = pytree.unflatten(outcome.out_spec, leaves)
     changed = {name: value for name, value in outcome.state.items() if name not in params}
     return out, {**buffers, **changed}
 
@@ -61,9 +62,9 @@ def traced(program: Program, request: Request, given: dict[str, Any]) -> Outcome
     held: dict[str, Outcome] = {}
 
     def pure(given: dict[str, Any], key: Any, leaves: list[Any]) -> Any:
-        request.values, request.key, request.leaves = at_rest.unstack(given), key, leaves
+        request.values, request.key, request.leaves = stacked_params.unstack(given), key, leaves
         outcome = held["outcome"] = program.trace(request)
-        return outcome.out_leaves, at_rest.restack(outcome.state, given)
+        return outcome.out_leaves, stacked_params.restack(outcome.state, given)
 
     inputs = (given, request.key, request.leaves)
     if program.rolls:

@@ -1,134 +1,83 @@
-"""Remat policies: which forward values are kept, recomputed or offloaded, by module.
+"""Choice of what gradients of a ported model recompute, by module."""
 
-A module with a policy runs under `jax.checkpoint`: its values, its random numbers and the state
-that it changes are those of a plain call.
-"""
+from collections.abc import Mapping
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import jax
 import torch
-from jax.ad_checkpoint import checkpoint_name
 
-from tpuport.attention.sharded import OUTPUT_NAME
-from tpuport.errors import UsageError
-from tpuport.model import patterns, region, structure
-from tpuport.model.tensor import Storage, TracedTensor
-from tpuport.model.trace import Trace, no_policy
-
-_INPUT = "tpuport.module_input"
-_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
-
-_policies = jax.checkpoint_policies
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop import name_patterns
+from tpuport.foundation.reporting.markup import plural
+from tpuport.model.ported_model import PortedModel
+from tpuport.tracing.core.context import no_policy
+from tpuport.tracing.core.remat_policy import Table
 
 
-def _with_attention(products: Callable[..., Any], attention: Callable[..., Any]) -> Any:
-    """Return a policy for products with weights and another one for the result of attention.
+class RematPlan(dict[str, str]):
+    """The policy of each module that is a checkpoint region, by fqn."""
 
-    That result is as large as such a product, but its kernel is not a product to jax.
-    """
-
-    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
-        chosen = attention if primitive.name == "name" else products
-        return chosen(primitive, *args, **params)
-
-    return policy
-
-
-POLICIES: dict[str, Any] = {
-    "full": _policies.nothing_saveable,
-    "dots": _with_attention(
-        _policies.dots_with_no_batch_dims_saveable,
-        _policies.save_only_these_names(OUTPUT_NAME),
-    ),
-    "offload": _policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], **_HOST
-    ),
-    "dots_offload": _with_attention(
-        _policies.offload_dot_with_no_batch_dims(*_HOST.values()),
-        _policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=[OUTPUT_NAME], **_HOST
-        ),
-    ),
-}
-NAMES = ("none", *POLICIES)
+    def __str__(self) -> str:
+        found: dict[tuple[str, str], int] = {}
+        for fqn, policy in self.items():
+            key = (name_patterns.generalised(fqn) or "the whole model", policy)
+            found[key] = found.get(key, 0) + 1
+        lines = [f"{name}: {policy} ({plural(n, 'module')})" for (name, policy), n in found.items()]
+        return "\n".join(lines) or "nothing is computed again"
 
 
-class Table:
-    """Remat policies by module: the first pattern that matches decides.
+def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
+    """Choose what gradients of a ported model keep of the forward pass; values stay the same.
 
     Args:
-        policies: Patterns of module fqns (`tpuport.model.patterns`), with names of policies.
+        ported: The result of `tpuport.convert`.
+        policies: Names of policies by pattern of module fqns; the first that matches decides.
+            A module inside a matching one follows it. A single name applies to every block: each
+            module of a `ModuleList` or `Sequential` that is not inside another.
+
+            "none" keeps everything that the backward pass needs; "full" keeps the module's inputs
+            and computes the rest again; "dots" keeps the results of products with weights too
+            (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`), and of attention by a
+            kernel; "offload" is "full" with the inputs in host memory until they are needed;
+            "dots_offload" keeps the inputs on the device, and those results in host memory.
+
+    Returns:
+        The modules that are computed again, with their policies.
 
     Raises:
-        UsageError: A policy has an unknown name.
+        UsageError: A pattern matches no module, or a policy has an unknown name.
     """
-
-    def __init__(self, policies: Mapping[str, str]) -> None:
-        for pattern, policy in policies.items():
-            if policy not in NAMES:
-                raise UsageError(
-                    f"the remat policy of {pattern!r} is {policy!r}; expected one of"
-                    f" {', '.join(map(repr, NAMES))}"
-                )
-        self.policies = dict(policies)
-
-    def __call__(self, fqn: str) -> str | None:
-        """Return the policy of a module, or None where nothing is computed again."""
-        for pattern, policy in self.policies.items():
-            if patterns.matches(pattern, fqn):
-                return None if policy == "none" else policy
-        return None
-
-
-def rematerialised(trace: Trace, policy: str, call: Callable[[], Any], roots: list[Any]) -> Any:
-    """Run a module call as a region whose values are computed again in the backward pass.
-
-    Args:
-        trace: The running trace.
-        policy: One of `POLICIES`.
-        call: The module call.
-        roots: The objects that the call may change: the module, its arguments.
-    """
-    if not torch.is_grad_enabled():
-        return call()
-
-    def inside() -> Any:
-        # Submodules get no region of their own: nested regions would be computed three times.
-        table, trace.remat = trace.remat, no_policy
-        try:
-            return _with_named_inputs(trace, call, roots[1:]) if policy == "offload" else call()
-        finally:
-            trace.remat = table
-
-    return region.checkpoint(trace, inside, roots, POLICIES[policy])
+    if not isinstance(ported, PortedModel):
+        raise UsageError(
+            f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
+        )
+    names = [fqn for fqn, _ in ported.module.named_modules()]
+    if isinstance(policies, str):
+        policies = dict.fromkeys(_blocks(ported.module), policies)
+        if not policies:
+            raise UsageError(
+                f"{type(ported.module).__name__} has no ModuleList or Sequential, so it has no"
+                " blocks to be found; name its modules: {'encoder.*': 'full'}"
+            )
+    table = Table(policies)
+    name_patterns.refuse_unmatched(policies, names, f"module of {type(ported.module).__name__}")
+    plan = RematPlan()
+    for fqn in names:
+        policy = table(fqn)
+        if policy is not None and not any(_is_inside(fqn, outer) for outer in plan):
+            plan[fqn] = policy
+    ported._program.remat = table if plan else no_policy
+    ported._cache.clear()
+    return plan
 
 
-def _with_named_inputs(trace: Trace, call: Callable[[], Any], inputs: Any) -> Any:
-    """Run a call whose inputs carry the name by which "offload" selects them.
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn.startswith(f"{outer}.") or not outer
 
-    These are the first tensor and those like it (as many dims, as many channels), which blocks pass
-    on. Masks and rotary tables, which all blocks get, stay on the device.
-    """
-    effects = trace.effects[-1]
-    named: list[tuple[Storage, jax.Array, int]] = []
-    first: tuple[int, tuple[int, ...]] | None = None
-    for leaf in structure.flatten(inputs)[0]:
-        if not isinstance(leaf, TracedTensor) or not leaf.dtype.is_floating_point:
-            continue
-        storage, form = leaf._storage, (leaf.dim(), tuple(leaf.bound_shape)[-1:])
-        first = form if first is None else first
-        if storage.trace is not trace or leaf._chain or form != first:
-            continue
-        named.append((storage, storage.value, storage.version))
-        storage.value = checkpoint_name(storage.value, _INPUT)
-        leaf._keep(storage.value)
-    try:
-        return call()
-    finally:
-        for storage, value, version in named:
-            if storage.serial in effects.before:
-                effects.before[storage.serial] = (storage, value, version)
-            else:
-                storage.value = value
+
+def _blocks(module: torch.nn.Module) -> list[str]:
+    """Return a pattern for the modules of each list of modules that is not inside another."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    found: list[str] = []
+    for fqn, owner in module.named_modules():
+        if isinstance(owner, lists) and not any(_is_inside(fqn, outer) for outer in found):
+            found.append(fqn)
+    return [f"{fqn}.*" if fqn else "*" for fqn in found]

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.model import structure
-from tpuport.model.locate import port_error
-from tpuport.model.tensor import meta_of, wrap
-from tpuport.model.trace import Trace, current
-from tpuport.model.values import value_of
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import UsageError
+from tpuport.tracing.core.context import Trace, current
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.tensor import meta_of, wrap
+from tpuport.tracing.core.values import value_of
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -35,7 +35,7 @@ def scan(body: Body, carry: Any, xs: Any, *, remat: bool = False) -> tuple[Any, 
         UsageError: There is no round, or tensors differ in their number of rounds.
         PortError: In a program, the body breaks one of these conditions.
     """
-    leaves, spec = structure.flatten(xs, leaf=_is_tensor)
+    leaves, spec = pytree.flatten(xs, leaf=_is_tensor)
     counts = {len(leaf) for leaf in leaves}
     if len(counts) != 1 or 0 in counts:
         raise UsageError(
@@ -45,13 +45,13 @@ def scan(body: Body, carry: Any, xs: Any, *, remat: bool = False) -> tuple[Any, 
     if trace is not None:
         return _Scan(trace, body, carry, remat).run(leaves, spec)
     each: list[list[torch.Tensor]] = []
-    found: structure.Spec | None = None
+    found: pytree.TreeSpec | None = None
     for number in range(counts.pop()):
-        carry, y = body(carry, structure.rebuild(spec, [leaf[number] for leaf in leaves]))
-        parts, found = structure.flatten(y, leaf=_is_tensor)
+        carry, y = body(carry, pytree.unflatten(spec, [leaf[number] for leaf in leaves]))
+        parts, found = pytree.flatten(y, leaf=_is_tensor)
         each.append(parts)
     assert found is not None
-    return carry, structure.rebuild(
+    return carry, pytree.unflatten(
         found, [torch.stack(rounds) for rounds in zip(*each, strict=True)]
     )
 
@@ -65,14 +65,14 @@ class _Scan:
 
     def __init__(self, trace: Trace, body: Body, carry: Any, remat: bool) -> None:
         self.trace, self.body, self.remat = trace, body, remat
-        self.carried, self.spec = structure.flatten(carry, leaf=_is_tensor)
+        self.carried, self.spec = pytree.flatten(carry, leaf=_is_tensor)
         self.metas = [meta_of(leaf) for leaf in self.carried]
         self.given: list[torch.Tensor] = []
-        self.given_spec: structure.Spec | None = None
-        self.y_spec: structure.Spec | None = None
+        self.given_spec: pytree.TreeSpec | None = None
+        self.y_spec: pytree.TreeSpec | None = None
         self.y_metas: list[torch.Tensor] = []
 
-    def run(self, leaves: list[torch.Tensor], spec: structure.Spec) -> tuple[Any, Any]:
+    def run(self, leaves: list[torch.Tensor], spec: pytree.TreeSpec) -> tuple[Any, Any]:
         """Run the loop; return the final carry and all y."""
         self.given, self.given_spec = [meta_of(leaf[0]) for leaf in leaves], spec
         step = jax.checkpoint(self._step) if self.remat else self._step
@@ -87,7 +87,7 @@ class _Scan:
             wrap(value, meta.dtype, trace=self.trace)
             for value, meta in zip(values, metas, strict=True)
         ]
-        return structure.rebuild(spec, made)
+        return pytree.unflatten(spec, made)
 
     def _step(
         self, carried: list[jax.Array], given: list[jax.Array]
@@ -100,12 +100,12 @@ class _Scan:
         written = [s for s, _, _ in effects.before.values()]
         if written or any(a is not b for a, b in zip(self.trace.draws, before, strict=True)):
             raise _refused("writes to tensors that it did not make, or draws random numbers")
-        leaves, spec = structure.flatten(after, leaf=_is_tensor)
+        leaves, spec = pytree.flatten(after, leaf=_is_tensor)
         found = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if _is_tensor(leaf)]
         wanted = [(tuple(meta.shape), meta.dtype) for meta in self.metas]
         if spec.key != self.spec.key or found != wanted:
             raise _refused(f"carries {wanted} into a round and {found} out of it")
-        parts, self.y_spec = structure.flatten(y, leaf=_is_tensor)
+        parts, self.y_spec = pytree.flatten(y, leaf=_is_tensor)
         self.y_metas = [meta_of(part) for part in parts]
         return [value_of(leaf) for leaf in leaves], [value_of(part) for part in parts]
 

@@ -1,8 +1,8 @@
 """`tpuport.stack_blocks`: the weights of a model's repeated blocks as one array each."""
 
-from tpuport.errors import UsageError
-from tpuport.model.blocks.at_rest import members_of, stack_names, stacked_leaf
+from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_state import PortedState
+from tpuport.tracing.scan_layers.stacked_params import members_of, stack_names, stacked_leaf
 
 
 def stack_blocks(ported: PortedState) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from tpuport.checkpoints.checkpoint import Checkpoint, of_mapping, open_checkpoint
-from tpuport.checkpoints.loading import Place, Progress, Wanted, choose, load_arrays
-from tpuport.checkpoints.reading import same_bits
-from tpuport.errors import CheckpointError, UsageError
-from tpuport.model.state import StateTree, state_tree
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.tracing.state.module_state import StateTree, state_tree
+from tpuport.weights.checkpoint import Checkpoint, of_mapping, open_checkpoint
+from tpuport.weights.load import Place, Progress, Wanted, choose, load_arrays
+from tpuport.weights.read import same_bits
 
 
 class LoadResult(NamedTuple):

@@ -2,9 +2,9 @@
 
 import ast
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 
 def with_argument(

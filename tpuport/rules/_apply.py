@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from tpuport.rules._discovery import find_rules, live_rules
-from tpuport.source import engine, live, rewriter
-from tpuport.source.finding import Finding
+from tpuport.source.rewrite import live, matching, rewriter
+from tpuport.source.rewrite.finding import Finding
 
 
 def find(source: str, **options: Any) -> list[Finding]:
@@ -14,7 +14,7 @@ def find(source: str, **options: Any) -> list[Finding]:
     Raises:
         SyntaxError: the source is not Python.
     """
-    return engine.find(source, **{"rules": find_rules(), **options})
+    return matching.find(source, **{"rules": find_rules(), **options})
 
 
 def rewrite(source: str, **options: Any) -> rewriter.RewriteResult:

@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 
 def asks_within(node: ast.expr, context: Context) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpuport.rules._expressions import Expressions, super_edits
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 MAX_WIDTH = 100
 

@@ -5,11 +5,11 @@ import ast
 from tpuport.rules._blocks import Block, Layout
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, refuse_loop_exits
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.flow import NameSet
-from tpuport.source.statements import exits_loop, leaves, returns
-from tpuport.source.text import Edit
+from tpuport.source.inference.liveness import NameSet
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.statements import exits_loop, leaves, returns
+from tpuport.source.syntax.text import Edit
 
 
 class BranchFix:

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._state import ClassState, Write
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 
 def is_state(write: Write, state: ClassState, context: Context) -> bool:

@@ -6,9 +6,9 @@ from tpuport.rules._blocks import Layout
 from tpuport.rules._expressions import OPS, Expressions
 from tpuport.rules._lifting import Lift
 from tpuport.rules._reports import ends_in_raise, is_log, leading_logs
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 
 def passing(node: ast.Assert, context: Context) -> Edit:

@@ -5,8 +5,8 @@ import re
 
 from tpuport.rules._devices import is_guarded
 from tpuport.rules._unwrapping import has_true
-from tpuport.source.engine import Context
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Context
 
 # Words in a test that decides whether to compile.
 ASKS = re.compile(r"compil|dynamo|inductor|cuda|gpu|available|script|trace", re.IGNORECASE)

@@ -4,9 +4,9 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._masks import is_mask, is_tensor
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 

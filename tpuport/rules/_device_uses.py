@@ -6,12 +6,12 @@ import re
 from tpuport.rules._devices import AVAILABLE
 from tpuport.rules._guarding import chosen
 from tpuport.rules._origins import last_name
-from tpuport.source.engine import Context
-from tpuport.source.finding import Severity
-from tpuport.source.module import FUNCTIONS, Function
-from tpuport.source.names import all_arguments
-from tpuport.source.roles import Role
-from tpuport.source.text import Edit
+from tpuport.source.inference.roles import Role
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS, Function
+from tpuport.source.syntax.names import all_arguments
+from tpuport.source.syntax.text import Edit
 
 _NAME = re.compile(r"^cuda(:\d+)?$")
 _DEVICE = re.compile(r"(^|_)device(_map|_type)?$|^map_location$", re.IGNORECASE)

@@ -4,10 +4,10 @@ import ast
 import re
 from pathlib import PurePath
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Severity
-from tpuport.source.module import Module
-from tpuport.source.roles import Role
+from tpuport.source.inference.roles import Role
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Module
 
 # Words in a test after which code may take CUDA for granted.
 ASKS_CUDA = re.compile(

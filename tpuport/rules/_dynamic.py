@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._masks import is_number
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 # For each name the position of the argument that decides the size (0 is also the tensor that a
 # method is called on), and the keywords under which it may be passed.

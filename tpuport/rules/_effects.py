@@ -4,10 +4,10 @@ import ast
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tpuport.source.engine import Context, quote
-from tpuport.source.finding import NotFixable
-from tpuport.source.module import own_bindings
-from tpuport.source.statements import is_ops_call, walk_scope
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context, quote
+from tpuport.source.syntax.module import own_bindings
+from tpuport.source.syntax.statements import is_ops_call, walk_scope
 
 # Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
 MUTATORS = frozenset(

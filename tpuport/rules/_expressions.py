@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from tpuport.rules._effects import refuse_effects
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.kinds import Kind, is_surely_host
-from tpuport.source.module import FUNCTIONS, Function
-from tpuport.source.names import COMPREHENSIONS
-from tpuport.source.statements import walk_scope
-from tpuport.source.text import Edit, Passage
+from tpuport.source.inference.kinds import Kind, is_surely_host
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS, Function
+from tpuport.source.syntax.names import COMPREHENSIONS
+from tpuport.source.syntax.statements import walk_scope
+from tpuport.source.syntax.text import Edit, Passage
 
 OPS = "tpuport.ops"
 _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await)

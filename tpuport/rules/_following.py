@@ -18,10 +18,7 @@ from tpuport.rules._row_calls import (
     loss_modules,
     starts_with_minus_one,
 )
-from tpuport.source.engine import Context, quote
-from tpuport.source.finding import Fix, NotFixable
-from tpuport.source.module import FUNCTIONS, SCOPES
-from tpuport.source.rowwise import (
+from tpuport.source.inference.rowwise import (
     ELEMENTWISE,
     HOST_ATTRIBUTES,
     JOINS,
@@ -29,7 +26,10 @@ from tpuport.source.rowwise import (
     REDUCTIONS,
     RESHAPES,
 )
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable
+from tpuport.source.rewrite.matching import Context, quote
+from tpuport.source.syntax.module import FUNCTIONS, SCOPES
+from tpuport.source.syntax.text import Edit, Passage
 
 _ELEMENTWISE_OPERATORS = (
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 
 def all_parameters(node: ast.expr) -> ast.Call | None:

@@ -6,7 +6,7 @@ Such code knows that there may be no group, so its calls are not faults.
 import ast
 import re
 
-from tpuport.source.module import Module
+from tpuport.source.syntax.module import Module
 
 # Names that code gives to a process group.
 _GROUP = re.compile(r"\b(\w*_)?(group|mesh|pg)\b")

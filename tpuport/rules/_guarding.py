@@ -2,9 +2,9 @@
 
 import ast
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 # Parents under which a conditional expression needs no parentheses.
 _FREE_PARENTS = (

@@ -4,9 +4,9 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.rules._state import Write, attribute_of, self_name
-from tpuport.source.engine import Context
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.statements import leaves
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.statements import leaves
 
 _SIZES = (ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.NotEq)
 

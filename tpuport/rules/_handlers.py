@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tpuport.rules._reports import ends_in_raise
-from tpuport.source.engine import Context, quote
-from tpuport.source.finding import Severity
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.statements import walk_scope
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Context, quote
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.statements import walk_scope
 
 _BROAD = frozenset({"Exception", "BaseException"})
 # jax's errors for traced values are subclasses of these.

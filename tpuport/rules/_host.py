@@ -3,8 +3,8 @@
 import ast
 from collections.abc import Iterator
 
-from tpuport.source.engine import Context
-from tpuport.source.kinds import Kind
+from tpuport.source.inference.kinds import Kind
+from tpuport.source.rewrite.matching import Context
 
 _METHODS = frozenset({"numpy", "item", "tolist", "cpu", "to"})
 # These read the shape of a tensor only.

@@ -6,11 +6,11 @@ from functools import cached_property
 
 from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import function_around
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.flow import Flow, NameSet, surely_bound
-from tpuport.source.module import SCOPES, own_bindings
-from tpuport.source.statements import exits_loop, walk_scope
+from tpuport.source.inference.liveness import Flow, NameSet, surely_bound
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import SCOPES, own_bindings
+from tpuport.source.syntax.statements import exits_loop, walk_scope
 
 Statements = Sequence[ast.stmt]
 

@@ -5,8 +5,8 @@ import ast
 from tpuport.rules._blocks import Layout
 from tpuport.rules._expressions import OPS, Expressions
 from tpuport.rules._lifting import as_tuple
-from tpuport.source.engine import Context
-from tpuport.source.text import Edit
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit
 
 
 def loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:

@@ -13,7 +13,7 @@ from tpuport.rules._views import (
     rebound,
     view_of,
 )
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 
 def lost_write(node: ast.stmt, change: Mutation, context: Context) -> tuple[ast.expr, str] | None:

@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Severity
-from tpuport.source.kinds import Kind
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.statements import is_ops_call
+from tpuport.source.inference.kinds import Kind
+from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.statements import is_ops_call
 
 # These return several tensors, so that indexing the result picks one of them.
 _SEVERAL = frozenset(

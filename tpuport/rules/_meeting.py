@@ -4,12 +4,12 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.rules._placing import RANDOM, cpu_tensor, creation, only_value
-from tpuport.source.engine import Context
-from tpuport.source.inference import Inference
-from tpuport.source.module import Function, own_bindings
-from tpuport.source.names import all_arguments
-from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
-from tpuport.source.values import TRACED
+from tpuport.source.inference.inference import Inference
+from tpuport.source.inference.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.inference.values import TRACED
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Function, own_bindings
+from tpuport.source.syntax.names import all_arguments
 
 # Methods of a tensor that compute with their arguments; others may only read shape or dtype.
 _MEETING = frozenset(

@@ -3,11 +3,11 @@
 import ast
 import weakref
 
-from tpuport.source.engine import Context
-from tpuport.source.module import Function, own_bindings
-from tpuport.source.names import all_arguments
-from tpuport.source.parameters import annotated, attributes_used, is_used_like_a_tensor
-from tpuport.source.statements import walk_scope
+from tpuport.source.inference.parameters import annotated, attributes_used, is_used_like_a_tensor
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Function, own_bindings
+from tpuport.source.syntax.names import all_arguments
+from tpuport.source.syntax.statements import walk_scope
 
 # Methods of one tensor that return several, or no tensor.
 _SEVERAL = frozenset(

@@ -2,9 +2,9 @@
 
 import ast
 
-from tpuport.source.engine import Context
-from tpuport.source.kinds import Kind
-from tpuport.source.module import FUNCTIONS
+from tpuport.source.inference.kinds import Kind
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS
 
 CREATORS = frozenset(
     {

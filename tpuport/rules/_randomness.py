@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._placing import RANDOM, creation, device_of, only_value
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 # These draw nothing: they set up a generator or read its state.
 _QUIET = frozenset(

@@ -13,12 +13,12 @@ from tpuport.rules._views import (
     rebound,
     view_of,
 )
-from tpuport.source.engine import Context, quote
-from tpuport.source.finding import Fix, NotFixable
-from tpuport.source.kinds import Kind
-from tpuport.source.module import own_bindings
-from tpuport.source.statements import walk_scope
-from tpuport.source.text import Edit, Passage
+from tpuport.source.inference.kinds import Kind
+from tpuport.source.rewrite.finding import Fix, NotFixable
+from tpuport.source.rewrite.matching import Context, quote
+from tpuport.source.syntax.module import own_bindings
+from tpuport.source.syntax.statements import walk_scope
+from tpuport.source.syntax.text import Edit, Passage
 
 # These always return a view that has the same elements in the same order.
 _SAME_ORDER = frozenset({"view", "unflatten", "unsqueeze", "squeeze"})

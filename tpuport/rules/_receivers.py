@@ -2,9 +2,9 @@
 
 import ast
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 
 def wrapped(node: ast.Call, helper: str, context: Context) -> tuple[Edit, Edit]:

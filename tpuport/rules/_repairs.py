@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._reports import is_log
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
 
 _CAUGHT = ("Exception", "RuntimeError", "BaseException")
 

@@ -4,8 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tpuport.source.engine import Context
-from tpuport.source.statements import walk_scope
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.statements import walk_scope
 
 Loop = ast.For | ast.While
 # Names that code gives to the network it runs in a loop.

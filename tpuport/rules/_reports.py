@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Sequence
 
-from tpuport.source.statements import exits_loop, returns
+from tpuport.source.syntax.statements import exits_loop, returns
 
 _LOG_METHODS = frozenset(
     {

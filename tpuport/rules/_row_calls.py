@@ -4,8 +4,8 @@ import ast
 from collections.abc import Sequence
 
 from tpuport.rules._masks import bindings
-from tpuport.source.engine import Context
-from tpuport.source.rowwise import LOSS_MODULES
+from tpuport.source.inference.rowwise import LOSS_MODULES
+from tpuport.source.rewrite.matching import Context
 
 _LOSS_OPTIONS = ("beta", "delta", "ignore_index", "input", "label_smoothing", "target")
 

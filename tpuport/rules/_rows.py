@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tpuport.rules._origins import bound_values, is_one_tensor
-from tpuport.source.engine import Context
-from tpuport.source.statements import walk_scope
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.statements import walk_scope
 
 Loop = ast.For | ast.comprehension
 

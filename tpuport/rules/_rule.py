@@ -4,7 +4,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuport.source.engine import RuleVisitor
+from tpuport.source.rewrite.matching import RuleVisitor
 
 HEADINGS = ("What it does", "Why is this bad?", "Fix safety", "References")
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from tpuport.rules._origins import last_name
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 _ALL = range(99)
 _AFTER_FIRST = range(1, 99)

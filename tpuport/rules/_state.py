@@ -5,8 +5,8 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tpuport.source.engine import Context
-from tpuport.source.module import FUNCTIONS, Function
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS, Function
 
 # A class with one of these is run as a module, whatever it inherits from.
 _STEPS = frozenset({"forward", "training_step"})

@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import NotFixable
-from tpuport.source.module import FUNCTIONS, Function
-from tpuport.source.statements import walk_scope
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS, Function
+from tpuport.source.syntax.statements import walk_scope
+from tpuport.source.syntax.text import Edit, Passage
 
 STOPPERS = frozenset({"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad"})
 # Functions of these names compute no loss, so no gradient is needed there.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from tpuport.rules._reports import is_log
-from tpuport.source.engine import Context, quote
+from tpuport.source.rewrite.matching import Context, quote
 
 # A tensor, and the text that it becomes part of.
 Verdict = tuple[ast.expr, str] | None

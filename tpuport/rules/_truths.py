@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._origins import is_one_tensor, last_name
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 _OF_ITEMS = frozenset({"max", "min", "sorted", "any", "all"})
 _NAMES = _OF_ITEMS | {"equal", "is_nonzero"}

@@ -2,11 +2,11 @@
 
 import ast
 
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable
-from tpuport.source.imported import imported_names
-from tpuport.source.module import own_bindings
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.imported import imported_names
+from tpuport.source.syntax.module import own_bindings
+from tpuport.source.syntax.text import Edit, Passage
 
 
 def without_wrapper(wrapper: ast.expr, context: Context) -> Fix:

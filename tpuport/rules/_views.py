@@ -4,9 +4,9 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tpuport.source.engine import Context
-from tpuport.source.module import Function, own_bindings
-from tpuport.source.statements import walk_scope
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Function, own_bindings
+from tpuport.source.syntax.statements import walk_scope
 
 # Views whose writes do not reach the base in plain torchax, which follows only `x[...]`.
 REORDERING = frozenset({"permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis"})

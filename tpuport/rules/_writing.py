@@ -21,7 +21,7 @@ from tpuport.rules._state import (
     is_set_up,
     self_name,
 )
-from tpuport.source.engine import Context
+from tpuport.source.rewrite.matching import Context
 
 
 def step_writes(node: ast.ClassDef, context: Context) -> Iterator[tuple[Write, str]]:

@@ -3,9 +3,9 @@
 import ast
 
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
-from tpuport.source.imported import dotted_name
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.imported import dotted_name
 
 LOSS = ("loss", "losses", "objective", "cost")
 

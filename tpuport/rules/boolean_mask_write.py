@@ -5,8 +5,8 @@ import ast
 from tpuport.rules._following import RowFix
 from tpuport.rules._masks import is_ours, is_view, masks, parts, takes_one_mask
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 _JIT_ERROR = "NonConcreteBooleanIndexError"
 

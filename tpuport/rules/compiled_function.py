@@ -6,8 +6,8 @@ from tpuport.rules._compiling import ASKS, fate, is_candidate
 from tpuport.rules._devices import is_guarded
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._unwrapping import is_wrapping, without_wrapper
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 _SCRIPT = ("torch.jit.script", "torch.jit.script_method")
 _TRACE = ("torch.jit.trace", "torch.jit.trace_module")

@@ -4,9 +4,9 @@ import ast
 
 from tpuport.rules._devices import AVAILABLE, is_guarded
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 _GENERAL = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
 _CUDA = ("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast")

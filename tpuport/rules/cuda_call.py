@@ -5,10 +5,10 @@ import ast
 from tpuport.rules._devices import is_guarded, severity_anywhere, within
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.statements import is_ops_call
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.statements import is_ops_call
+from tpuport.source.syntax.text import Edit, Passage
 
 
 class CudaCall(Rule):

@@ -5,8 +5,8 @@ import ast
 from tpuport.rules._device_uses import choice, default_passed_on, device_use, is_device_name
 from tpuport.rules._devices import is_guarded, severity_anywhere
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class CudaDevice(Rule):

@@ -7,9 +7,9 @@ from pathlib import PurePath
 from tpuport.rules._cuda_facts import CUDA_PACKAGES
 from tpuport.rules._devices import is_aside, is_guarded
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
-from tpuport.source.module import Function, Module
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Function, Module
 
 # At the top of a file any test is taken for one that asks whether the package is there.
 _ANY = re.compile("")

@@ -13,8 +13,8 @@ from tpuport.rules._devices import (
 from tpuport.rules._groups import deals_with_groups
 from tpuport.rules._guarding import guarded_statement
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class CudaRuntime(Rule):

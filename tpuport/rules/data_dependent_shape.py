@@ -7,9 +7,9 @@ from tpuport.rules._expressions import OPS
 from tpuport.rules._following import RowFix
 from tpuport.rules._masks import severity
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 
 class DataDependentShape(Rule):

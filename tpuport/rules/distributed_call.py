@@ -7,8 +7,8 @@ from tpuport.rules._devices import is_guarded, severity
 from tpuport.rules._groups import ASKS_GROUP, has_group, is_chosen
 from tpuport.rules._guarding import chosen, guarded_statement
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 PACKAGE = "torch.distributed."
 

@@ -5,8 +5,8 @@ import ast
 from tpuport.rules._appending import with_argument
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 # Of `torch.distributions`: not distributions with parameters to check.
 OTHERS = frozenset({"kl_divergence", "kl", "register_kl", "constraints", "transforms", "Transform"})

@@ -7,11 +7,11 @@ from tpuport.rules._guards import is_growing, may_compare_sizes
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import class_state, is_set_up, module_class, self_name
 from tpuport.rules._writing import grown_by, step_writes
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.statements import is_ops_call
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.statements import is_ops_call
+from tpuport.source.syntax.text import Edit, Passage
 
 
 class GrowingCache(Rule):

@@ -2,8 +2,8 @@
 
 from tpuport.rules._repeating import Loop, growing, model_calls
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class GrowingInput(Rule):

@@ -5,9 +5,9 @@ import re
 
 from tpuport.rules._devices import is_guarded, severity, within
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 _HALF = ("torch.float16", "torch.half")
 # Words in a test after which code knows its precision.

@@ -5,8 +5,8 @@ import ast
 from tpuport.rules._randomness import drawn_at, draws_on_device, is_start
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class HostRandomness(Rule):

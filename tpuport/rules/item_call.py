@@ -6,8 +6,8 @@ from tpuport.rules._expressions import OPS
 from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._texts import is_message
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 _HELPERS = {"item": "item", "tolist": "to_list"}
 

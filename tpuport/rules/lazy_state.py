@@ -6,8 +6,8 @@ from tpuport.rules._placing import made_on_device
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import Write
 from tpuport.rules._writing import step_writes
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class LazyState(Rule):

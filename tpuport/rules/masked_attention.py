@@ -4,9 +4,9 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 

@@ -4,15 +4,9 @@ import ast
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
-from tpuport.rules._stopping import (
-    asks_for_gradients,
-    detached,
-    is_evaluation,
-    is_stopper,
-    leaking,
-)
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
+from tpuport.rules._stopping import asks_for_gradients, detached, is_evaluation, is_stopper, leaking
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class NoGradAsStopGradient(Rule):

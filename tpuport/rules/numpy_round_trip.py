@@ -6,8 +6,8 @@ from tpuport.rules._expressions import OPS
 from tpuport.rules._host import takes_to_host
 from tpuport.rules._receivers import wrapped
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class NumpyRoundTrip(Rule):

@@ -4,8 +4,8 @@ import ast
 
 from tpuport.rules._freezing import all_parameters, frozen
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 _NO_OPTIMIZERS = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")
 

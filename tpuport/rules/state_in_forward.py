@@ -6,8 +6,8 @@ from tpuport.rules._carrying import is_carried, is_state
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import class_state
 from tpuport.rules._writing import step_writes
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class StateInForward(Rule):

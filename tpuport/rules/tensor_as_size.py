@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._sizes import is_of_a_tensor, size_arguments
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class TensorAsSize(Rule):

@@ -7,9 +7,9 @@ from tpuport.rules._branching import BranchFix
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._reports import is_report
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Passage
 
 
 class TensorBranch(Rule):

@@ -6,8 +6,8 @@ from tpuport.rules._checking import CheckFix, passing
 from tpuport.rules._expressions import OPS, function_around
 from tpuport.rules._reports import is_report
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class TensorCheck(Rule):

@@ -6,9 +6,9 @@ from tpuport.rules._appending import with_argument
 from tpuport.rules._meeting import cpu_creations, sure_tensor
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.module import Function
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import Function
 
 
 class TensorInForward(Rule):

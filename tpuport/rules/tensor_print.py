@@ -4,8 +4,8 @@ import ast
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._texts import Verdict, formatted, shown_tensor
-from tpuport.source.engine import Context, quote
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context, quote
 
 
 class TensorPrint(Rule):

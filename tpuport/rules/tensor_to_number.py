@@ -5,9 +5,9 @@ import ast
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._texts import is_message
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 _BUILTINS = frozenset({"float", "int", "bool", "complex"})
 

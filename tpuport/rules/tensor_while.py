@@ -7,9 +7,9 @@ from tpuport.rules._expressions import OPS, function_around
 from tpuport.rules._lifting import Lift, refuse_loop_exits
 from tpuport.rules._looping import loop_edit
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.statements import returns
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.statements import returns
 
 
 class TensorWhile(Rule):

@@ -4,8 +4,8 @@ import ast
 
 from tpuport.rules._handlers import Danger, danger_of
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class TryAroundTensor(Rule):

@@ -3,10 +3,10 @@
 import ast
 
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
-from tpuport.source.module import FUNCTIONS
-from tpuport.source.text import Edit, Passage
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import FUNCTIONS
+from tpuport.source.syntax.text import Edit, Passage
 
 
 class TypeAsCall(Rule):

@@ -3,8 +3,8 @@
 import ast
 
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 # Plain torchax 0.0.14.dev20261026 raises for these; the examples fail when that changes.
 FUNCTIONS = frozenset(

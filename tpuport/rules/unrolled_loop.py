@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from tpuport.rules._rows import Loop, rows_of
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class UnrolledLoop(Rule):

@@ -2,9 +2,9 @@
 
 from tpuport.rules._repeating import Loop, arguments, counters, is_varying_number, model_calls
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.engine import Context
-from tpuport.source.finding import Safety, Severity
-from tpuport.source.roles import Role
+from tpuport.source.inference.roles import Role
+from tpuport.source.rewrite.finding import Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class VaryingScalar(Rule):

@@ -6,11 +6,9 @@ from tpuport.rules._lost_writes import lost_write
 from tpuport.rules._rebinding import rebinding_fix
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
-from tpuport.rules._views import (
-    mutation,
-)
-from tpuport.source.engine import Context
-from tpuport.source.finding import Fix, Safety, Severity
+from tpuport.rules._views import mutation
+from tpuport.source.rewrite.finding import Fix, Safety, Severity
+from tpuport.source.rewrite.matching import Context
 
 
 class WriteThroughView(Rule):

@@ -1,13 +1,15 @@
 """Sharding of a ported model over a mesh by a readable table of rules."""
 
-from tpuport.sharding.activations import Activations
-from tpuport.sharding.collectives import count_collectives
+from tpuport.cost.hlo.collectives import count_collectives
+from tpuport.sharding.checks import Finding, Kind
+from tpuport.sharding.constraints import Activations
 from tpuport.sharding.converters import from_logical_axes, from_parallelize_plan, from_tp_plan
-from tpuport.sharding.findings import Finding, Kind
 from tpuport.sharding.mesh import MeshAxis, make_mesh
-from tpuport.sharding.on_mesh import ShardingWarning, shard
+from tpuport.sharding.model_tables import TABLES
 from tpuport.sharding.plan import ShardingPlan
-from tpuport.sharding.presets import (
+from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.shard import ShardingWarning, shard
+from tpuport.sharding.strategies import (
     PRESETS,
     ddp,
     expert_parallel,
@@ -18,8 +20,6 @@ from tpuport.sharding.presets import (
     sequence_parallel,
     tensor_parallel,
 )
-from tpuport.sharding.rules import Rule, ShardingRules
-from tpuport.sharding.tables import TABLES
 from tpuport.sharding.topology import TOPOLOGIES
 
 __all__ = [

@@ -5,10 +5,10 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from tpuport.errors import UsageError
-from tpuport.sharding.activations import Activations
+from tpuport.foundation.errors import UsageError
+from tpuport.sharding.constraints import Activations
 from tpuport.sharding.mesh import MeshAxis
-from tpuport.sharding.rules import Rule, ShardingRules
+from tpuport.sharding.rule_table import Rule, ShardingRules
 
 # MaxText's names of mesh axes. Source: MaxText, configs/base.yml, mesh_axes.
 _MAXTEXT_AXES = {

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import topology
 
 

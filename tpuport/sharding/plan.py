@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jax.sharding import PartitionSpec as P
 
+from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.model.ported_state import PortedState
-from tpuport.model.report_files import SavedReport, plain_text
-from tpuport.sharding import findings
-from tpuport.sharding.fitting import axes_of, fitted, num_shards, shown
+from tpuport.sharding import checks
+from tpuport.sharding.leaves import module_of, shapes_of
 from tpuport.sharding.mesh import sizes_of
-from tpuport.sharding.tree import module_of, shapes_of
+from tpuport.sharding.specs import axes_of, fitted, num_shards, shown
 
 if TYPE_CHECKING:
-    from tpuport.sharding.rules import ShardingRules
+    from tpuport.sharding.rule_table import ShardingRules
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ShardingPlan(SavedReport):
     device: str
     rows: tuple[Row, ...]
     activations: tuple[str, ...]
-    findings: tuple[findings.Finding, ...]
+    findings: tuple[checks.Finding, ...]
 
     @classmethod
     def of(cls, rules: "ShardingRules", model: Any, mesh: Any) -> "ShardingPlan":
@@ -136,7 +136,7 @@ class ShardingPlan(SavedReport):
         Raises:
             UsageError: there are findings; the message lists them all.
         """
-        findings.refuse(self.findings, self.rules)
+        checks.refuse(self.findings, self.rules)
 
     def to_json(self) -> str:
         """Return the plan as JSON: for each dim of a spec an axis, a list of axes or null."""
@@ -188,13 +188,13 @@ def spec_text(row: Row) -> str:
     return shown(row.spec) if any(row.spec) else "whole"
 
 
-def _activation_findings(rules: "ShardingRules", model: Any) -> list[findings.Finding]:
+def _activation_findings(rules: "ShardingRules", model: Any) -> list[checks.Finding]:
     if isinstance(model, Mapping) or not rules.activations:
         return []
     names = [name for name, _ in module_of(model).named_modules()]
     return [
-        findings.Finding(
-            findings.Kind.UNMATCHED,
+        checks.Finding(
+            checks.Kind.UNMATCHED,
             pattern,
             f"the pattern of activations {pattern!r} matches no module",
         )

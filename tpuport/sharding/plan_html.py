@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
-from tpuport.markup import Markup, join, page, plural, tag
-from tpuport.model import report_format as fmt
-from tpuport.model.patterns import generalised
-from tpuport.model.report_svg import stacked_bar
+from tpuport.foundation.interop.name_patterns import generalised
+from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag
+from tpuport.reports import wording as fmt
+from tpuport.reports.plots import stacked_bar
 from tpuport.sharding.mesh import MeshAxis
 from tpuport.sharding.plan import Row, ShardingPlan, spec_text
 from tpuport.sharding.plan_text import headline, mesh_text

@@ -7,9 +7,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tpuport.markup import plural, visible
-from tpuport.model import report_format as fmt
-from tpuport.model.patterns import generalised
+from tpuport.foundation.interop.name_patterns import generalised
+from tpuport.foundation.reporting.markup import plural, visible
+from tpuport.reports import wording as fmt
 from tpuport.sharding.plan import Row, ShardingPlan, spec_text
 
 if TYPE_CHECKING:

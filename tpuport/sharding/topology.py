@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from tpuport.errors import MissingExtraError, UsageError
+from tpuport.foundation.errors import MissingExtraError, UsageError
 
 _FLAT = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",

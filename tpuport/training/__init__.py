@@ -8,25 +8,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tpuport.program.train_state import TrainState
     from tpuport.training.adapters.lightning import from_lightning
     from tpuport.training.adapters.transformers import from_training_arguments
+    from tpuport.training.alternating import Alternating, alternating
     from tpuport.training.checkpoints import Checkpoints, Restored
-    from tpuport.training.hosts import initialize
+    from tpuport.training.distributed import initialize
     from tpuport.training.input.batches import Batches
     from tpuport.training.input.buckets import Buckets
     from tpuport.training.loop import Profile, fit
+    from tpuport.training.metric_writers import JsonLines, TensorBoard, WandB
     from tpuport.training.optimizers import from_torch
     from tpuport.training.preemption import Preempted
-    from tpuport.training.sinks import JsonLines, TensorBoard, WandB
+    from tpuport.training.state import TrainState
     from tpuport.training.step import TrainStep, make_train_step
-    from tpuport.training.turns import Alternating, alternating
 
 _HOME = {
     "Alternating": "turns", "Batches": "input.batches", "Buckets": "input.buckets",
     "Checkpoints": "checkpoints", "JsonLines": "sinks", "Preempted": "preemption",
     "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "sinks",
-    "TrainState": "tpuport.program.train_state",
+    "TrainState": "tpuport.training.state",
     "TrainStep": "step", "WandB": "sinks", "alternating": "turns", "fit": "loop",
     "from_lightning": "adapters.lightning", "from_torch": "optimizers",
     "from_training_arguments": "adapters.transformers", "initialize": "hosts",

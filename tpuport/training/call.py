@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.errors import UsageError
-from tpuport.model import arguments, backend, structure
-from tpuport.model.ported import PortedModel
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop import backend
+from tpuport.model.ported_model import PortedModel
+from tpuport.tracing.core import arguments
 from tpuport.training.input.sources import Share
 
 
@@ -27,7 +29,7 @@ class PlacedArguments:
 
     values: list[Any]
     metas: list[Any]
-    spec: structure.Spec
+    spec: pytree.TreeSpec
     paths: list[str]
 
     @property

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuport.errors import CheckpointError, UsageError
-from tpuport.program.cost import chip_of
-from tpuport.program.train_state import TrainState
-from tpuport.sharding.on_mesh import argument_name
+from tpuport.cost import chip_of
+from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.sharding.shard import argument_name
 from tpuport.training.checkpoints import Checkpoints
 from tpuport.training.input.batches import MASK, Batches
+from tpuport.training.metric_writers import Sink, as_sinks
 from tpuport.training.preemption import Preempted, Preemption
 from tpuport.training.progress import Meter, Shown
-from tpuport.training.sinks import Sink, as_sinks
+from tpuport.training.state import TrainState
 
 # The most steps in flight: more would only hold their batches in memory.
 _AHEAD = 8

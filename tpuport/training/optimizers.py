@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.model.blocks import at_rest
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
+from tpuport.tracing.scan_layers import stacked_params
 
 # The label of parameters that are in no group.
 _NOWHERE = "in no group"
@@ -193,7 +193,9 @@ def _label(name: str, group_of: dict[str, str], optimizer: str) -> str:
     Raises:
         UsageError: a stack of several groups.
     """
-    groups = {group_of.get(member, _NOWHERE) for member in at_rest.members_of(name) or [name]}
+    groups = {
+        group_of.get(member, _NOWHERE) for member in stacked_params.members_of(name) or [name]
+    }
     if len(groups) > 1:
         raise UsageError(
             f"the weights stacked as {name!r} are in different groups of the {optimizer}"

@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpuport.cost import count_jaxpr
 from tpuport.diagnosis.explain import explaining
-from tpuport.errors import UsageError
-from tpuport.model.compiled import Executable, Signature, release, retrace_causes
-from tpuport.model.ported import PortedModel
-from tpuport.model.random_keys import unused_key
-from tpuport.model.request import Outcome
-from tpuport.program.cost import count_jaxpr
-from tpuport.program.optimizer_state import as_optimizer, optimizer_state
-from tpuport.program.settling import settled
-from tpuport.program.train_state import TrainState, ema_of
-from tpuport.program.training import Batch, Metrics, Training, known_values, train
-from tpuport.sharding.on_mesh import argument_name
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
+from tpuport.model.program_cache import Executable, Signature, release, retrace_causes
+from tpuport.sharding.shard import argument_name
+from tpuport.tracing.core.keys import unused_key
+from tpuport.tracing.state.request import Outcome
 from tpuport.training.call import PlacedArguments, placed, placed_part, share_of
+from tpuport.training.first_call_state import settled
 from tpuport.training.input.sources import Share
+from tpuport.training.optimizer_state import as_optimizer, optimizer_state
+from tpuport.training.state import TrainState, ema_of
+from tpuport.training.step_function import Batch, Metrics, Training, known_values, train
 from tpuport.training.trainable import trained_names
 
 # Prefix of the method names under which loss functions are added to the model.

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from tpuport.errors import UsageError
-from tpuport.model import patterns
-from tpuport.model.blocks import at_rest
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop import name_patterns
+from tpuport.model.ported_model import PortedModel
+from tpuport.tracing.scan_layers import stacked_params
 
 
 def trained_names(ported: PortedModel, trainable: str | Sequence[str] | None) -> frozenset[str]:
@@ -19,12 +19,12 @@ def trained_names(ported: PortedModel, trainable: str | Sequence[str] | None) ->
     asked = [trainable] if isinstance(trainable, str) else list(trainable)
     if not asked:
         raise UsageError("trainable: expected patterns of parameters, got none")
-    members = {name: at_rest.members_of(name) or [name] for name in ported.params}
+    members = {name: stacked_params.members_of(name) or [name] for name in ported.params}
     every = [member for names in members.values() for member in names]
-    patterns.refuse_unmatched(asked, every, "trainable parameter")
+    name_patterns.refuse_unmatched(asked, every, "trainable parameter")
     chosen = set()
     for name, names in members.items():
-        hits = [any(patterns.matches(one, member) for one in asked) for member in names]
+        hits = [any(name_patterns.matches(one, member) for one in asked) for member in names]
         if any(hits) and not all(hits):
             raise UsageError(
                 f"trainable={trainable!r} is about a part of the weights stacked as {name!r}. What"

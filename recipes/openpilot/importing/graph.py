@@ -33,7 +33,7 @@ from recipes.openpilot.importing.nodes import (
     size,
 )
 from recipes.openpilot.importing.products import as_float
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 if TYPE_CHECKING:
     import onnx

@@ -9,7 +9,7 @@ from torch import nn
 
 from recipes.openpilot.contract import TensorSpec
 from recipes.openpilot.importing.nodes import Call, Operand, Origin, Weight
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @dataclass(frozen=True)

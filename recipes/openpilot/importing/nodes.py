@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 # A step is a function of tensors with one or several results.
 Call = Callable[..., Any]

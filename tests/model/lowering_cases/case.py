@@ -20,7 +20,7 @@ from tests.exactness.scenario import (
     to_jax,
     zero_if_none,
 )
-from tpuport.model import backend
+from tpuport.foundation.interop import backend
 
 BF16 = torch.bfloat16
 # Compiling dominates these tests, and what is compiled runs once on a few numbers.

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import attention_blocks as tuner
 from benchmarks.attention_blocks_page import write
-from tpuport.attention.blocks import choose_tiles
-from tpuport.attention.kernel_case import KernelCase
-from tpuport.attention.options import BlockSizes
-from tpuport.program.cost import CHIPS, KernelCompileError, KernelSchedule
-from tpuport.program.cost.bundles import Bundles, Span
+from tpuport.cost import CHIPS, KernelCompileError, KernelSchedule
+from tpuport.cost.bundles import Bundles, Span
+from tpuport.kernels.attention.blocks import choose_tiles
+from tpuport.kernels.attention.kernel_case import KernelCase
+from tpuport.kernels.attention.options import BlockSizes
 
 # A step of 1,000 bundles that multiply, within 100 that always run, and 60 once a row.
 STEP = Span(0, 1160, 9, True, (Span(10, 70, 0, False), Span(80, 1080, 9, False)))

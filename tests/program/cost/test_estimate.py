@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tpuport.errors import UsageError
-from tpuport.program.cost import CHIPS, Collective, chip_of, collective_seconds, estimate_step
+from tpuport.cost import CHIPS, Collective, chip_of, collective_seconds, estimate_step
+from tpuport.foundation.errors import UsageError
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpuport.program.cost import JaxprCost, count_jaxpr
+from tpuport.cost import JaxprCost, count_jaxpr
 
 
 def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

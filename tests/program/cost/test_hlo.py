@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpuport.program.cost import CompiledCost, read_compiled
-from tpuport.program.cost.hlo import group_size
+from tpuport.cost import CompiledCost, read_compiled
+from tpuport.cost.compiled_cost import group_size
+from tpuport.cost.hlo.parser import arrays, read_program
 from tpuport.sharding import count_collectives
-from tpuport.sharding.hlo_text import arrays, read_program
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tpuport.program.cost import count_jaxpr
-from tpuport.program.cost.kernels import find_calls
+from tpuport.cost import count_jaxpr
+from tpuport.cost.kernels import find_calls
 
 SIZE, BLOCK = 2048, 256
 CAUSAL = 8 * 9 / 2 / 64

@@ -8,10 +8,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuport.errors import MissingExtraError, UsageError
-from tpuport.program.cost import CHIPS, KernelCompileError, KernelSchedule, schedule_kernels
-from tpuport.program.cost.bundles import ScheduleFormatError, Span, read_bundles
-from tpuport.program.cost.kernels import find_calls
+from tpuport.cost import CHIPS, KernelCompileError, KernelSchedule, schedule_kernels
+from tpuport.cost.bundles import ScheduleFormatError, Span, read_bundles
+from tpuport.cost.kernels import find_calls
+from tpuport.foundation.errors import MissingExtraError, UsageError
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="waits for libtpu (make test installs it)"

@@ -18,8 +18,8 @@ from recipes.hunyuan_video.options import Options, size_of
 from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tests.recipes.hunyuan_video.eager import pipeline, relative
 from tests.recipes.hunyuan_video.short import LENGTH
-from tpuport.errors import UsageError
-from tpuport.running.compile_cache import CacheReport, watching
+from tpuport.aot.cache.compile_cache import CacheReport, watching
+from tpuport.foundation.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("short")
 

@@ -7,7 +7,7 @@ from recipes.hunyuan_video.compile_decode import compile_decode, published_vae
 from recipes.hunyuan_video.decode import factors
 from tests.program.small import needs_libtpu
 from tests.recipes.hunyuan_video.vae_models import FACTOR, TILE, small_vae
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @needs_libtpu

@@ -4,7 +4,7 @@ import pytest
 
 from recipes.hunyuan_video.compile import compile_denoise, make_transformer, step_shapes
 from tests.program.small import needs_libtpu
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @needs_libtpu

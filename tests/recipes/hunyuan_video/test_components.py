@@ -8,7 +8,7 @@ import torch
 
 from recipes.hunyuan_video.components import Components, parameters_on_meta, renaming
 from recipes.hunyuan_video.upstream import open_components
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from recipes.hunyuan_video.tiling import tiling_of
 from recipes.hunyuan_video.upstream_weights import upstream_vae
 from recipes.hunyuan_video.vae_patches import causal_by_frames
 from tests.recipes.hunyuan_video.vae_models import FACTOR, TILE, difference, normal, small_vae
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 RTOL = 1e-4

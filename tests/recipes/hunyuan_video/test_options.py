@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from recipes.hunyuan_video.options import Options, parse_aspect, size_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from recipes.hunyuan_video.caching import StepCache
 from recipes.hunyuan_video.other_models import Flow, denoise_latents
 from recipes.quiet import quietly
 from tests.recipes.hunyuan_video.eager import relative
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 STEPS = 4
 

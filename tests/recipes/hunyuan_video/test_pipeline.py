@@ -19,7 +19,7 @@ from recipes.hunyuan_video.options import Options, size_of
 from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tests.recipes.hunyuan_video.eager import pipeline, relative
 from tests.recipes.hunyuan_video.short import LENGTH
-from tpuport.running.compile_cache import CacheReport, watching
+from tpuport.aot.cache.compile_cache import CacheReport, watching
 
 # One of them quotes text, for byT5; they have unequal lengths, so there are padded rows.
 TWO = ('A sign that says "open" and “late”, in the rain.', "snow")

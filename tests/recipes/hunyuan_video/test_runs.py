@@ -15,7 +15,7 @@ from recipes.hunyuan_video import runs
 from recipes.hunyuan_video.__main__ import app
 from recipes.hunyuan_video.video import psnr, read_video
 from tests.recipes.killing import kill_when
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 
 SIZE = ("--height", "32", "--width", "48", "--frames", "5", "--precision", "float32")
 FAST = ("--guidance", "1", "--steps", "3", "--save-every", "1", *SIZE)

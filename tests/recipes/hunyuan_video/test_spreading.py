@@ -13,7 +13,7 @@ from recipes.hunyuan_video.encode import encode
 from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.spreading import SPREADS, choose_spread, spread_of
 from tests.recipes.hunyuan_video.denoisers import denoiser_of
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("short")

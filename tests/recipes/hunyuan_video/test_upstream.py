@@ -21,7 +21,7 @@ from recipes.hunyuan_video.spreading import Spread, spread_of
 from recipes.hunyuan_video.upstream import UpstreamComponents, open_components
 from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tests.recipes.hunyuan_video.eager import relative
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 pytestmark = [
     pytest.mark.usefixtures("short"),

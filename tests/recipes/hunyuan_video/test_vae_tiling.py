@@ -9,7 +9,7 @@ import torch
 
 from recipes.hunyuan_video.tiling import Tiling, map_tiles, tiling_of
 from tests.recipes.hunyuan_video.vae_models import FACTOR, difference, normal, small_vae
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
 
 

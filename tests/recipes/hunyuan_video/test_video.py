@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recipes.hunyuan_video import video
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 def road(frames: int = 9, height: int = 48, width: int = 64) -> np.ndarray:

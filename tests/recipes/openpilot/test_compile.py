@@ -18,7 +18,7 @@ from recipes.openpilot.student import DoraOptions, count_trained
 from recipes.openpilot.train import TrainOptions, make_student
 from recipes.openpilot.windows import Windows, write_seen
 from tests.recipes.openpilot.frames import make_shard
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 LOSSES = LossWeights(plan=0.0, path=1.0)
 DORA = DoraOptions(("temporal_hydra", "attention"), rank=4)

@@ -18,7 +18,7 @@ from recipes.openpilot.contract import Kind, load_onnx, read_contract, read_slic
 from recipes.openpilot.generations import GENERATIONS
 from recipes.openpilot.make_model import make_model
 from recipes.openpilot.small_model import build
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 # What the releases have: inputs and output widths (facts from their own metadata).
 RELEASES = {

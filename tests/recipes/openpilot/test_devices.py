@@ -22,7 +22,7 @@ from recipes.openpilot.train import (
 )
 from recipes.openpilot.windows import Windows
 from tests.recipes.openpilot.frames import make_shard
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 DEVICES = 8
 OPTIONS = TrainOptions(

@@ -12,7 +12,7 @@ import torch
 from recipes.openpilot.contract import Kind, ModelContract, TensorSpec, read_contract
 from recipes.openpilot.driving import Driver, Tensors, load_driver
 from recipes.openpilot.generations import GENERATIONS
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 FRAMES = 112  # more than the 100 that queues are long
 

@@ -9,7 +9,7 @@ from recipes.openpilot.constants import T_IDXS, X_IDXS
 from recipes.openpilot.evaluate import HORIZONS, Figures, plot_path_errors, table
 from recipes.openpilot.labels import LABEL_SHAPES
 from recipes.openpilot.scene import Drive, DriveOptions
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 COUNT = 4
 

@@ -16,7 +16,7 @@ from recipes.openpilot.exporting import export, write_weights
 from recipes.openpilot.importing import ImportedGraph, import_onnx
 from recipes.openpilot.student import DoraOptions, add_dora, merge
 from tests.recipes.openpilot.onnx_graphs import make_graph, random_rows, run_onnx
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 def moved(path: Path, scale: float = 0.02) -> ImportedGraph:

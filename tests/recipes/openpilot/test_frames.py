@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recipes.openpilot import constants, frames, geometry
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 F = np.float32
 SIZE = (64, 48)  # width, height of a small camera

@@ -19,7 +19,7 @@ from recipes.openpilot.train import TrainOptions, train
 from tests.full_disk import full_after
 from tests.recipes.openpilot.frames import make_shard
 from tests.recipes.openpilot.onnx_graphs import random_rows
-from tpuport.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError
 from tpuport.training import JsonLines
 
 FULL = r"was not saved: the disk is full .*What to do: make room there"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.openpilot import constants, geometry
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 TICI = constants.DEVICE_CAMERAS["tici", "ar0231"].road
 

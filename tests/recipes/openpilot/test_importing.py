@@ -19,7 +19,7 @@ from recipes.openpilot.generations import GENERATIONS
 from recipes.openpilot.importing import import_onnx
 from recipes.openpilot.small_model import build
 from tests.recipes.openpilot.onnx_graphs import check_rows, make_graph, random_rows
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

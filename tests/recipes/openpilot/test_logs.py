@@ -13,7 +13,7 @@ import pytest
 from recipes.openpilot import logs, make_data, segments
 from recipes.openpilot.joining import frame_table, latest, runs, together
 from tests.recipes.openpilot import routes
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 pytest.importorskip("openpilot_logging")
 zstandard = pytest.importorskip("zstandard")

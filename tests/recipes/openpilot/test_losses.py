@@ -26,7 +26,7 @@ from recipes.openpilot.losses import (
     winner_takes_all,
 )
 from recipes.openpilot.outputs import Mdn, predictions
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 ALL = torch.ones(3)
 

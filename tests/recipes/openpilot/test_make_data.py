@@ -10,7 +10,7 @@ import pytest
 
 from recipes.openpilot import constants, drawing, geometry, make_data
 from recipes.openpilot.scene import LANE, Drive, DriveOptions
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 av = pytest.importorskip("av")
 openpilot_logging = pytest.importorskip("openpilot_logging.logreader")

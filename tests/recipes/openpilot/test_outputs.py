@@ -10,7 +10,7 @@ import torch
 import tpuport
 from recipes.openpilot.generations import GENERATIONS
 from recipes.openpilot.outputs import Mdn, cut, head_of, parse, predictions
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 OUTPUTS = [(gen, kind) for gen, kinds in GENERATIONS.items() for kind in kinds]
 IDS = [f"{gen}-{kind.name}" for gen, kind in OUTPUTS]

@@ -8,7 +8,7 @@ import pytest
 from recipes.hunyuan_video.video import read_video
 from recipes.openpilot import constants, drawing, frames, geometry, pictures
 from recipes.openpilot.scene import Drive, DriveOptions
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 av = pytest.importorskip("av")
 DRIVE = Drive(DriveOptions(10, seed=5, lead=0.0))

@@ -15,7 +15,7 @@ from recipes.openpilot.prepare import PrepareOptions, prepare, summary
 from tests.full_disk import full_after
 from tests.recipes.killing import kill_when
 from tests.recipes.openpilot import routes
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 pytest.importorskip("openpilot_logging")
 pytest.importorskip("av")

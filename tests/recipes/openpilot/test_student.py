@@ -25,7 +25,7 @@ from recipes.openpilot.student import (
     trainable_layers,
 )
 from tests.recipes.openpilot.onnx_graphs import make_graph
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import make_train_step
 
 RATE = 0.05

@@ -20,7 +20,7 @@ from recipes.openpilot.teacher import (
     runs_of,
 )
 from tests.recipes.openpilot.frames import make_shard
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 def arrays_of(path: Path) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ from recipes.openpilot.teacher import label
 from recipes.openpilot.train import SequenceLoss, TrainOptions, make_student, train
 from recipes.openpilot.windows import Windows, write_seen
 from tests.recipes.openpilot.frames import make_shard
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import make_train_step
 
 RATE, WARMUP, LENGTH = 1.0, 3, 5

@@ -18,8 +18,8 @@ from recipes.recogdrive.scenes import read_scenes
 from recipes.recogdrive.tiles import Tiling
 from tests.recipes.killing import kill_when
 from tests.recipes.recogdrive.chat_data import Small
-from tpuport.errors import UsageError
-from tpuport.training.hosts import Hosts
+from tpuport.foundation.errors import UsageError
+from tpuport.training.distributed import Hosts
 
 TILING = Tiling(56, max_dynamic_patch=4)
 LENGTH = 560

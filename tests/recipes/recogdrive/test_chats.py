@@ -18,7 +18,7 @@ from recipes.recogdrive.chats import (
 )
 from recipes.recogdrive.make_chats import make_tokenizer
 from recipes.recogdrive.samples import check_tokens
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @pytest.fixture(scope="module")

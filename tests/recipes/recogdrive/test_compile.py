@@ -4,7 +4,7 @@ import pytest
 
 from recipes.recogdrive.compile import STAGES, compile_stage
 from tests.program.small import needs_libtpu
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 TRAINED = {"finetune", "train", "grpo"}
 SLOW = {"finetune", "grpo", "chains"}

@@ -27,8 +27,8 @@ from recipes.recogdrive.loading import load_chat_model, save_chat_model
 from tests.recipes.killing import kill_when
 from tests.recipes.recogdrive.chat_data import LENGTH, Small
 from tests.recipes.recogdrive.runs import has_state, logged
-from tpuport.errors import UsageError
-from tpuport.training.hosts import Hosts
+from tpuport.foundation.errors import UsageError
+from tpuport.training.distributed import Hosts
 
 
 def options(small: Small, folder: Path, **more: Any) -> FinetuneOptions:

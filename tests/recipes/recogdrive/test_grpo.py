@@ -14,7 +14,7 @@ from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.rewards import RewardPool, SimpleScorer
 from recipes.recogdrive.train import TrainOptions
 from tests.recipes.recogdrive.small import CONFIG, scenes, small_planner
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 TRAIN = TrainOptions(epochs=1, warmup_epochs=0, min_lr=0.0, ema_decay=None)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipes.recogdrive import layouts
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 LAYOUTS = ("upstream", "safetensors")
 

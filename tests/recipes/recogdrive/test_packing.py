@@ -11,7 +11,7 @@ from recipes.recogdrive.packing import (
     plan_epoch,
     weight_of,
 )
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 BUCKETS = [Bucket(16, 2), Bucket(32, 4), Bucket(64, 8)]
 

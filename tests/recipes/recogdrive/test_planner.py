@@ -13,7 +13,7 @@ from recipes.recogdrive import kinds
 from recipes.recogdrive.diffusion import SAMPLERS, denormalise, normalise
 from recipes.recogdrive.train import BETAS, WEIGHT_DECAY, TrainOptions, make_optimizer
 from tests.recipes.recogdrive.small import scenes, small_planner
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training import TrainStep, make_train_step
 
 # In training ddpm is ddim.

@@ -14,7 +14,7 @@ import pytest
 
 from recipes.recogdrive import make_data, rewards
 from recipes.recogdrive.grpo import advantages, make_scorer
-from tpuport.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 def driven() -> np.ndarray:

@@ -21,7 +21,7 @@ from recipes.recogdrive.samples import PlannedRows
 from tests.recipes.recogdrive.chat_data import LENGTH, Small
 from tests.recipes.recogdrive.runs import command, logged
 from tests.training.processes import finish, start_two
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.sharding import fsdp
 
 # Wide enough that the weights of attention and of the feed-forward layers are spread.

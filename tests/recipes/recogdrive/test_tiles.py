@@ -17,7 +17,7 @@ from recipes.recogdrive.tiles import (
     pixels,
     read_image,
 )
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 def picture(width: int, height: int) -> Image.Image:

@@ -25,7 +25,7 @@ from recipes.recogdrive.validation import Validation
 from recipes.recogdrive.weights import read_weights
 from tests.recipes.recogdrive.runs import logged
 from tests.recipes.recogdrive.small import CONFIG
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 OPTIONS = {
     "size": "tiny", "batch_size": 4, "epochs": 4, "lr": 3e-3, "ema_decay": 0.9,

@@ -18,7 +18,7 @@ from recipes.recogdrive.finetune import (
 )
 from recipes.recogdrive.vlm import make_config, tokens_per_tile
 from tests.recipes.recogdrive.chat_data import LENGTH, Small, loss_by_transformers
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 # Pictures of several shapes, two in one sample, and none.
 PICKED = (0, 1, 2, 3, 4)

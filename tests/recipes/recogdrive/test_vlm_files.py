@@ -11,7 +11,7 @@ from recipes.recogdrive.loading import load_chat_model, save_chat_model, tile_of
 from recipes.recogdrive.make_chats import make_tokenizer
 from recipes.recogdrive.vlm import ChatModel, add_tokens, make_config, make_vlm
 from recipes.recogdrive.vlm_weights import to_transformers, to_upstream
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 def made(folder: Path) -> ChatModel:

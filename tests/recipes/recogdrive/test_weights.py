@@ -7,7 +7,7 @@ import tpuport
 from recipes.recogdrive import plots, weights
 from recipes.recogdrive.diffusion import SAMPLERS
 from tests.recipes.recogdrive.small import CONFIG, small_planner
-from tpuport.errors import CheckpointError, MissingExtraError
+from tpuport.foundation.errors import CheckpointError, MissingExtraError
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuport.diagnosis.frames import Place
+from tpuport.foundation.user_frames import Place
 
 
 @dataclass(frozen=True)

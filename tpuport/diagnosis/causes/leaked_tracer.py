@@ -4,7 +4,7 @@ import re
 
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised, Recorded
 from tpuport.diagnosis.causes._reading import array_type
-from tpuport.diagnosis.frames import is_inside
+from tpuport.foundation.user_frames import is_inside
 
 _TRACED = re.compile(r"when the value leaked was (.+?) at (\S+?):(\d+) traced for (\w+)")
 _STACK = re.compile(r"^(?:The leaked .* created on line )?(\S+?):(\d+):\d+ \((.+?)\)", re.MULTILINE)

@@ -4,11 +4,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from tpuport.foundation.version import __version__
 from tpuport.lint.output import Style
 from tpuport.lint.records import Outcome, Problem, Reported, Trouble
 from tpuport.lint.summary import summarise
-from tpuport.source.finding import Severity
-from tpuport.version import __version__
+from tpuport.source.rewrite.finding import Severity
 
 FORMAT = 1
 _LEVELS = {

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import groupby
 
+from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
+from tpuport.foundation.version import __version__
 from tpuport.lint.output import Style
 from tpuport.lint.output.text import advice
 from tpuport.lint.records import RANK, Outcome, Reported
 from tpuport.lint.summary import PortingSummary, summarise
-from tpuport.markup import Markup, join, page, plural, tag, visible
-from tpuport.source.finding import Severity
-from tpuport.version import __version__
+from tpuport.source.rewrite.finding import Severity
 
 MEANING = {
     Severity.ERROR: "stops the trace",

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tpuport.foundation.version import __version__
 from tpuport.lint.catalogue import Entry, catalogue
 from tpuport.lint.output import Style
 from tpuport.lint.records import Outcome, Problem, Reported, Trouble
-from tpuport.source.finding import Severity
-from tpuport.version import __version__
+from tpuport.source.rewrite.finding import Severity
 
 SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -4,11 +4,11 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from tpuport.foundation.reporting.markup import plural, visible
 from tpuport.lint.output import Style
 from tpuport.lint.records import RANK, Outcome, Reported
 from tpuport.lint.summary import PortingSummary, summarise
-from tpuport.markup import plural, visible
-from tpuport.source.finding import Severity
+from tpuport.source.rewrite.finding import Severity
 
 COLORS = {Severity.ERROR: "31", Severity.SILENT: "35", Severity.SLOW: "33", Severity.NOTE: "36"}
 _BOLD, _DIM, _RULE, _GOOD, _FRAME = "1", "2", "1", "32", "34"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.model.ported import PortedModel
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
 from tpuport.training.adapters.setup import Setup
 from tpuport.training.optimizers import from_torch
 from tpuport.training.step import make_train_step

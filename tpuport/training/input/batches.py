@@ -9,11 +9,11 @@ from typing import Any, Literal, Self
 
 import torch
 
-from tpuport.errors import UsageError
-from tpuport.training.input.ahead import OnDevice
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.buckets import Buckets, as_buckets
+from tpuport.training.input.from_dataloader import Settings, settled, source_of
+from tpuport.training.input.prefetch import OnDevice
 from tpuport.training.input.sources import Indexed, Place, Read, Share, Workers
-from tpuport.training.input.taken_over import Settings, settled, source_of
 
 # The entry that marks the rows of a padded batch that are samples.
 MASK = "sample_mask"

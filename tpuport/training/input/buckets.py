@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.reading import Reader, as_tensors, num_rows
 from tpuport.training.input.sources import Place, Read, Share
 

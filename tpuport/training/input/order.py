@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.reading import own_randomness, seed_all
 
 

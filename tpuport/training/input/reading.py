@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.buckets import Buckets
 
 # Appended to the seed of the random numbers that `collate` draws.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from tpuport.errors import UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.buckets import Buckets
 from tpuport.training.input.order import Order
 from tpuport.training.input.reading import (

@@ -1,0 +1,403 @@
+"""A ported model over the user's own module, which share every change of state."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.compat import gradients
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import backend
+from tpuport.foundation.interop.device_mark import is_tagged, tag
+from tpuport.foundation.pytree.clone import Cloner, clone_module
+from tpuport.model.convert import check_signature
+from tpuport.model.parity import verify
+from tpuport.model.ported_model import PortedModel
+from tpuport.model.program_cache import Prepared
+from tpuport.model.report_builder import new_report
+from tpuport.tracing.core import arguments
+from tpuport.tracing.guards.global_state import Outside
+from tpuport.tracing.guards.module_changes import (
+    changed_names,
+    changed_numbers,
+    differences,
+    frame_of,
+    key_of,
+    named,
+    put,
+    refuse_backward_hooks,
+)
+from tpuport.tracing.state.module_state import StateTree, state_tree
+
+
+class LiveModel(PortedModel):
+    """The programs of one module of the user's.
+
+    A `PortedModel` keeps its own copy of the module. Here the module stays the user's: weights that
+    an optimizer changed, attributes that a script set and layers that it exchanged reach the
+    program at the next call. Buffers and attributes that a call changed reach the module.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, verified: bool, rtol: float | None) -> None:
+        super().__init__(
+            module,
+            methods=("forward",),
+            report=new_report(module),
+            checks=True,
+            precision="highest",
+        )
+        # A program must not keep alive the module that it belongs to.
+        self._reference, self._source = weakref.ref(module), weakref.proxy(module)
+        self._wanted: gradients.Wanted | None = None
+        self._drew = False
+        self._changed_numbers: set[str] = set()
+        self._python_changes: list[Any] = []
+        self._outside = Outside(module)
+        self._outside_values = self._outside.values(module)
+        self._tree = self._taken_apart(module)
+        self._frame = frame_of(self._tree, module)
+        # Each structure of the module that was seen has a number; cached programs belong to one.
+        self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
+        self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
+        if verified:
+            self._verifier = _Verifier(self, self._source, rtol)
+
+    @property
+    def methods_compiled(self) -> set[str]:
+        """Return the methods that have become programs."""
+        return {signature.method for signature in self._cache}
+
+    @property
+    def _user(self) -> torch.nn.Module:
+        module = self._reference()
+        assert module is not None, "called by the module itself"
+        return module
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the user's module as a program.
+
+        Raises:
+            PortError: the code cannot be ported exactly, or its result differs from eager's.
+        """
+        check_signature(self._user, method, args, kwargs)
+        refuse_backward_hooks(self._user)
+        # Without torch's function modes, reading the tensors takes half the time.
+        with torch._C.DisableTorchFunction():
+            self._take_in()
+        before = self._values()
+        self._python_changes.clear()
+        self._outside.begin()
+        with self._torchs_generator_kept(method, args, kwargs):
+            out = self._call(method, args, kwargs)
+        if self._outside.has_settled:
+            self._outside_values = self._outside.values(self._user)
+            self._frames[self._number] = self._frame, self._outside_values
+        self._give_back(before)
+        return out
+
+    @contextlib.contextmanager
+    def _torchs_generator_kept(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Restore torch's generator after a verified call whose program draws no numbers."""
+        done = None if self._verifier is None else self._verifier.done
+        if done is None or self._path_of(method, args, kwargs) in done:
+            yield
+            return
+        state, self._drew = torch.get_rng_state(), False
+        try:
+            yield
+        finally:
+            if not self._drew:
+                torch.set_rng_state(state)
+
+    # -- state of the user's module ----------------------------------------------------------------
+
+    def _taken_apart(self, module: torch.nn.Module) -> StateTree:
+        """Return the state of the user's module, without attributes that its code never reads."""
+        tree = state_tree(module, self._program.numbers)
+        unread = [
+            name
+            for name, (_, attribute) in tree.owners.items()
+            if name not in tree.registered and name in tree.statics
+            if not self._outside.reads(attribute) and attribute != "training"
+        ]
+        for name in unread:
+            del tree.statics[name]
+        starts = tuple(name + end for name in unread for end in ("[", "."))
+        for name in [n for n in tree.leaves if n in unread or (starts and n.startswith(starts))]:
+            del tree.leaves[name]
+        return tree
+
+    def _take_in(self) -> None:
+        """Take over what changed in the user's module since the last call."""
+        tree = self._taken_apart(self._user)
+        frame = frame_of(tree, self._user)
+        outside = self._outside.values(self._user)
+        if frame != self._frame or outside != self._outside_values:
+            changed = changed_names(self._outside_values, outside)
+            self._state_changes.update(dict.fromkeys(changed, 1))
+            self._outside = Outside(self._user)
+            self._outside_values = self._outside.values(self._user)
+            tree = self._taken_apart(self._user)
+            tree = self._take_structure(tree)
+            frame = frame_of(tree, self._user)
+        for name, leaf in tree.leaves.items():
+            self._take_leaf(name, leaf, name in tree.registered)
+        self._tree = tree
+        self._set_frame(frame)
+
+    def _set_frame(self, frame: Any) -> None:
+        """Switch to the programs of this structure, old ones if it was seen before."""
+        if frame == self._frame and self._frames[self._number][1] is self._outside_values:
+            return
+        self._frame = frame
+        for number, (known, outside) in self._frames.items():
+            if known == frame and outside == self._outside_values:
+                self._number = number
+                self._frames[number] = known, self._outside_values
+                return
+        self._number += 1 + max(self._frames) - self._number
+        self._frames[self._number] = frame, self._outside_values
+
+    def _take_structure(self, tree: StateTree) -> StateTree:
+        """Take over a changed attribute, layer or hook, which needs another program.
+
+        A number that changes a second time becomes an input of the program.
+        """
+        again = [
+            name
+            for name in changed_numbers(self._tree, tree)
+            if name in self._changed_numbers or self._changed_numbers.add(name)
+        ]
+        for name in again:
+            self._promote_number(name, tree.values[name])
+            self._state_changes[name] = self._state_changes.get(name, 0) + 1
+        if again:
+            tree = self._taken_apart(self._user)
+        if not again or frame_of(tree, self._user) != self._frame:
+            self._state_changes.update(dict.fromkeys(named(differences(self._tree, tree)), 1))
+        self._program.master = clone_module(self._user, lambda t: t)[0]
+        trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
+        values = {n: v for n, v in self._values().items() if n in tree.leaves}
+        self.params = {n: v for n, v in values.items() if n in trainable}
+        self.buffers = {n: v for n, v in values.items() if n not in trainable}
+        return tree
+
+    def _take_leaf(self, name: str, leaf: Any, registered: bool) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            if name in self._program.numbers:
+                self.buffers[name] = jax.numpy.asarray(leaf)
+            return
+        if registered and not is_tagged(leaf):
+            tag(leaf)
+        key = key_of(leaf)
+        # A plain attribute may require grad too: an output of another module, set by a script.
+        holder, other = self.buffers, self.params
+        if leaf.requires_grad:
+            holder, other = other, holder
+        known = name in self.params or name in self.buffers
+        settled = known or not (registered or leaf.requires_grad)
+        if self._keys.get(name) == key and settled and name not in other:
+            return
+        first = name not in self._keys
+        self._keys[name] = key
+        if first and settled and not known:
+            return  # a plain attribute is a host constant until something changes it
+        if not known:
+            self._new_version()
+        other.pop(name, None)
+        holder[name] = backend.to_jax(leaf)
+
+    # -- what a call changed -----------------------------------------------------------------------
+
+    def _apply_python_state(self, compiled: Any, changes: Any) -> None:
+        super()._apply_python_state(compiled, changes)
+        self._python_changes.append(changes)
+
+    def _give_back(self, before: dict[str, Any]) -> None:
+        """Write to the user's module what the call changed."""
+        for change in self._python_changes:
+            self._give_python_state(change)
+        if self._python_changes:
+            self._tree = self._taken_apart(self._user)
+            self._outside_values = self._outside.values(self._user)
+        for name, value in self._values().items():
+            leaf = self._tree.leaves.get(name)
+            if before.get(name) is value or leaf is None:
+                continue
+            if isinstance(leaf, torch.Tensor):
+                self._give_tensor(name, leaf, value)
+            elif name in self._program.numbers:
+                fqn, attribute = self._tree.owners[name]
+                vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
+        if self._python_changes:
+            self._set_frame(frame_of(self._tree, self._user))
+            self._keys |= {n: key_of(t) for n, t in self._tree.leaves.items()}
+
+    def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
+        new = backend.to_torch(value, leaf.dtype)
+        owner = self._tree.owners.get(name)
+        if name in self._tree.registered or owner is None:
+            with torch.no_grad():
+                leaf.copy_(new)
+        else:
+            # Eager rebinds a plain attribute: references to the old tensor keep the old values.
+            fqn, attribute = owner
+            leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
+        self._keys[name] = key_of(leaf)
+
+    def _give_python_state(self, changes: Any) -> None:
+        """Set attributes of the user's modules as the call left them on the ported copy."""
+        if changes.replacement is not None:
+            raise PortError(
+                f"{type(self._user).__name__} exchanges submodules while it is called",
+                code="TPU405",
+                remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
+            )
+        master, values = self.module, self._values()
+        names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
+
+        def back(tensor: torch.Tensor) -> torch.Tensor:
+            known = self._tree.leaves.get(names.get(id(tensor), ""))
+            if isinstance(known, torch.Tensor) and tensor is not known and known.is_leaf:
+                same = tensor.shape == known.shape and tensor.dtype == known.dtype
+                if same and names[id(tensor)] in self._tree.registered:
+                    return known
+            value = values.get(names.get(id(tensor), ""))
+            return tensor if value is None else gradients.host_tensor(value, tensor.dtype)
+
+        cloner = Cloner(back)
+        cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
+        for name in changes.names:
+            fqn, attribute = changes.owners[name]
+            theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
+            put(theirs, ours, attribute, cloner)
+        changes.put_hooks(self._user)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def _result(self, value: Any, meta: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value
+        made = arguments.from_program(value, meta)
+        if not isinstance(made, torch.Tensor):
+            return made
+        return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        """Return outputs that alias an argument or weight as that tensor or view, like eager."""
+        for index, alias in call.compiled.outcome.out_aliases.items():
+            at = alias.of
+            owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
+            if not isinstance(owner, torch.Tensor):
+                continue
+            if alias.is_same:
+                given[index] = owner
+            elif not owner.requires_grad:
+                offset = owner.storage_offset() + alias.offset
+                given[index] = owner.as_strided(alias.size, alias.stride, offset)
+        return given
+
+    def _run(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+    ) -> tuple[Any, dict[str, Any]]:
+        wanted, tensors = self._differentiated(args, kwargs)
+        self._wanted = wanted if tensors else None
+        prepared = self._prepare(method, args, kwargs, key)
+        self._drew = prepared.compiled.outcome.uses_key
+        if not tensors:
+            with prepared.timing:
+                results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
+            return self._finish(prepared, results), prepared.state
+        call = gradients.Call(prepared, wanted)
+        flows = gradients.Through.apply(call, *tensors)
+        return self._finish(prepared, call.results(list(flows))), prepared.state
+
+    def _tracing(self) -> Any:
+        return self.alone()
+
+    def alone(self) -> Any:
+        """Return a block for user code that may change nothing but its module."""
+        return self._outside.left_alone(self._user)
+
+    def _variant(self) -> Any:
+        return self._wanted, self._number
+
+    def _transformed(self, pure: Any, paths: list[str]) -> Any:
+        if self._wanted is None:
+            return pure
+        registered = self._tree.registered
+
+        def labels(state: Any, written: Any, put: Any, code: Any) -> dict[str, Any]:
+            del code
+            found = {f"the attribute {n!r}": v for n, v in state.items() if n not in registered}
+            found |= {f"the argument {paths[int(i)]}": v for i, v in written.items()}
+            return found | {f"an object among the arguments ({i})": v for i, v in enumerate(put)}
+
+        return gradients.differentiable(pure, self._wanted, labels)
+
+    def _differentiated(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[gradients.Wanted, list[torch.Tensor]]:
+        """Return the names and numbers of the inputs that require grad, and their tensors."""
+        if not torch.is_grad_enabled():
+            return ((), ()), []
+        leaves, _, _ = arguments.take_apart((args, kwargs))
+        named = {n: t for n, t in self._tree.leaves.items() if n in self.params}
+        indices = [
+            i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        tensors = [*named.values(), *(leaves[i] for i in indices)]
+        return (tuple(named), tuple(indices)), tensors
+
+    def _differentiates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(self._differentiated(args, kwargs)[1])
+
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Other sizes take the same path; the other training mode or another option does not.
+        spec = arguments.take_apart((args, kwargs))[1]
+        return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
+
+    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
+        """Compare the gradients of a random projection of the outputs, parameter by parameter."""
+        theirs = dict(module.named_parameters())
+        ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
+        totals = []
+        for value in (expected, out):
+            leaves = enumerate(pytree.flatten(value)[0])
+            totals.append(
+                [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
+            )
+        # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
+        ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
+        if not any(totals) or not ours:
+            return []
+        try:
+            # Where one side has no graph, the gradients of the other have to be zero.
+            want = gradients.gradients(totals[0], [theirs[name] for name in ours])
+        except RuntimeError as error:
+            # Eager raises only in a backward pass, which the script may never ask for.
+            self.report.notes.append(f"gradients were not compared, eager has none: {error}")
+            return []
+        have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
+        pairs = zip(ours, want, have, strict=True)
+        none = torch.zeros(())
+        filled: list[tuple[str, Any, Any]] = [
+            (name, none if w is None else w, none if h is None else h) for name, w, h in pairs
+        ]
+        return verify.gradient_records(self._verifier, filled)
+
+
+class _Verifier(verify.Verifier):
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        with self.ported.alone():  # pyright: ignore[reportAttributeAccessIssue]
+            return super().reference(*args, **kwargs)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

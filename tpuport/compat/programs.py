@@ -1,0 +1,142 @@
+"""Calls of the user's modules that are compiled without being asked for.
+
+The outermost call of a module on the accelerator is one jitted program. Where it cannot be one,
+the modules inside it become programs.
+"""
+
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.rnn import PackedSequence
+
+from tpuport.compat import captured_outputs
+from tpuport.compat.live_module import LiveModel
+from tpuport.compat.report import Descended
+from tpuport.compat.settings import Settings, active
+from tpuport.foundation.errors import ParityError, PortError
+from tpuport.foundation.interop.device_mark import is_tagged
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.reentrancy import is_part_of_program, part_of_program
+
+
+class PortWarning(UserWarning):
+    """Code ran in another way than asked for, with the same result."""
+
+
+# The token under which methods of classes are replaced.
+METHODS = object()
+# A trace swaps functions process-wide, and a program has one state.
+_ONE_AT_A_TIME = threading.RLock()
+_PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
+# By module the methods that cannot be one program.
+_DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def programs() -> list[LiveModel]:
+    """Return the modules that became programs so far, in order."""
+    return list(_PROGRAMS.values())
+
+
+def forget() -> None:
+    """Drop every program, at the end of the last context."""
+    _PROGRAMS.clear()
+    _DESCENDED.clear()
+
+
+def becomes_program(module: torch.nn.Module, method: str) -> bool:
+    """Return whether a call made now is to be a program of its own."""
+    settings = active()
+    if settings is None or not settings.port_modules or is_part_of_program():
+        return False
+    if _has_any_global_hook():
+        return False
+    if peek_interpreter_stack() is not None:
+        return False  # torch.func transforms the single operations of what is called inside it
+    if current() is not None or method in _DESCENDED.get(module, ()):
+        return False
+    names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    return not names & {*settings.eager} and _is_on_accelerator(module)
+
+
+def _is_on_accelerator(module: torch.nn.Module) -> bool:
+    first = next(module.parameters(), None)
+    if first is None:
+        first = next(module.buffers(), None)
+    return first is not None and is_tagged(first)
+
+
+def call(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a method as a program; if it cannot be one, run it eagerly, its submodules as programs.
+
+    Raises:
+        PortError: it cannot be a program, and nothing inside it could.
+    """
+    settings = active()
+    assert settings is not None
+    try:
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            return original(module, *args, **kwargs)
+        with _ONE_AT_A_TIME, part_of_program():
+            model = _PROGRAMS.get(module)
+            if model is None:
+                captured_outputs.prepare(module)
+                model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
+                _PROGRAMS[module] = model
+                settings.report.programs.append(model.report)
+            return model.call(method, args, kwargs)
+    except ParityError:
+        raise
+    except PortError as error:
+        if not _has_parts(module) and not _has_hooks(module):
+            raise
+        _DESCENDED.setdefault(module, set()).add(method)
+        _forget_if_empty(module, settings)
+        _say_descended(module, method, error, settings)
+    return original(module, *args, **kwargs)
+
+
+def _has_parts(module: torch.nn.Module) -> bool:
+    return any(_is_on_accelerator(child) for child in module.children())
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a call runs hooks, whose code the class does not know."""
+    held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any((*held, module._backward_pre_hooks))
+
+
+def _forget_if_empty(module: torch.nn.Module, settings: Settings) -> None:
+    """Drop a module without any program, so that the report lists its submodules instead."""
+    model = _PROGRAMS.get(module)
+    if model is not None and not model.methods_compiled:
+        del _PROGRAMS[module]
+        reports = settings.report.programs
+        reports[:] = [one for one in reports if one is not model.report]
+
+
+def _say_descended(
+    module: torch.nn.Module, method: str, error: PortError, settings: Settings
+) -> None:
+    name = type(module).__name__
+    what = name if method == "forward" else f"{name}.{method}"
+    settings.report.descended.append(Descended(what, str(error)))
+    warnings.warn(
+        f"{what} is not one program, its submodules are: {error}", PortWarning, stacklevel=4
+    )
+
+
+def program_methods(settings: Settings, cls: type) -> list[str]:
+    """Return the methods of a class that were named as programs (`Class.method`)."""
+    found = []
+    for entry in settings.methods:
+        owner, _, method = entry.rpartition(".")
+        if owner in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") and method in vars(cls):
+            found.append(method)
+    return found

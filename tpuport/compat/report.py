@@ -1,0 +1,116 @@
+"""The report of a block of `porting()`: which calls were programs, and what was rewritten."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuport.compat.import_hook import Imported
+from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
+from tpuport.foundation.reporting.saved_report import SavedReport
+from tpuport.reports import wording as fmt
+from tpuport.reports.html import sections_of, style
+from tpuport.reports.report import PortReport
+
+
+@dataclass(frozen=True)
+class Descended:
+    """A call that is not one program, but whose submodules are programs.
+
+    Attributes:
+        what: The class, or the class and method.
+        reason: Why it is not one, with the user's line and what to do.
+    """
+
+    what: str
+    reason: str
+
+
+@dataclass
+class RunReport(SavedReport):
+    """The report of one block of `porting()`.
+
+    Attributes:
+        programs: The report of each module that was ported, in the order of first calls.
+        descended: Calls that are not one program.
+        imported: The outcome for each module that was to be rewritten.
+    """
+
+    programs: list[PortReport] = field(default_factory=list)
+    descended: list[Descended] = field(default_factory=list)
+    imported: list[Imported] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether every program agreed with eager PyTorch, as far as it was compared."""
+        return all(report.ok for report in self.programs)
+
+    def __str__(self) -> str:
+        lines = [self._headline(), *(f"  {line}" for line in self._lines())]
+        return "\n".join(map(visible, lines)) + "\n"
+
+    def _headline(self) -> str:
+        rewritten = sum(bool(module.applied) for module in self.imported)
+        parts = [plural(len(self.programs), "program")]
+        if self.descended:
+            parts.append(f"{plural(len(self.descended), 'call')} left to the modules inside")
+        if rewritten:
+            parts.append(f"{plural(rewritten, 'file')} rewritten")
+        return ", ".join(parts)
+
+    def _lines(self) -> Iterator[str]:
+        for report in self.programs:
+            yield f"{report.model}: {_verdict(report)}"
+        for one in self.descended:
+            yield f"{one.what} is not one program: {one.reason}".replace("\n", "\n    ")
+        for module in self.imported:
+            if module.applied:
+                codes = ", ".join(f"{code} line {line}" for code, line in module.applied)
+                yield f"{fmt.short_path(module.file)}: {codes}"
+            elif module.reason:
+                yield f"{fmt.short_path(module.file)}: imported as it is: {module.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "ok": self.ok,
+            "programs": [report.to_dict() for report in self.programs],
+            "descended": [vars(one) for one in self.descended],
+            "imported": [vars(module) for module in self.imported],
+        }
+
+    def to_json(self) -> str:
+        """Return the report as standard JSON, indented."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    def to_html(self) -> str:
+        """Return the report as one HTML page that loads nothing from elsewhere."""
+        rows = [
+            tag(
+                "tr",
+                tag("td", tag("code", report.model)),
+                tag("td", fmt.explanation(report)),
+                tag("td", str(len(report.retraces))),
+                tag("td", fmt.seconds(report.timing.trace + report.timing.compile)),
+            )
+            for report in self.programs
+        ]
+        names = ("program", "compared with eager PyTorch", "retraces", "to trace and compile")
+        head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
+        table = tag("table", head, tag("tbody", *rows)) if rows else Markup("")
+        title = tag("header", tag("div", tag("h1", self._headline())), class_="run")
+        others = list(self._lines())[len(self.programs) :]
+        notes = tag("ul", *(tag("li", line) for line in others)) if others else Markup("")
+        details = [
+            tag("details", tag("summary", tag("code", report.model)), join(sections_of(report)))
+            for report in self.programs
+        ]
+        return page(self._headline(), tag("main", title, table, notes, *details), style=style())
+
+
+def _verdict(report: PortReport) -> str:
+    worst = report.worst
+    known = "" if worst is None else f", at most {fmt.number(worst.max_rel)} relative"
+    again = f"; {plural(len(report.retraces), 'retrace')}" if report.retraces else ""
+    spent = fmt.seconds(report.timing.trace + report.timing.compile)
+    return f"{report.verdict}{known}; traced and compiled in {spent}{again}"

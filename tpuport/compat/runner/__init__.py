@@ -1,0 +1,1 @@
+"""`tpuport run`: scripts, their tracebacks and exit codes."""

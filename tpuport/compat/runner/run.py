@@ -1,0 +1,294 @@
+"""`tpuport run`: a script run as `python` runs it, inside `tpuport.porting`."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from tpuport.compat.import_hook import RewrittenLoader, loader_for
+from tpuport.compat.porting import porting
+from tpuport.compat.runner.exit import finish
+from tpuport.compat.runner.tracebacks import trim
+from tpuport.diagnosis.explain import add_explanation
+from tpuport.foundation.errors import UsageError
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Program:
+    """The script or module to run.
+
+    Attributes:
+        name: The path of a script, of a folder or archive with a `__main__.py`; or a module's name.
+        is_module: Whether it is a module's name, as `python -m` takes it.
+        arguments: The values of `sys.argv[1:]`.
+    """
+
+    name: str
+    is_module: bool = False
+    arguments: Sequence[str] = field(default=())
+
+    @property
+    def folder(self) -> str:
+        """Return the folder that Python puts at the start of `sys.path`."""
+        if self.is_module:
+            return os.getcwd()
+        path = os.path.realpath(self.name)
+        return path if self.is_container else os.path.dirname(path)
+
+    @property
+    def is_container(self) -> bool:
+        """Return whether it is a folder or an archive with a `__main__.py`."""
+        is_file = self.is_module or self.name.endswith(".py")
+        return not is_file and PathFinder.find_spec("__main__", [self.name]) is not None
+
+
+def run(
+    program: Program,
+    *,
+    packages: Sequence[str] = (),
+    paths: Sequence[str | Path] = (),
+    rewrite: bool = True,
+    profile: Path | None = None,
+    cache_dir: str | None = None,
+    report: Path | None = None,
+    full_traceback: bool = False,
+    ends_process: bool = True,
+    **porting_options: Any,
+) -> int:
+    """Run a program to its end, as `__main__`.
+
+    It finds what `torchrun` gives a single process: `sys.argv`, `sys.path` and the environment.
+    What it prints, raises and exits with is what it would be with `python`, but for the frames of
+    tpuport, which tracebacks leave out.
+
+    Args:
+        program: The script or module to run.
+        packages: Packages to rewrite as they are imported.
+        paths: Files and folders to rewrite, besides the program and what is below its folder.
+        rewrite: Whether to rewrite anything.
+        profile: Folder for a profiler trace of the run, for xprof or TensorBoard.
+        cache_dir: Folder of compiled programs, see `tpuport.compile_cache`; jax's own settings
+            apply if left out.
+        report: File for the report, .html, .json or .txt; written even if the program fails.
+        full_traceback: Whether tracebacks show the frames of tpuport too.
+        ends_process: Whether the process is to end with the program: threads that are stuck then
+            do not keep it alive. See `tpuport.compat.runner.exit`.
+        porting_options: Passed on to `tpuport.porting`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: there is no such program, or an option is wrong.
+    """
+    _check(program, report)
+    if rewrite:
+        paths = (program.folder, *paths)
+    elif packages or paths:
+        raise UsageError("What is not to be rewritten needs no packages and paths to rewrite.")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_environment())
+        stack.enter_context(_interpreter(program))
+        if cache_dir is not None:
+            from tpuport.aot.cache.compile_cache import compile_cache
+
+            stack.enter_context(compile_cache(cache_dir))
+        settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
+        with _profiled(profile):
+            status = _execute(program, full_traceback)
+        if report is not None:
+            settings.report.save(report)
+        if ends_process:
+            finish(status)
+        return status
+
+
+def _check(program: Program, report: Path | None) -> None:
+    if not program.is_module:
+        if not os.path.exists(program.name):
+            raise UsageError(f"There is no file {program.name} to run.")
+        if os.path.isdir(program.name) and not program.is_container:
+            raise UsageError(f"The folder {program.name} has no __main__.py to run.")
+    if report is not None and report.suffix.lower() not in (".html", ".json", ".txt"):
+        raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
+
+
+def _execute(program: Program, full_traceback: bool) -> int:
+    """Run the program, print what it raises as Python does, and return its exit status."""
+    try:
+        exec(_main_code(program), vars(sys.modules["__main__"]))
+    except SystemExit as error:
+        return _status(error.code)
+    except _NoProgramError:
+        raise
+    except BaseException as error:
+        return _shown(error, full_traceback)
+    return 0
+
+
+class _NoProgramError(UsageError):
+    """The error that there is nothing to run under a name."""
+
+
+def _status(code: Any) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _shown(error: BaseException, full_traceback: bool) -> int:
+    add_explanation(error)
+    if not full_traceback:
+        trim(error)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+    show = sys.excepthook
+    try:
+        show(type(error), error, error.__traceback__)
+    except Exception as other:
+        sys.__excepthook__(type(other), other, other.__traceback__)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+# The module `__main__`.
+
+
+def _main_code(program: Program) -> CodeType:
+    """Return the code of the program, after setting up its module `__main__`."""
+    main = sys.modules["__main__"]
+    if program.is_module:
+        spec = _module_spec(program.name)
+        sys.argv[0] = spec.origin or program.name
+        return _code_of(spec, main)
+    if program.is_container:
+        spec = PathFinder.find_spec("__main__", [program.folder])
+        assert spec is not None
+        if type(spec.loader) is SourceFileLoader:
+            spec.loader = loader_for("__main__", spec.loader.path)
+        return _code_of(spec, main)
+    file = os.path.abspath(program.name)
+    loader = loader_for("__main__", file)
+    vars(main).update(__file__=file, __loader__=loader, __spec__=None, __cached__=None)
+    if isinstance(loader, RewrittenLoader):
+        return loader.get_code("__main__")
+    # Not `get_code`: Python keeps no bytecode of scripts.
+    return loader.source_to_code(loader.get_data(file), file)
+
+
+def _code_of(spec: ModuleSpec, main: ModuleType) -> CodeType:
+    loader: Any = spec.loader
+    values = {"__loader__": loader, "__spec__": spec, "__package__": spec.parent}
+    vars(main).update(values, __file__=spec.origin, __cached__=spec.cached)
+    code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    if code is None:
+        raise _NoProgramError(f"The module {spec.name} has no Python code to run.")
+    return code
+
+
+def _module_spec(name: str) -> ModuleSpec:
+    """Return the spec that `python -m` runs for a name, importing the packages around it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    parent = name.rpartition(".")[0]
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # A package around it is missing; a failing import inside such a package is its own error.
+        if error.name is None or not f"{parent}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError:
+        spec = None
+    if spec is None:
+        raise _NoProgramError(f"There is no module {name} to run.")
+    if spec.submodule_search_locations is None:
+        return spec
+    if name.endswith(".__main__") or importlib.util.find_spec(f"{name}.__main__") is None:
+        raise _NoProgramError(f"The package {name} has no __main__ to run.")
+    return _module_spec(f"{name}.__main__")
+
+
+# The surroundings of the program.
+
+
+@contextlib.contextmanager
+def _interpreter(program: Program) -> Iterator[None]:
+    """Set up `sys` in the block as Python does for a program."""
+    kept = sys.argv, list(sys.path), sys.modules["__main__"], sys.excepthook
+    sys.argv = ["-m" if program.is_module else program.name, *program.arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = program.folder
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main)["__builtins__"] = sys.modules["builtins"]
+    # The command line has installed an excepthook of its own.
+    sys.excepthook = sys.__excepthook__
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"], sys.excepthook = kept
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Set in the block the variables that `torchrun` sets for the only process of a run.
+
+    See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
+    elastic run is unset: torch would look for a store of that name, which nobody serves.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    names = (*values, "TORCHELASTIC_RUN_ID")
+    kept = {name: os.environ.get(name) for name in names}
+    os.environ.update(values)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _profiled(folder: Path | None) -> Iterator[None]:
+    """Record a profiler trace of the block, even if it raises."""
+    if folder is None:
+        yield
+        return
+    import jax
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"Traces cannot be written to {folder}: {reason}.") from None
+    options = jax.profiler.ProfileOptions()
+    # Every call of a Python function would be an event: a million in the seconds of an import.
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()

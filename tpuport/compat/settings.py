@@ -1,0 +1,63 @@
+"""The settings of a porting context, and which context is active."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tpuport.compat.report import RunReport
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one `porting()` block.
+
+    Attributes:
+        packages: Import names whose modules are rewritten as they are imported.
+        paths: Folders below which every module is rewritten as it is imported.
+        absent: Packages that may be missing: stand-ins satisfy their import.
+        eager: Names of module classes that are left to eager PyTorch.
+        methods: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
+        verify: Whether to compare the first call of each program with eager PyTorch.
+        rtol: Tolerance of that comparison; None for the default of the dtype.
+        port_modules: Whether calls of modules on the accelerator become programs.
+        options: The options of single shims and provided packages, by name.
+        report: The report of what happens in the block.
+    """
+
+    packages: tuple[str, ...] = ()
+    paths: tuple[Path, ...] = ()
+    absent: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    verify: bool = True
+    rtol: float | None = None
+    port_modules: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
+
+    def inside(self, outer: "Settings | None") -> "Settings":
+        """Return these settings with the names and options of an enclosing block added."""
+        if outer is None:
+            return self
+        return replace(
+            self,
+            absent=(*outer.absent, *self.absent),
+            eager=(*outer.eager, *self.eager),
+            methods=(*outer.methods, *self.methods),
+            options={**outer.options, **self.options},
+        )
+
+
+# Contexts of this thread, and all of the process: a thread that user code starts inside a block has
+# no context of its own, and works in the one that was entered last.
+_ACTIVE: ContextVar[Settings | None] = ContextVar("active", default=None)
+_EVERYWHERE: list[Settings] = []
+
+
+def active() -> Settings | None:
+    """Return the settings of the innermost porting context, or None outside of all."""
+    settings = _ACTIVE.get()
+    if settings is not None:
+        return settings
+    return _EVERYWHERE[-1] if _EVERYWHERE else None

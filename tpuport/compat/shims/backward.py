@@ -1,0 +1,53 @@
+"""User code in a backward pass (custom functions, checkpointed blocks), without torch's modes."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from tpuport.compat.device import resumed
+from tpuport.foundation.patching.shim import Replacement, Shim, copies
+
+
+class CustomBackward(Shim):
+    """`backward` of a `torch.autograd.Function` sees the accelerator as its `forward` did."""
+
+    TARGET = "torch.autograd.function.BackwardCFunction.apply"
+    REASON = "torch takes function modes away in a backward pass"
+    REFERENCE = "the same function on CUDA, where a device is no mode"
+
+    def replacements(self) -> list[Replacement]:
+        owner = torch.autograd.function.BackwardCFunction
+        original = owner.apply
+
+        def apply(node: Any, *args: Any) -> Any:
+            with resumed():
+                return original(node, *args)
+
+        return [Replacement(owner, "apply", apply)]
+
+
+class CheckpointedBackward(Shim):
+    """A block under `torch.utils.checkpoint` sees the accelerator when it is computed again."""
+
+    TARGET = "torch.utils.checkpoint.checkpoint"
+    REASON = "torch takes function modes away in a backward pass"
+    REFERENCE = "the same function on CUDA, where a device is no mode"
+
+    def replacements(self) -> list[Replacement]:
+        original = torch.utils.checkpoint.checkpoint
+
+        @functools.wraps(original)
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            @functools.wraps(function, updated=())
+            def block(*inner: Any, **named: Any) -> Any:
+                with resumed():
+                    return function(*inner, **named)
+
+            return original(block, *args, **kwargs)
+
+        return [
+            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
+            *copies(original, checkpoint, torch.utils.checkpoint),
+        ]

@@ -1,0 +1,104 @@
+"""`torch.compile` and TorchScript: a ported program is compiled by XLA, as one."""
+
+from typing import Any
+
+import torch
+
+from tpuport.compat.settings import active
+from tpuport.compat.shims._inside import functions
+from tpuport.foundation.patching.shim import Replacement, Shim
+
+
+def _compile(model: Any = None, **kwargs: Any) -> Any:
+    del kwargs
+    return (lambda function: function) if model is None else model
+
+
+def _script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    return obj
+
+
+def _traced(func: Any = None, example_inputs: Any = None, **kwargs: Any) -> Any:
+    del example_inputs, kwargs
+    return func
+
+
+def _disable(fn: Any = None, recursive: bool = True, **kwargs: Any) -> Any:
+    del recursive, kwargs
+    return (lambda function: function) if fn is None else fn
+
+
+_JIT = {
+    "script": _script,
+    "script_if_tracing": _script,
+    "trace": _traced,
+    "freeze": _script,
+    "optimize_for_inference": _script,
+    "ignore": lambda drop=False, **kwargs: drop if callable(drop) else _script_later,
+    "unused": lambda fn: fn,
+    "export": lambda fn: fn,
+}
+
+
+def _script_later(function: Any) -> Any:
+    return function
+
+
+class Compiling(Shim):
+    """Identities: `torch.compile(model)` is the model itself.
+
+    Code compiled by inductor or TorchScript computes the same, and a ported program is
+    compiled by XLA anyway.
+    """
+
+    TARGET = "torch.compile"
+    REASON = "compiled code hides the functions that are ported, and wants a GPU's compiler"
+    REFERENCE = "the function itself"
+
+    def replacements(self) -> list[Replacement]:
+        compiler = {
+            "disable": _disable,
+            "is_compiling": lambda: False,
+            "is_dynamo_compiling": lambda: False,
+            "reset": lambda: None,
+            "cudagraph_mark_step_begin": lambda: None,
+        }
+        module = torch.nn.Module
+        return [
+            *functions(torch, {"compile": _compile}),
+            *functions(torch.compiler, {**compiler, "compile": _compile}),
+            *functions(torch.jit, _JIT),
+            Replacement(module, "compile", _method(module.compile)),
+        ]
+
+
+def _method(eager: Any) -> Any:
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        if active() is None:
+            eager(self, *args, **kwargs)
+
+    return compile
+
+
+class Dynamo(Shim):
+    """The names in `torch._dynamo` that user code knows, once something has imported it."""
+
+    TARGET = "torch._dynamo.optimize"
+    REASON = "as for torch.compile"
+    REFERENCE = "the function itself"
+    MODULE = "torch._dynamo"
+
+    def replacements(self) -> list[Replacement]:
+        import torch._dynamo as dynamo
+
+        table = {
+            "optimize": lambda *args, **kwargs: _script_later,
+            "disable": _disable,
+            "is_compiling": lambda: False,
+            "mark_dynamic": lambda t, index, **kwargs: None,
+            "maybe_mark_dynamic": lambda t, index: None,
+            "mark_static": lambda t, index=None: None,
+            "mark_static_address": lambda t, guard=True: None,
+        }
+        return functions(dynamo, table)

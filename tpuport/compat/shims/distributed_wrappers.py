@@ -1,0 +1,191 @@
+"""Wrappers that make a module parallel: in one process, they only hold it."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from tpuport.compat.settings import active
+from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.tracing.core.errors import port_error
+
+
+def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> list[Replacement]:
+    original = vars(home)[name]
+    owners = [home, *(sys.modules[place] for place in places if place in sys.modules)]
+    return [
+        Replacement(owner, key, ours)
+        for owner in owners
+        for key, value in list(vars(owner).items())
+        if value is original
+    ]
+
+
+def _alone(original: Any, attributes: dict[str, Any]) -> Any:
+    """Return a subclass of the same name with these attributes."""
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    bases: Any = (original,)
+    return type(original.__name__, bases, {**names, **attributes})
+
+
+class DistributedDataParallelism(Shim):
+    """`DistributedDataParallel` holds the module and calls it; the keys of the state dict begin
+    with "module." as always.
+    """
+
+    TARGET = "torch.nn.parallel.DistributedDataParallel"
+    REASON = "its reducer works on CUDA streams and a real backend"
+    REFERENCE = "torch.nn.parallel.DistributedDataParallel with gloo and a world of 1"
+    MODULE = "torch.nn.parallel.distributed"
+
+    def replacements(self) -> list[Replacement]:
+        name = "DistributedDataParallel"
+        home = importlib.import_module("torch.nn.parallel.distributed")
+        ours = _alone(vars(home)[name], _distributed_attributes(vars(home)[name]))
+        return _everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
+
+
+def _attributes(original: Any) -> dict[str, Any]:
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if active() is None:
+            return original.__init__(self, module, *args, **kwargs)
+        _check(kwargs)
+        nn.Module.__init__(self)
+        self._only_process = True
+        self.module = module
+        self.device_ids = None
+        self.dim = 0
+        self.require_backward_grad_sync = True
+        return None
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_only_process" in vars(self):
+            return self.module(*args, **kwargs)
+        return original.forward(self, *args, **kwargs)
+
+    return {"__init__": init, "forward": forward}
+
+
+def _check(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("mixed_precision") is not None:
+        raise port_error(
+            "DistributedDataParallel(mixed_precision=...) runs the module in another dtype, which"
+            " tpuport does not do for it",
+            remedy="leave it out, and cast the module or use torch.autocast",
+        )
+
+
+def _distributed_attributes(original: Any) -> dict[str, Any]:
+    attributes = _attributes(original)
+    held = attributes["__init__"]
+
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        c10d._get_default_group()  # raises as PyTorch does when there is none
+        held(self, module, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self: Any) -> Iterator[None]:
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def train(self: Any, mode: bool = True) -> Any:
+        return nn.Module.train(self, mode)
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is nothing to communicate."""
+        del self, args, kwargs
+
+    hooks = ("register_comm_hook", "_register_comm_hook", "_set_static_graph")
+    names = dict.fromkeys((*hooks, "_register_fused_optim"), nothing)
+    return {**attributes, **names, "__init__": init, "no_sync": no_sync, "train": train}
+
+
+class FullyShard(Shim):
+    """`fully_shard` leaves the parameters unsharded and adds its methods, which do nothing;
+    `FullyShardedDataParallel` is refused.
+    """
+
+    TARGET = "torch.distributed.fsdp.fully_shard"
+    REASON = "it shards over processes; here the partitioner shards over a mesh"
+    REFERENCE = "the module itself, which is what one shard of one is"
+    MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "torch.distributed.fsdp",
+        "torch.distributed.fsdp._fully_shard",
+        "torch.distributed._composable.fsdp",
+        "torch.distributed._composable.fsdp.fully_shard",
+    )
+
+    def replacements(self) -> list[Replacement]:
+        home = importlib.import_module(self.MODULE)
+        original, base = home.fully_shard, home.FSDPModule
+        methods: dict[str, Any] = {
+            name: _do_nothing
+            for name, value in vars(base).items()
+            if callable(value) and not name.startswith("_")
+        }
+        # PyTorch's `__new__` finds the module's old class by this index: one base further here.
+        methods["_orig_cls_mro_index"] = 1 + base._orig_cls_mro_index
+        whole = type("FSDPModule", (base,), {"__module__": base.__module__, **methods})
+
+        def fully_shard(module: Any, **kwargs: Any) -> Any:
+            if active() is None:
+                return original(module, **kwargs)
+            for one in module if isinstance(module, (list, tuple)) else [module]:
+                _check_policy(one, kwargs.get("mp_policy"))
+                if not isinstance(one, base):
+                    kind = type(one)
+                    one.__class__ = type(f"FSDP{kind.__name__}", (whole, kind), {})
+            return module
+
+        return _everywhere(home, "fully_shard", fully_shard, self.PLACES)
+
+
+def _do_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Do nothing: there is nothing to shard or to communicate."""
+    del self, args, kwargs
+
+
+def _check_policy(module: nn.Module, policy: Any) -> None:
+    """Refuse a policy of dtypes that would change numbers."""
+    for name in ("param_dtype", "output_dtype"):
+        dtype = getattr(policy, name, None)
+        if dtype is not None and any(p.dtype != dtype for p in module.parameters()):
+            raise port_error(
+                f"fully_shard(mp_policy=...) asks for {name}={dtype} of a module in another dtype,"
+                " which tpuport does not do for it",
+                remedy=f"cast the module by .to({dtype}), or leave the policy out",
+            )
+
+
+class FullyShardedDataParallel(Shim):
+    """`FullyShardedDataParallel(module)` is refused, with `fully_shard` as the way out."""
+
+    TARGET = "torch.distributed.fsdp.FullyShardedDataParallel"
+    REASON = "it flattens and shards parameters over processes, which one process does not have"
+    REFERENCE = "a refusal"
+    MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    def replacements(self) -> list[Replacement]:
+        home = importlib.import_module(self.MODULE)
+        original = home.FullyShardedDataParallel
+
+        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if active() is None:
+                return original.__init__(self, module, *args, **kwargs)
+            raise port_error(
+                "FullyShardedDataParallel flattens the parameters to shard them over processes,"
+                " and this is the only one",
+                remedy="turn FSDP off in the program's options (tpuport shards over a mesh), or use"
+                " fully_shard",
+            )
+
+        ours = _alone(original, {"__init__": init})
+        return _everywhere(home, original.__name__, ours, ("torch.distributed.fsdp",))

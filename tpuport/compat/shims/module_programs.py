@@ -1,0 +1,71 @@
+"""Module calls inside `porting()` become programs."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tpuport.compat import programs
+from tpuport.compat.settings import active
+from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
+
+
+class ModuleProgram(Shim):
+    """The outermost call of a module on the accelerator is one jitted program."""
+
+    TARGET = "torch.nn.Module.__call__"
+    REASON = "eager PyTorch cannot run on the accelerator"
+    REFERENCE = "the same call in eager PyTorch on the CPU, with which the first one is compared"
+
+    def replacements(self) -> list[Replacement]:
+        original = torch.nn.Module.__dict__["__call__"]
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not programs.becomes_program(module, "forward"):
+                return original(module, *args, **kwargs)
+            return programs.call(module, "forward", original, args, kwargs)
+
+        return [Replacement(torch.nn.Module, "__call__", call)]
+
+
+class MethodProgram(Shim):
+    """A method that the user named is one program, as a module call is."""
+
+    TARGET = "torch.nn.Module.__init_subclass__"
+    REASON = "a sampler or loss is often a method that calls several modules"
+    REFERENCE = "the same call in eager PyTorch on the CPU, with which the first one is compared"
+
+    def replacements(self) -> list[Replacement]:
+        original = torch.nn.Module.__init_subclass__
+
+        def announce(cls: type, **options: Any) -> None:
+            original(**options)
+            REPLACED.add(programs.METHODS, _named_methods(cls))
+
+        made = [Replacement(torch.nn.Module, "__init_subclass__", classmethod(announce))]
+        for cls in _subclasses(torch.nn.Module):
+            made += _named_methods(cls)
+        return made
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _named_methods(cls: type) -> list[Replacement]:
+    settings = active()
+    names = programs.program_methods(settings, cls) if settings is not None else []
+    return [Replacement(cls, name, _as_program(cls.__dict__[name], name)) for name in names]
+
+
+def _as_program(original: Any, name: str) -> Any:
+    @functools.wraps(original)
+    def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not programs.becomes_program(module, name):
+            return original(module, *args, **kwargs)
+        return programs.call(module, name, original, args, kwargs)
+
+    return call

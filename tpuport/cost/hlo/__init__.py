@@ -1,0 +1,1 @@
+"""XLA's programs read as data: computations, collectives, liveness."""

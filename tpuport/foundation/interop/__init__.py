@@ -1,0 +1,1 @@
+"""Values between torch and jax, dtypes, and where tensors count as being."""

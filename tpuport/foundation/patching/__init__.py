@@ -1,0 +1,1 @@
+"""Scoped replacement of attributes in other packages."""

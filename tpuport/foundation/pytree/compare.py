@@ -1,0 +1,105 @@
+"""Comparison of two Python values: whether any code that reads them gets the same."""
+
+import struct
+import types
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tpuport.foundation import pytree
+from tpuport.foundation.interop.backend import is_traced
+from tpuport.foundation.pytree.c_state import same_memory, state_in_c
+
+_MAX_DEPTH = 5
+_BITS = {float: "d", complex: "dd"}
+_EXACT = frozenset(
+    {bool, int, str, bytes, range, torch.dtype, torch.device, torch.Size, type(None)}
+)
+
+
+def same_value(a: Any, b: Any, depth: int = 0) -> bool:
+    """Return whether two Python values are the same for any code but a test of their identity.
+
+    Objects are the same if they have one class and the same content (attention processors, for
+    example). Numbers are compared bit by bit: 0.0 differs from -0.0, and NaNs may be the same.
+    """
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b) or depth > _MAX_DEPTH:
+        return False
+    if kind in _EXACT:
+        return a == b
+    if kind in _BITS:
+        return _bits(a) == _bits(b)
+    if isinstance(a, torch.Tensor):
+        return _same_tensor(a, b)
+    if isinstance(a, np.ndarray):
+        alike = pytree.is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
+        return alike and a.strides == b.strides and same_memory(a, b)
+    if isinstance(a, (set, frozenset)):
+        return _same_members(a, b)
+    ours, theirs = _parts(a), _parts(b)
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        return False
+    return all(same_value(x, y, depth + 1) for x, y in zip(ours, theirs, strict=True))
+
+
+def _bits(number: complex) -> bytes:
+    if isinstance(number, complex):
+        return struct.pack("dd", number.real, number.imag)
+    return struct.pack("d", number)
+
+
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if is_traced(a) or a.device != b.device or a.device.type == "meta":
+        return False
+    if a.dtype != b.dtype or a.shape != b.shape or a.requires_grad != b.requires_grad:
+        return False
+    if a.layout != torch.strided or b.layout != torch.strided or a.is_quantized:
+        return False
+    if a.stride() != b.stride():
+        return False
+    if vars(a) or vars(b):
+        return False
+    # The comparison must not become part of a trace that may be running.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        ours, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        return torch.equal(ours, theirs)
+
+
+def _same_members(a: Any, b: Any) -> bool:
+    """Compare sets of plain values by type too: as members, 1, 1.0 and True are equal."""
+    if pytree.attributes_of(a) or pytree.attributes_of(b):
+        return False
+    every = {type(member) for member in (*a, *b)}
+    if not every <= _EXACT | _BITS.keys():
+        return False
+    ours, theirs = ({(type(m), repr(m)) for m in members} for members in (a, b))
+    return ours == theirs and list(map(repr, a)) == list(map(repr, b))
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return all that is in a container or object, with its names; None for anything else."""
+    held = pytree.attributes_of(value) if not isinstance(value, types.MethodType) else {}
+    rest = [list(held), *held.values()] if held else []  # of a subclass
+    if isinstance(value, deque):
+        return [value.maxlen, *value, *rest]
+    if isinstance(value, (tuple, list)):
+        return [*value, *rest]
+    if isinstance(value, dict):
+        factory = value.default_factory if isinstance(value, defaultdict) else None
+        return [factory, *dict.keys(value), *dict.values(value), *rest]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    if isinstance(value, torch.nn.Module):
+        return None
+    if pytree.is_plain(value):
+        return [list(held), *held.values()]
+    inner = None if isinstance(value, pytree.ATOMS) else state_in_c(value)
+    return None if inner is None else [*inner, *rest]

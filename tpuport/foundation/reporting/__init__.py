@@ -1,0 +1,1 @@
+"""HTML, JSON and files that reports share."""

@@ -1,0 +1,1 @@
+"""Pallas and plain-jax kernels."""

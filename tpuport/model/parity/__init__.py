@@ -1,0 +1,1 @@
+"""Comparison of a port with eager PyTorch."""

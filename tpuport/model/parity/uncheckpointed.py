@@ -1,0 +1,40 @@
+"""Replacements while eager PyTorch runs as the reference of a ported program."""
+
+from typing import Any
+
+import torch.utils.checkpoint
+
+from tpuport.foundation.patching.shim import Replacement, Shim, copies
+
+_OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
+
+
+class Uncheckpointed(Shim):
+    """A checkpointed block runs once, with the same results and gradients."""
+
+    TARGET = "torch.utils.checkpoint.checkpoint"
+    REASON = (
+        "computed again in the backward pass it would draw other random numbers than the program"
+        " did, and a reentrant block refuses torch.autograd.grad"
+    )
+    REFERENCE = "the block, without grad if it is reentrant and none of its inputs needs any"
+
+    def replacements(self) -> list[Replacement]:
+        """Replace the function where it is defined and where it was imported to."""
+        original = torch.utils.checkpoint.checkpoint
+
+        def checkpoint(
+            function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+        ) -> Any:
+            for option in _OPTIONS:
+                kwargs.pop(option, None)
+            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+            with torch.set_grad_enabled(
+                torch.is_grad_enabled() and (use_reentrant is False or needed)
+            ):
+                return function(*args, **kwargs)
+
+        return [
+            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
+            *copies(original, checkpoint, torch.utils.checkpoint),
+        ]

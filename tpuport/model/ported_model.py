@@ -1,0 +1,387 @@
+"""A ported model: the jitted calls, its state as pytrees, and the way back to torch."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import torch
+
+from tpuport.diagnosis.explain import explaining
+from tpuport.foundation import pytree
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.model import lowering, pure, report_builder
+from tpuport.model.parity import verify
+from tpuport.model.parity.bisect import fail
+from tpuport.model.ported_state import PortedState
+from tpuport.model.program_cache import (
+    Compiled,
+    Executable,
+    Prepared,
+    Signature,
+    compile_times,
+    release,
+    retrace_causes,
+    signature_of,
+)
+from tpuport.reports.report import PortReport, Retrace
+from tpuport.tracing.core import arguments
+from tpuport.tracing.core.constants import Hoisted
+from tpuport.tracing.core.keys import fresh_key, unused_key
+from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.state.request import Outcome, Request
+
+
+class PortedModel(PortedState):
+    """A PyTorch module (or function) that runs as one jitted JAX program.
+
+    Made by `tpuport.convert`. Call it like the module; `params` and `buffers` are dicts of
+    `jax.Array` keyed by the torch fqn (frozen parameters are in `buffers`: an optimizer made over
+    `params` never sees them).
+    """
+
+    def __init__(
+        self,
+        target: torch.nn.Module | Callable[..., Any],
+        *,
+        methods: tuple[str, ...],
+        report: PortReport,
+        checks: bool,
+        precision: str | None,
+    ) -> None:
+        super().__init__(target)
+        self.report = report
+        self.methods = methods
+        self._checks = checks
+        self._precision = precision
+        self._cache: dict[Signature, Compiled] = {}
+        self._verifier: Any = None
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` (or the ported function): one jitted program per signature of arguments.
+
+        Raises:
+            PortError: The code cannot be ported exactly, or its result differs from eager's.
+            UsageError: An argument is of a kind that cannot be passed.
+        """
+        return self._call("forward", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self.__dict__.get("methods", ()):
+            program = self.__dict__.get("_program")
+            where = (
+                ""
+                if program is None or program.master is None
+                else f" of a ported {type(program.master).__name__}"
+            )
+            msg = (
+                f"{name!r} is not a ported method{where}; to call a method of the module, name it:"
+                f" tpuport.convert(model, methods=('forward', {name!r}))"
+            )
+            raise AttributeError(msg)
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+    @explaining()
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        verifier = self._verifier
+        if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
+            return self._verified_call(method, args, kwargs)
+        return self._run(method, args, kwargs, None)[0]
+
+    def _run(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Run one jitted call; return its output and the state before it."""
+        call = self._prepare(method, args, kwargs, key)
+        with call.timing:
+            results = call.compiled.run(call.picked, call.key, call.values)
+        return self._finish(call, results), call.state
+
+    def _prepare(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+    ) -> Prepared:
+        """Find or compile the program for a call, and collect its inputs."""
+        leaves, spec, paths = arguments.take_apart((args, kwargs))
+        values, metas = arguments.argument_arrays(leaves, paths)
+        values = self._program.placement.arguments(values, paths)
+        state = self._values()
+        signature = self._signature(method, values, metas, paths, spec)
+        compiled = self._cache.get(signature)
+        outside = compiled.outcome.trace.guards.changed() if compiled is not None else None
+        self._count_outside(outside)
+        if (
+            compiled is None
+            or outside is not None
+            or any(state[n] is not v for n, v in compiled.baked.items())
+        ):
+            self._note_retrace(signature, outside)
+            compiled = self._compile(signature, state, values, metas, spec)
+            # Tracing may have found that it needs the value of an argument, which then becomes part
+            # of the signature.
+            signature = self._signature(method, values, metas, paths, spec)
+            self._cache[signature] = compiled
+            timing = compile_times(self.report)
+        else:
+            timing = contextlib.nullcontext()
+        if key is None:
+            key = fresh_key() if compiled.outcome.uses_key else unused_key()
+        return Prepared(compiled, leaves, spec, paths, values, state, key, timing)
+
+    def _finish(self, call: Prepared, results: Any) -> Any:
+        """Apply a program's results: failed checks, changed arguments, new state, output."""
+        outs, new_state, mutated, put, code = results
+        compiled, outcome = call.compiled, call.compiled.outcome
+        self._raise_failed_check(compiled, code)
+        arguments.refuse_shared_memory(call.leaves, call.paths, mutated)
+        arguments.write_leaves(call.leaves, mutated)
+        if outcome.argument_changes is not None:
+            left = list(map(self._result, put, outcome.put_metas))
+            outcome.argument_changes.write_back(call.spec, call.leaves, left)
+        self._advance(compiled, new_state)
+        given = self._sharing(call, list(map(self._result, outs, outcome.out_metas)))
+        return pytree.unflatten(outcome.out_spec, given)
+
+    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+        return given
+
+    def _result(self, value: Any, meta: Any) -> Any:
+        return arguments.from_program(value, meta)
+
+    def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method's first call and compare with eager PyTorch on the same random numbers."""
+        self._refuse_meta(self._values())
+        verifier, path = self._verifier, self._path_of(method, args, kwargs)
+        key = fresh_key()
+        given = arguments.copies((args, kwargs))
+        trainable = self._differentiates(args, kwargs)
+        expected, module, after = verifier.reference(method, args, kwargs, key, trainable=trainable)
+        out, before = self._run(method, args, kwargs, key)
+        with self.report.timed("verify"):
+            records = verifier.compare("output", "output", expected, out)
+            records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
+            if module is not None:
+                records += verify.state_parity(verifier, module, before)
+            if trainable:
+                records += self._gradient_parity(expected, out, module)
+        self.report.add(*records)
+        self.report.verified = all(r.ok for r in records)
+        verifier.done.add(path)
+        if not self.report.verified:
+            fail(verifier, method, given[0], given[1], key, before)
+        return out
+
+    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
+        """Compare autograd's gradients through eager's results and through the port's.
+
+        Empty here: autograd does not go through the results of a jitted call.
+        """
+        del expected, out, module
+        return []
+
+    def verify(
+        self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
+    ) -> PortReport:
+        """Compare outputs, changed buffers and gradients with eager PyTorch on these arguments.
+
+        The records are added to `report`.
+
+        Raises:
+            ParityError: A value differs beyond the tolerance.
+        """
+        verifier = verify.Verifier(self, self._source, None)
+        key = fresh_key()
+        if gradients:
+            with self.report.timed("verify"):
+                records = verify.gradient_parity(verifier, method, args, kwargs, key)
+            self.report.add(*records)
+        saved, self._verifier = self._verifier, verifier
+        try:
+            self._verified_call(method, args, kwargs)
+        finally:
+            self._verifier = saved
+        if not self.report.ok:
+            self.report.verified = False
+            fail(verifier, method, args, kwargs, key, self._values())
+        return self.report
+
+    def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace, compile and check a method on example arguments.
+
+        The state and the arguments are left unchanged.
+        """
+        params, buffers = dict(self.params), dict(self.buffers)
+        if any(isinstance(v, jax.ShapeDtypeStruct) for v in self._values().values()):
+            self.eval_shape(*args, method=method, **kwargs)
+            self.report.why_not_verified = "the model is on the meta device and has no weights"
+            return
+        master, version = (
+            clone_module(self._program.master, lambda t: t)[0] if self._program.master else None,
+            self._state_version,
+        )
+        self._call(method, *arguments.copies((args, kwargs)))
+        self.params, self.buffers = params, buffers
+        if self._state_version != version:
+            self._program.master = master
+            self._state_version = version
+            self._state_changes.clear()
+            self._same_changes.clear()
+
+    @explaining()
+    def apply(
+        self,
+        params: dict[str, Any],
+        buffers: dict[str, Any],
+        rng: jax.Array | None,
+        *args: Any,
+        method: str = "forward",
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Run the pure function behind the call, for your own `jax.jit`, `jax.grad` or `jax.vmap`.
+
+        Args:
+            params: Trainable parameters by fqn, as `self.params`; or stacked, as
+                `tpuport.stack_blocks` returns them.
+            buffers: All other state by fqn, as `self.buffers`.
+            rng: A key (`jax.random.key(0)`); None if the function draws no random numbers.
+            *args: The method's arguments: torch tensors, jax arrays, or any pytree of them.
+                Non-tensors are static. They are never changed, whatever the method does to them.
+            method: The method to run.
+            **kwargs: The method's keyword arguments.
+
+        Returns:
+            The output in its own structure with `jax.Array` leaves, and the buffers after the call.
+
+        Raises:
+            UsageError: A parameter or buffer is missing.
+            PortError: The code cannot be ported exactly.
+        """
+        return pure.apply(self, params, buffers, rng, method, args, kwargs)
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    def _signature(
+        self,
+        method: str,
+        values: list[Any],
+        metas: list[Any],
+        paths: list[str],
+        spec: pytree.TreeSpec,
+    ) -> Signature:
+        host = self._program.plan_for(method, spec).host_args
+        version = (self._state_version, self._variant())
+        return signature_of(method, values, metas, paths, spec, version, host)
+
+    def _compile(
+        self,
+        signature: Signature,
+        state: dict[str, Any],
+        values: list[Any],
+        metas: list[Any],
+        spec: pytree.TreeSpec,
+    ) -> Compiled:
+        self._refuse_meta(state)
+        hoisted = Hoisted()
+        held: dict[str, Outcome] = {}
+        # When compiling ahead of time, an argument may be only a shape.
+        given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
+        concrete = dict(state)
+
+        def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
+            request = Request(
+                signature.method,
+                stacked_params.unstack(state),
+                key,
+                values,
+                metas,
+                spec,
+                hoisted.array,
+                self._checks,
+                concrete,
+                given,
+            )
+            outcome = self._program.trace(request)
+            placed = self._program.placement.state(outcome.state)
+            outcome.state = stacked_params.restack(placed, state)
+            host = self._program.plan.host_args
+            outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
+            held["outcome"] = outcome
+            code = outcome.error_code
+            code = jnp.zeros((), jnp.int32) if code is None else code
+            put = outcome.put_leaves
+            return outcome.out_leaves, outcome.state, outcome.mutated, put, code
+
+        start = time.perf_counter()
+        with self._precision_scope(), self._tracing():
+            program = self._transformed(call, [path for path, _ in signature.parts])
+            closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
+        traced = time.perf_counter()
+        closed = self._program.rolled(closed)
+        run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
+        run.hoisted = self._program.placement.constants(run.hoisted)
+        outcome = held["outcome"]
+        baked = {name: state[name] for name in outcome.baked}
+        compiled = Compiled(run, outcome, signature, list(state), baked)
+        self._note(outcome, hoisted.tensors(run.hoisted), traced - start)
+        release(outcome)
+        return compiled
+
+    def _tracing(self) -> Any:
+        """Return the context in which the user's code is traced."""
+        return contextlib.nullcontext()
+
+    def _variant(self) -> Any:
+        """Return a key that tells apart the functions compiled for equal arguments."""
+        return None
+
+    def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
+        """Return the function to compile for a call whose arguments have these paths."""
+        del paths
+        return pure
+
+    def _precision_scope(self) -> Any:
+        if self._precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(self._precision)
+
+    @explaining()
+    def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
+        """Trace and compile for such arguments without running: later calls like it start at once.
+
+        Shapes are enough for tensors and arrays: meta tensors, `jax.ShapeDtypeStruct`. Inside
+        `tpuport.compile_cache()` other processes profit too; `tpuport.warmup` takes many at a time.
+        """
+        lowering.lower(self, method, args, kwargs).compile()
+
+    @explaining()
+    def eval_shape(self, *args: Any, method: str = "forward", **kwargs: Any) -> Any:
+        """Trace without computing (works for models on the meta device too).
+
+        Return the output's structure with a `jax.ShapeDtypeStruct` at each leaf.
+        """
+        return lowering.shapes_of(self, method, args, kwargs)
+
+    def _note_retrace(self, signature: Signature, outside: str | None = None) -> None:
+        earlier = [s for s in self._cache if s.method == signature.method]
+        if not earlier:
+            return
+        causes = retrace_causes(earlier[-1], signature, self._state_changes)
+        causes = causes if outside is None else (outside,)
+        self.report.retraces.append(Retrace(signature.method, len(earlier), causes))
+
+    def _note(self, outcome: Outcome, hoisted: list[torch.Tensor], seconds: float) -> None:
+        report_builder.record(self.report, outcome, hoisted)
+        timing = self.report.timing
+        self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
+
+    def _raise_failed_check(self, compiled: Compiled, code: jax.Array) -> None:
+        checks = compiled.outcome.trace.checks
+        if checks and self._checks:
+            failed = int(code)
+            if failed:
+                raise checks[failed - 1].error

@@ -1,0 +1,253 @@
+"""The program cache: signatures, cached programs, and the causes of retraces."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.extend.core import jaxpr_as_fun
+
+from tpuport.foundation import pytree
+from tpuport.reports.report import PortReport
+from tpuport.tracing.attention.options import choice
+from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
+from tpuport.tracing.core.constants import HOIST_BYTES, uniform
+from tpuport.tracing.core.jaxpr_dce import without_dead_code
+from tpuport.tracing.state.request import Outcome
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The kind of call that a program is compiled for: its key in the program cache.
+
+    `parts` names each argument with its type, to explain a retrace.
+    """
+
+    method: str
+    key: Any
+    parts: tuple[tuple[str, str], ...] = field(compare=False)
+
+
+@dataclass
+class Compiled:
+    """A cached program, for one method and one signature of arguments and state."""
+
+    run: "Executable"
+    outcome: Outcome
+    signature: Signature
+    names: list[str]
+    baked: dict[str, jax.Array]
+
+
+@dataclass
+class Prepared:
+    """A call that is bound to its cached program, ready to run.
+
+    Attributes:
+        compiled: the program.
+        leaves: the leaves of the call's arguments.
+        spec: their structure.
+        paths: their paths.
+        values: their arrays.
+        state: all state of the model before the call, by name.
+        key: the base key of the call's randomness.
+        timing: a context that times the compilation, on the first call.
+    """
+
+    compiled: Compiled
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    paths: list[str]
+    values: list[Any]
+    state: dict[str, Any]
+    key: jax.Array
+    timing: Any
+
+    @property
+    def picked(self) -> dict[str, Any]:
+        """Return the state that the program takes."""
+        return {name: self.state[name] for name in self.compiled.names}
+
+
+def signature_of(
+    method: str,
+    values: list[Any],
+    metas: list[Any],
+    paths: list[str],
+    spec: pytree.TreeSpec,
+    version: Any,
+    host: frozenset[int],
+) -> Signature:
+    """Return the signature of a call: its arguments, the version of the state, torch's modes.
+
+    The values of the arguments in `host` are part of it.
+    """
+    parts = tuple(
+        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        for path, meta in zip(paths, metas, strict=True)
+    )
+    kinds = tuple(
+        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        for meta in metas
+    )
+    key = (
+        spec.key,
+        kinds,
+        version,
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        autocast_dtype(),
+        cuda_is_on(),
+        choice(),
+    )
+    if host:
+        read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
+        key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
+        parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
+    return Signature(method, key, parts)
+
+
+def _is_class(meta: Any) -> bool:
+    """Return whether the meta of an argument is the class of a generator."""
+    return isinstance(meta, type)
+
+
+def _shown(value: np.ndarray) -> str:
+    return np.array2string(value, threshold=8, separator=", ").replace("\n", "")
+
+
+def retrace_causes(
+    last: Signature, signature: Signature, state_changes: Iterable[str]
+) -> tuple[str, ...]:
+    """Say why a call could not use the program of the last call of its method."""
+    was, now = dict(last.parts), dict(signature.parts)
+    causes = [
+        f"{path}: {was.get(path, 'absent')} -> {now.get(path, 'absent')}"
+        for path in dict.fromkeys([*was, *now])
+        if was.get(path) != now.get(path)
+    ]
+    if not causes and last.key[2] != signature.key[2]:
+        names = ", ".join(state_changes) or "training mode"
+        causes = [f"state of the module changed: {names}"]
+    if not causes and last.key[0] != signature.key[0]:
+        causes = [
+            f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
+        ]
+    if not causes:
+        causes = ["strides, grad mode, autocast, default dtype or options of attention changed"]
+    return tuple(causes)
+
+
+def _static_difference(was: Any, now: Any) -> str:
+    if isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
+        for a, b in zip(was, now, strict=True):
+            if a != b:
+                return _static_difference(a, b)
+    return f"{was!r} -> {now!r}"
+
+
+class Executable:
+    """A jitted callable of (state, key, values); large constants are arguments of it, not literals.
+
+    Args:
+        closed: The traced program, a closed jaxpr.
+        shape: The structure of its results.
+        name: Its name in profiles and in the compile cache.
+        donate_state: Whether the state is donated: its memory is used for the results.
+    """
+
+    def __init__(self, closed: Any, shape: Any, name: str, *, donate_state: bool = False) -> None:
+        closed = without_dead_code(closed)
+        self.jaxpr = closed.jaxpr
+        big, small = [], {}
+        for i, const in enumerate(closed.consts):
+            if getattr(const, "nbytes", 0) < HOIST_BYTES:
+                small[i] = const
+            elif (element := uniform(const)) is None:
+                big.append(const)
+            else:
+                # One element and a broadcast take no memory until XLA needs the array.
+                small[i] = (element, const.shape)
+        treedef = jax.tree.structure(shape)
+
+        def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
+            rest = iter(consts)
+            all_consts = [
+                _literal(small[i]) if i in small else next(rest) for i in range(len(closed.consts))
+            ]
+            flat = jax.tree.leaves((state, key, values))
+            program = jaxpr_as_fun(closed.replace(consts=all_consts))
+            return jax.tree.unflatten(treedef, program(*flat))
+
+        run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
+        self.hoisted = big
+        self._jitted = jax.jit(run, donate_argnums=(1,) if donate_state else ())
+        # Programs derived from this one, its second derivative for example.
+        self.derived: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
+        """Run the program, and compile it if it has not been yet."""
+        return self._jitted(self.hoisted, state, key, values)
+
+    def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
+        """Lower the program for arguments of such shapes; `values` may be shapes only."""
+        return self._jitted.lower(self.hoisted, state, key, values)
+
+
+def _literal(const: Any) -> Any:
+    return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
+
+
+def release(outcome: Outcome) -> None:
+    """Drop the tracers that a finished trace still holds, keeping what later calls need."""
+    outcome.out_leaves = []
+    outcome.state = {}
+    outcome.mutated = {}
+    outcome.put_leaves = []
+    if outcome.argument_changes is not None:
+        outcome.argument_changes.leaves = []
+    outcome.error_code = None
+    outcome.baked = {}
+    trace = outcome.trace
+    trace.constants.clear()
+    trace.masks.clear()
+    trace.promoted.clear()
+    trace.substitutes.clear()
+    trace.hoist = None
+    trace.keys = None
+    trace.error_code = None
+    trace.placement = None
+    if trace.blocks is not None:
+        trace.blocks.release()
+
+
+_STAGES = {
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+
+
+@contextlib.contextmanager
+def compile_times(report: PortReport) -> Iterator[None]:
+    """Add the seconds that jax spends lowering and compiling inside the block to the report."""
+    active = True
+
+    def listen(event: str, duration_secs: float, **details: Any) -> None:
+        del details
+        stage = _STAGES.get(event)
+        if active and stage is not None:
+            spent = getattr(report.timing, stage) + duration_secs
+            report.timing = dataclasses.replace(report.timing, **{stage: spent})
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        active = False
+        jax.monitoring.unregister_event_duration_listener(listen)

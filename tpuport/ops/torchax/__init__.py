@@ -1,0 +1,1 @@
+"""Operations of rewritten code under plain torchax."""

@@ -1,0 +1,1 @@
+"""The port report: records, text, HTML."""

@@ -1,0 +1,1 @@
+"""Abstract interpretation of source text: which expressions are traced."""

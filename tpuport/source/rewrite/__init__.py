@@ -1,0 +1,1 @@
+"""Matching of rules and edits of source text."""

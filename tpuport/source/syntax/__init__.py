@@ -1,0 +1,1 @@
+"""Source files as trees, names and text."""

@@ -1,0 +1,1 @@
+"""From a torch call to a jaxpr. Start reading in README.md."""

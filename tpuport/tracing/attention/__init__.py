@@ -1,0 +1,1 @@
+"""Attention calls: their masks understood, a kernel chosen."""

@@ -1,0 +1,88 @@
+"""Rewriting of nodes: a view of an operation becomes the operation on views."""
+
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from tpuport.tracing.attention.masks.graph import Node, computed
+from tpuport.tracing.attention.masks.tiles import ELEMENTWISE, ONE, known_tile
+
+VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slice rev tile".split())
+
+
+def is_same(node: Node) -> bool:
+    """Return whether a node equals its operand; stopping a gradient makes it another one."""
+    is_float = jax.numpy.issubdtype(node.dtype, jax.numpy.inexact)
+    return node.name in ("copy", "copy_p") or (node.name == "stop_gradient" and not is_float)
+
+
+def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
+    """Return the node broadcast to a shape of equal or higher rank."""
+    if node.shape == shape:
+        return node
+    lead = len(shape) - len(node.shape)
+    params = {
+        "shape": shape,
+        "broadcast_dimensions": tuple(range(lead, len(shape))),
+        "sharding": None,
+    }
+    aval = jax.ShapeDtypeStruct(shape, node.dtype)
+    return computed(jax.lax.broadcast_in_dim_p, params, (node,), aval)
+
+
+def sunk(node: Node) -> Node:
+    """Return the same array with an elementwise operation on top, if there is one below views."""
+    while is_same(node):
+        node = node.inputs[0]
+    if node.name not in VIEWS:
+        return node
+    below = sunk(node.inputs[0])
+    if below.name not in ELEMENTWISE:
+        return _view(node, below)
+    inputs = [x if not x.shape else _view(node, broadcast(x, below.shape)) for x in below.inputs]
+    made = (below.op, below.params, tuple(inputs))
+    return Node(node.shape, below.dtype, None, lambda: made)
+
+
+def _view(view: Node, of: Node) -> Node:
+    """Return the view of another array of the same shape."""
+    if view.name == "reshape":
+        while of.name == "reshape":
+            of = of.inputs[0]
+        if of.shape == view.shape:
+            return of
+    return view.over(of, *view.inputs[1:], dtype=of.dtype)
+
+
+def base(node: Node) -> Node:
+    """Return the node that a node is a view of."""
+    while node.name in VIEWS or is_same(node):
+        node = node.inputs[0]
+    return node
+
+
+def known_array(node: Node) -> np.ndarray | None:
+    """Return the array that a node is a view of, if it is concrete (made on the host)."""
+    value = base(node)
+    if value.op is not None or value.value is None or isinstance(value.value, jax.core.Tracer):
+        return None
+    return np.asarray(value.value)
+
+
+def uniform(node: Node) -> Any:
+    """Return the one element that a known array has everywhere, or None for any other array."""
+    value = base(node)
+    found = known_tile(value, [ONE] * len(value.shape)) if value.size == 1 else known_array(node)
+    if found is None or not found.size:
+        return None
+    first = found.reshape(-1)[0]
+    return first if found.size == 1 or bool((found == first).all()) else None
+
+
+def rebased(node: Node, other: Node) -> Node:
+    """Return the view that a node is of its base, made of another array of the base's shape."""
+    if is_same(node):
+        return rebased(node.inputs[0], other)
+    return _view(node, rebased(node.inputs[0], other)) if node.name in VIEWS else other

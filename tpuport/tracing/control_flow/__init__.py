@@ -1,0 +1,1 @@
+"""Branches and loops on traced values as `lax.cond` and `lax.while_loop`."""

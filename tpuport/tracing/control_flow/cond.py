@@ -1,0 +1,113 @@
+"""Python control flow on traced values, as rewritten code calls it.
+
+A branch that a rule can rewrite becomes `tpuport.ops.cond` on its own lines. Any other is explored
+at the innermost module (or at the ported function): the call is run once for each outcome and
+`lax.cond` merges the two results. An outcome that raises is a check: it is lifted out of the
+program, and raises at the caller when the condition holds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.foundation.user_frames import user_line
+from tpuport.tracing.control_flow.merge import Forced, merge
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.tensor import TracedTensor, item
+from tpuport.tracing.core.values import value_of
+
+
+def traced_cond(
+    test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """Return `then(*operands)` if the traced `test` holds, else `orelse(*operands)`.
+
+    The device decides, by `lax.cond`.
+
+    Args:
+        test: a traced tensor with one element, or a traced number.
+        then: called with the operands; may write to tensors, may raise.
+        orelse: likewise.
+        operands: any values.
+
+    Returns:
+        What the side that holds returns; both must agree in structure, shapes and dtypes.
+    """
+    trace = current()
+    value = truth(test)
+    if not isinstance(value, jax.core.Tracer) or trace is None:
+        return then(*operands) if bool(value) else orelse(*operands)
+    site = user_line()
+    # A side may change a list or dict among its operands in place, and both sides are run.
+    snapshot = Snapshot([operands])
+
+    def side(function: Callable[..., Any]) -> Callable[[], Any]:
+        if trace.explorer is None:
+            return lambda: function(*operands)
+        return lambda: trace.explorer.run_inside("branch", lambda: function(*operands), [operands])
+
+    merged = merge(trace, value, side(then), side(orelse), site=site, snapshot=snapshot)
+    if isinstance(merged, Forced):
+        if trace.explorer is not None:
+            trace.explorer.branches[site] = "lifted check"
+        return then(*operands) if merged.outcome else orelse(*operands)
+    if trace.explorer is not None:
+        trace.explorer.branches[site] = "lax.cond"
+    return merged
+
+
+def truth(test: Any) -> jax.Array:
+    """Return the truth of a one-element tensor or a number, as a 0-d boolean jax value."""
+    if isinstance(test, torch.Tensor):
+        refuse_ambiguous(test)
+        value = value_of(test).reshape(())
+    elif isinstance(test, sym_numbers.SYMBOLIC):
+        value = sym_numbers.node_value(test)
+    else:
+        return jnp.asarray(bool(test))
+    return value != 0
+
+
+def refuse_ambiguous(test: torch.Tensor) -> None:
+    """Raise what eager PyTorch raises for the truth of a tensor without exactly one element."""
+    if test.numel() != 1:
+        what = "no values" if not test.numel() else "more than one value"
+        raise RuntimeError(f"Boolean value of Tensor with {what} is ambiguous")
+
+
+def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> None:
+    """Lift `if test: raise make_error()` out of the program.
+
+    The caller raises when the condition held.
+    """
+    trace = current()
+    value = truth(test)
+    if not isinstance(value, jax.core.Tracer) or trace is None:
+        if bool(value):
+            error = make_error()
+            if error is not None:
+                raise error
+        return
+    site = user_line()
+    error = make_error()
+    if trace.explorer is not None:
+        trace.explorer.branches[site] = "lifted check"
+    if error is not None:
+        trace.check(value, error, site)
+
+
+def traced_number(tensor: Any, kind: type) -> Any:
+    """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor, as a traced Python number."""
+    number = item(tensor) if isinstance(tensor, TracedTensor) else tensor
+    if kind is float:
+        return torch.sym_float(number)
+    if kind is int:
+        return torch.sym_int(number)
+    node = number.node
+    return sym_numbers.number(node.value != 0, bool)

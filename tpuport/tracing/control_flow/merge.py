@@ -1,0 +1,275 @@
+"""Two sides of a branch as one `lax.cond`: their results, what they write and what they raise.
+
+Each side is run abstractly first, to see whether the two agree in structure, shapes and dtypes. If
+a side raises, the condition becomes a check and the other side is the program.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.regions import Body
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.values import value_of
+
+
+@dataclass
+class Forced:
+    """The one outcome that is left of a branch, because the other side raises."""
+
+    outcome: bool
+
+
+@dataclass
+class _Side:
+    result: Any = None
+    error: Exception | None = None
+    leaves: list[Any] = field(default_factory=list)
+    spec: Any = None
+    body: Body | None = None
+    metas: list[Any] = field(default_factory=list)
+    frozen: list[bool] = field(default_factory=list)
+    draws: list[Any] = field(default_factory=list)
+
+
+def merge(
+    trace: Trace,
+    test: jax.Array,
+    then: Callable[[], Any],
+    orelse: Callable[[], Any],
+    *,
+    site: str,
+    snapshot: Snapshot | None = None,
+) -> Any:
+    """Run both sides of a branch as one `lax.cond`.
+
+    Return `Forced` if one side raises (the condition becomes a check).
+
+    Raises:
+        PortError: the sides differ in structure, shape, dtype or Python values.
+    """
+    test = jnp.reshape(test, ()).astype(bool)
+    draws = trace.draws
+    sides = _discover_sides(trace, (then, orelse), snapshot)
+    trace.draws = draws
+    forced = _lift_error(trace, test, sides, site)
+    if forced is not None:
+        return forced
+    written = _written_union(sides)
+    _check_sides(sides, site)
+    # If the sides draw different numbers of times, how often the program drew depends on the side:
+    # the counts become results of the cond.
+    same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
+        sides[0].draws == sides[1].draws
+    )
+
+    def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], ...]]:
+        def body() -> tuple[list[jax.Array], ...]:
+            if snapshot is not None:
+                snapshot.restore()
+            trace.draws = draws
+            with trace.recording() as effects:
+                result = _with_changes(thunk(), snapshot)
+                leaves, _ = pytree.flatten(result, leaf=branch_leaf)
+                values = [leaf_value(v, t) for v, t in zip(leaves, sides[0].metas, strict=True)]
+                after = [s.value for s in written]
+            for storage, value, _ in effects.before.values():
+                storage.value, storage.version = value, storage.version + 1
+            counts = [] if same_draws else [jnp.asarray(c, jnp.int32) for c in trace.draws]
+            return values, after, counts
+
+        return body
+
+    values, after, counts = jax.lax.cond(test, run(then), run(orelse))
+    trace.draws = sides[0].draws if same_draws else counts
+    for storage, value in zip(written, after, strict=True):
+        storage.set(value)
+    return _rebuild_merged(trace, sides, values, snapshot)
+
+
+def _discover_sides(
+    trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
+) -> list[_Side]:
+    draws = trace.draws
+    sides = []
+    for thunk in thunks:
+        if snapshot is not None:
+            snapshot.restore()
+        trace.draws = draws
+        sides.append(_discover(trace, thunk, snapshot))
+        sides[-1].draws = trace.draws
+    return sides
+
+
+def _lift_error(trace: Trace, test: jax.Array, sides: list[_Side], site: str) -> Forced | None:
+    """Make a check of the condition if one side raises: only the other outcome is left then."""
+    for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
+        if side.error is not None:
+            if other.error is not None:
+                raise side.error
+            failed = test if outcome is False else jnp.logical_not(test)
+            trace.check(failed, side.error, site)
+            return Forced(outcome)
+    return None
+
+
+def branch_leaf(value: Any) -> bool:
+    """Return whether the sides of a branch may return different values in place of this one."""
+    return isinstance(value, (torch.Tensor, *sym_numbers.SYMBOLIC)) or type(value) in (
+        bool,
+        int,
+        float,
+    )
+
+
+_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def number_kind(meta: Any, other: Any = bool) -> type:
+    """Return the Python type for a number whose type differs between the sides of a branch."""
+    kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
+    return float if float in kinds else int if int in kinds else bool
+
+
+def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
+    return result if snapshot is None else (result, snapshot.changes())
+
+
+def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
+    """Run one side abstractly: its result, what it writes, or the exception it raises."""
+    side = _Side()
+
+    def run() -> int:
+        with trace.recording() as effects:
+            try:
+                side.result = _with_changes(thunk(), snapshot)
+                side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
+                side.metas = [leaf_meta(leaf) for leaf in side.leaves]
+                side.frozen = [not isinstance(v, TracedTensor) or v._frozen for v in side.leaves]
+            except Exception as error:  # the user's own error on this path: it becomes a check
+                if isinstance(error, TpuportError):
+                    raise
+                side.error = error
+        side.body = Body(trace, thunk)
+        side.body.written = list(effects.before.values())
+        for storage, value, _ in side.body.written:
+            storage.value, storage.version = value, storage.version + 1
+        return 0
+
+    errors, code = len(trace.checks), trace.error_code
+    units = trace.explorer.units if trace.explorer is not None else []
+    known = [(unit, dict(unit.known)) for unit in units]
+    trace.error_code = None
+    try:
+        jax.eval_shape(run)
+    finally:
+        trace.error_code = code
+        del trace.checks[errors:]
+        # Decisions made here registered no check, so the real run has to make them again.
+        for unit, before in known:
+            unit.known = before
+    return side
+
+
+def _written_union(sides: list[_Side]) -> list[Any]:
+    union: dict[int, Any] = {}
+    for side in sides:
+        assert side.body is not None
+        for storage, _, _ in side.body.written:
+            union[storage.serial] = storage
+    trace = sides[0].body.trace  # type: ignore[union-attr]
+    if trace.error_code is not None:
+        union[trace.error_code.serial] = trace.error_code
+    return list(union.values())
+
+
+def leaf_meta(leaf: Any) -> Any:
+    """Return what the other side has to match: a meta tensor, or the type of a number."""
+    return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
+
+
+def leaf_value(leaf: Any, meta: Any) -> jax.Array:
+    """Return the array of a tensor or number, of a number in the dtype that both sides give."""
+    if isinstance(leaf, torch.Tensor):
+        return value_of(leaf)
+    value = (
+        sym_numbers.node_value(leaf)
+        if isinstance(leaf, sym_numbers.SYMBOLIC)
+        else jnp.asarray(leaf)
+    )
+    return value if meta is None else value.astype(_NUMBER_DTYPES[number_kind(meta)])
+
+
+_NUMBER_DTYPES = {float: jnp.float32, int: jnp.int32, bool: jnp.bool_}
+
+
+def _check_sides(sides: list[_Side], site: str) -> None:
+    a, b = sides
+    for leaf in (*a.leaves, *b.leaves):
+        if isinstance(leaf, TracedTensor) and leaf._extents is not None:
+            raise port_error(
+                f"a branch on a traced value (at {site}) gives a tensor whose size depends on data",
+                code="TPU203",
+                remedy="reduce it to a static size inside the branch",
+            )
+    same = a.spec.key == b.spec.key and len(a.leaves) == len(b.leaves)
+    if same:
+        for index, (x, y) in enumerate(zip(a.metas, b.metas, strict=True)):
+            if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+                same = same and x.shape == y.shape and x.dtype == y.dtype
+            elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+                same = False
+            else:
+                a.metas[index] = b.metas[index] = number_kind(x, y)
+    if not same:
+        raise port_error(
+            f"the two outcomes of the branch at {site} differ in structure, shape, dtype or"
+            " Python values:"
+            f" {_outline(a)} against {_outline(b)}",
+            code="TPU101",
+            remedy=(
+                "make both outcomes give tensors of one shape and dtype, or decide the branch by"
+                " a Python value"
+            ),
+        )
+
+
+def _outline(side: _Side) -> str:
+    text = ", ".join(
+        f"{str(m.dtype)[6:]}{list(m.shape)}" if isinstance(m, torch.Tensor) else m.__name__
+        for m in side.metas[:4]
+    )
+    return f"({text}{', ...' if len(side.metas) > 4 else ''})"
+
+
+def _rebuild_merged(
+    trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
+) -> Any:
+    a, b = sides
+    leaves: list[Any] = []
+    for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
+        one, other = a.leaves[index], b.leaves[index]
+        if isinstance(meta, torch.Tensor):
+            frozen = a.frozen[index] and b.frozen[index]
+            leaves.append(wrap(value, meta.dtype, trace=trace, frozen=frozen))
+        elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
+            leaves.append(one)
+        else:
+            leaves.append(sym_numbers.number(value, meta))
+    rebuilt = pytree.unflatten(a.spec, leaves)
+    if snapshot is None:
+        return rebuilt
+    result, changes = rebuilt
+    snapshot.restore()
+    snapshot.apply(changes)
+    return result

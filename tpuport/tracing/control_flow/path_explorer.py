@@ -1,0 +1,134 @@
+"""Branches that no rule could rewrite, explored at the innermost module call.
+
+The call is run once for each outcome of the traced value that it branches on, and `lax.cond` merges
+the two results.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.foundation.user_frames import user_line
+from tpuport.tracing.control_flow.merge import Forced, merge
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.speculation import Plan, Restart, Undecided
+
+_MAX_RUNS, _MAX_BRANCHES = 256, 12
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module call (or the ported function) being explored path by path."""
+
+    name: str
+    path: tuple[bool, ...] = ()
+    position: int = 0
+    known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+    runs: int = 0
+
+
+class Explorer:
+    """The explorer of branches on traced values, in one trace."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
+        self.calls: list[str] = ["<function>"]
+        self.units: list[Unit] = []
+        # The number of units that began outside the jax primitive whose body is running. A tracer
+        # of the body must not leave it, so those units cannot explore its branches.
+        self.outside = 0
+        self.branches: dict[str, str] = {}
+
+    def decide(self, value: jax.Array) -> bool:
+        """Return the outcome on the path being explored; if there is none, ask for a new trace."""
+        self.plan.ask_for_rewrite()
+        if len(self.units) > self.outside:
+            unit = self.units[-1]
+            prefix = unit.path[: unit.position]
+            if unit.position < len(unit.path):
+                unit.position += 1
+                return unit.path[unit.position - 1]
+            if prefix in unit.known:
+                return self._take(unit, unit.known[prefix])
+            raise Undecided(value, user_line())
+        raise Restart(explore=self.calls[-1])
+
+    def _take(self, unit: Unit, outcome: bool) -> bool:
+        unit.path = (*unit.path[: unit.position], outcome)
+        unit.position += 1
+        return outcome
+
+    def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run a module call, explored if an earlier attempt saw it branch on traced values."""
+        if name not in self.plan.explore or any(
+            unit.name == name for unit in self.units[self.outside :]
+        ):
+            self.calls.append(name)
+            try:
+                return thunk()
+            finally:
+                self.calls.pop()
+        self.calls.append(name)
+        unit = Unit(name)
+        self.units.append(unit)
+        try:
+            return self._explore(unit, thunk, Snapshot(roots), ())
+        finally:
+            self.units.remove(unit)
+            self.calls.pop()
+
+    def run_inside(self, kind: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run the body of a jax primitive, whose branches have to be explored inside it."""
+        depth = sum(name.startswith(f"<{kind}") for name in self.calls)
+        before, self.outside = self.outside, len(self.units)
+        try:
+            return self.run_module(f"<{kind} {depth}>", thunk, roots)
+        finally:
+            self.outside = before
+
+    def _explore(
+        self, unit: Unit, thunk: Callable[[], Any], snapshot: Snapshot, path: tuple[bool, ...]
+    ) -> Any:
+        draws = self.trace.draws
+        while True:
+            unit.runs += 1
+            if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
+                raise port_error(
+                    f"{unit.name} branches on traced values along too many paths (more than"
+                    f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs)",
+                    code="TPU101",
+                    remedy="use torch.where for the choice, or make the condition a Python value",
+                )
+            snapshot.restore()
+            self.trace.draws = draws
+            unit.path, unit.position = path, 0
+            self.units.append(self.units.pop(self.units.index(unit)))
+            depth = len(self.calls)
+            with self.trace.recording() as effects:
+                try:
+                    return thunk()
+                except Undecided as undecided:
+                    del self.calls[depth:]
+                    self.trace.draws = draws
+                    for storage, value, _ in effects.before.values():
+                        storage.set(value)
+                    pending = undecided
+            prefix = tuple(unit.path[: unit.position])
+            self.branches[pending.site] = f"both outcomes explored in {unit.name}"
+            merged = merge(
+                self.trace,
+                pending.value,
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, True)),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, False)),  # noqa: B023
+                site=pending.site,
+                snapshot=snapshot,
+            )
+            if isinstance(merged, Forced):
+                unit.known[prefix] = merged.outcome
+                self.branches[pending.site] = "lifted check"
+                continue
+            return merged

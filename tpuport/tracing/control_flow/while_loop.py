@@ -1,0 +1,154 @@
+"""`while` loops on traced values as `lax.while_loop`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.merge import branch_leaf, leaf_meta, leaf_value, number_kind
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.arguments import unsized
+from tpuport.tracing.core.context import Effects, Trace, current
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.tensor import wrap
+from tpuport.tracing.dynamic_shapes.extents import extents_of
+
+# The values of the loop's variables, the draws of each random stream, and the failed check.
+_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
+
+
+class _Loop:
+    """A loop: the variables that it carries, and its condition and body on them."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        test: Callable[..., Any],
+        body: Callable[..., Any],
+        operands: tuple[Any, ...],
+    ) -> None:
+        self.trace, self.test, self.body = trace, test, body
+        leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf)
+        self.metas = [leaf_meta(leaf) for leaf in leaves]
+        self.initial = [leaf_value(leaf, None) for leaf in leaves]
+        self.failures = trace.error_code
+        self.drawn = False
+
+    def run(self) -> Any:
+        """Run the loop and return its variables."""
+        draws = self.trace.draws
+        counts = [jnp.asarray(count, jnp.int32) for count in draws]
+        code = None if self.failures is None else self.failures.value
+        final, counts, code = jax.lax.while_loop(
+            self._holds, self._step, (self.initial, counts, code)
+        )
+        # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
+        self._enter(counts if self.drawn else draws, code)
+        return self._variables(final)
+
+    def _variables(self, values: list[jax.Array]) -> Any:
+        made = [
+            wrap(v, m.dtype, trace=self.trace)
+            if isinstance(m, torch.Tensor)
+            else sym_numbers.number(v, number_kind(m))
+            for v, m in zip(values, self.metas, strict=True)
+        ]
+        return pytree.unflatten(self.spec, made)
+
+    def _enter(self, counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
+        self.trace.draws = counts
+        if self.failures is not None and code is not None:
+            self.failures.set(code)
+
+    def _call(self, function: Callable[..., Any], values: list[jax.Array]) -> Any:
+        variables, explorer = self._variables(values), self.trace.explorer
+        if explorer is None:
+            return function(*variables)
+        return explorer.run_inside("loop", lambda: function(*variables), [variables])
+
+    def _drew(self, counts: list[jax.Array]) -> bool:
+        return any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
+
+    def _holds(self, carried: _Carried) -> jax.Array:
+        values, counts, code = carried
+        self._enter(counts, code)
+        value = truth(self._call(self.test, values))
+        checked = self.failures is not None and self.failures.value is not code
+        if self._drew(counts) or checked:
+            raise port_error(
+                "the condition of a while loop on a traced value draws random numbers or checks"
+                " values",
+                code="TPU104",
+                remedy="do that in the body of the loop",
+            )
+        return value
+
+    def _step(self, carried: _Carried) -> _Carried:
+        values, counts, code = carried
+        self._enter(counts, code)
+        with self.trace.recording() as effects:
+            out = self._call(self.body, values)
+            found, spec = pytree.flatten(tuple(out), leaf=branch_leaf)
+        self.drawn = self._drew(counts)
+        self._refuse_uncarried(effects, found, spec)
+        after = [
+            self._same_dtype(leaf, meta, before)
+            for leaf, meta, before in zip(found, self.metas, values, strict=True)
+        ]
+        counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
+        return after, counts, None if self.failures is None else self.failures.value
+
+    def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
+        """Return a new value from the body in the dtype that the loop carries.
+
+        `lax.while_loop` needs one dtype for all rounds. A tensor has to keep its dtype; a number
+        of a narrower kind is cast.
+        """
+        value = leaf_value(leaf, None)
+        both_tensors = isinstance(leaf, torch.Tensor) and isinstance(meta, torch.Tensor)
+        changed = leaf.dtype != meta.dtype if both_tensors else False
+        if changed or _breadth(value) > _breadth(before):
+            raise port_error(
+                f"a while loop on a traced value carries a value that is {before.dtype} before the"
+                f" loop and {value.dtype} after a round",
+                code="TPU104",
+                remedy="give it that dtype before the loop, such as `n = 0.0` for `n = 0`",
+            )
+        return value.astype(before.dtype)
+
+    def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: pytree.TreeSpec) -> None:
+        """Refuse a body that does more than return new values of the variables."""
+        if any(extents_of(leaf) for leaf in found):
+            raise unsized("a value that a while loop carries")
+        written = [s for s, _, _ in effects.before.values() if s is not self.failures]
+        if written or spec.key != self.spec.key:
+            raise port_error(
+                "a while loop on a traced value writes to tensors or changes Python values"
+                " that it does not carry",
+                code="TPU104",
+                remedy="loop a fixed number of times and select with torch.where",
+            )
+
+
+def _breadth(value: jax.Array) -> int:
+    """Rank the dtype of an array: bool, then integers, then floats, then complex numbers."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(value.dtype, kind))
+
+
+def traced_while(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """Run `while test(*operands): operands = body(*operands)` on the device.
+
+    Raises:
+        PortError: an operand changes its shape, dtype or Python value in the body, the body writes
+            to other tensors, or the condition draws random numbers.
+    """
+    trace = current()
+    assert trace is not None
+    return _Loop(trace, test, body, operands).run()

@@ -1,0 +1,1 @@
+"""The trace, its tensors, numbers, storages and views."""

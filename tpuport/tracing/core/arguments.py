@@ -1,0 +1,304 @@
+"""The arguments of a call as arrays, and what the call changed in the caller's own objects."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.core
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError, UsageError
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+
+
+def take_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
+    """Return the leaves, structure and paths of call arguments.
+
+    Plain objects are flattened even if they hold no tensor: the call may put one there, and an
+    attribute that changed since the last call needs a retrace.
+    """
+    return pytree.flatten_with_paths(value, objects=True)
+
+
+def copies(value: Any) -> Any:
+    """Copy call arguments: clone and detach the tensors, rebuild containers and objects."""
+    leaves, spec, _ = take_apart(value)
+    made = [
+        leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
+        for leaf in map(_detached, leaves)
+    ]
+    return pytree.unflatten(spec, made)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def meta_argument(leaf: Any, path: str) -> torch.Tensor:
+    """Return a meta tensor with the shape and dtype of an argument.
+
+    Raises:
+        UsageError: the argument is not a tensor, array or shape.
+    """
+    if isinstance(leaf, TracedTensor):
+        return meta_of(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().to("meta")
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
+    msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
+    raise UsageError(msg)
+
+
+def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:
+    """Return the array and the meta tensor of each argument (of a generator a key and its class).
+
+    Raises:
+        UsageError: an argument has no value, or one that its dtype on the device cannot hold.
+    """
+    values: list[Any] = []
+    metas: list[Any] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if isinstance(leaf, torch.Generator):
+            seed = torch.empty((), dtype=torch.int64).random_(generator=leaf).item()
+            values.append(backend.key_of(int(seed)))
+            metas.append(type(leaf))
+            continue
+        if isinstance(leaf, jax.Array):
+            values.append(leaf)
+            metas.append(
+                torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
+            )
+            continue
+        if isinstance(leaf, backend.TorchaxTensor):
+            values.append(leaf.jax())
+        elif leaf.device.type == "meta":
+            msg = (
+                f"argument {path} is on the meta device: it has no value;"
+                " use ported.eval_shape(...)"
+            )
+            raise UsageError(msg)
+        else:
+            try:
+                # So that the value stays concrete under a `jax.jit` of the caller's own too.
+                with jax.ensure_compile_time_eval():
+                    values.append(backend.to_jax(leaf))
+            except OverflowError as error:
+                msg = f"argument {path}: {error}"
+                raise UsageError(msg) from error
+        metas.append(meta_of(leaf))
+    return values, metas
+
+
+# -- changes to the caller's objects ---------------------------------------------------------------
+
+
+def program_leaf(value: Any) -> bool:
+    """Return whether a value leaves the program as an array: a tensor or traced Python number."""
+    return isinstance(value, (torch.Tensor, jax.Array, *sym_numbers.SYMBOLIC))
+
+
+@dataclass
+class Changes:
+    """The new contents of containers and objects that a call changed among its arguments.
+
+    Attributes:
+        contents: the node of each changed container after the call, by the container's number in
+            the `Spec` of the arguments. Leaves numbered from `first` on are the program's, lower
+            ones are arguments.
+        first: the number of arguments.
+        leaves: the program's own leaves.
+    """
+
+    contents: dict[int, Any]
+    first: int
+    leaves: list[Any]
+
+    def write_back(self, spec: pytree.TreeSpec, arguments: list[Any], values: list[Any]) -> None:
+        """Change the caller's objects as eager would have.
+
+        Args:
+            spec: the structure of this call's arguments, equal to that of the traced call.
+            arguments: the leaves of this call's arguments.
+            values: the program's results for `leaves`, as torch tensors and numbers.
+        """
+        held = dict(spec.containers)
+        for index, node in self.contents.items():
+            _fill(held[index], node, [*arguments, *values], held)
+
+
+class Watch:
+    """A comparison of the containers among a traced call's arguments, before and after the call.
+
+    Args:
+        containers: the traced call's own copies, by number.
+        leaves: the tensors of that call.
+    """
+
+    def __init__(self, containers: dict[int, Any], leaves: list[Any]) -> None:
+        self.containers, self.leaves = dict(containers), list(leaves)
+        self.before = self._contents()[0]
+
+    def _contents(self) -> tuple[dict[int, Any], dict[int, Any], pytree.Flattener]:
+        reader = pytree.Flattener(program_leaf, objects=True)
+        reader.leaves = list(self.leaves)
+        reader.paths = [""] * len(self.leaves)
+        reader.containers = dict(self.containers)
+        reader.seen = {id(leaf): ("leaf", i) for i, leaf in enumerate(self.leaves)}
+        reader.seen |= {id(value): ("ref", i) for i, value in self.containers.items()}
+        keys, nodes = {}, {}
+        for index, value in self.containers.items():
+            nodes[index], keys[index] = reader.container(value, f"argument {index}", index)
+        return keys, nodes, reader
+
+    def changes(self) -> Changes | None:
+        """Return what changed since this watch was made, or None."""
+        keys, nodes, reader = self._contents()
+        changed = {i: nodes[i] for i, key in keys.items() if key != self.before[i]}
+        if not changed:
+            return None
+        first = len(self.leaves)
+        return Changes(changed, first, reader.leaves[first:])
+
+
+def _fill(target: Any, node: Any, leaves: list[Any], made: dict[int, Any]) -> None:
+    """Fill a container with the content that a node describes."""
+
+    def build(part: Any) -> Any:
+        return pytree.unflatten_node(part, leaves, made)
+
+    tag = node[0]
+    if tag == "array":
+        target[...] = node[2]
+    elif tag == "set":
+        target.clear()
+        target.update(build(part) for part in node[3])
+    elif tag == "deque":
+        parts = [build(part) for part in node[4]]
+        target.clear()
+        target.extend(parts)
+    elif tag == "seq":
+        if isinstance(target, list):
+            list.__setitem__(target, slice(None), [build(part) for part in node[3]])
+    else:
+        _fill_object(target, node, build)
+
+
+def _fill_object(target: Any, node: Any, build: Callable[[Any], Any]) -> None:
+    _, _, _, items, attributes = node
+    if isinstance(target, dict):
+        pairs = [(name, build(part)) for name, part in items]
+        dict.clear(target)
+        for name, value in pairs:
+            pytree.set_item(target, name, value)
+    named = dict(attributes)
+    for name in [n for n in pytree.attributes_of(target) if n not in named]:
+        object.__delattr__(target, name)
+    for name, part in named.items():
+        object.__setattr__(target, name, build(part))
+
+
+@dataclass(frozen=True)
+class Unsized:
+    """The meta of a result whose size depends on data: it comes padded, with its real sizes."""
+
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+
+    def trimmed(self, value: tuple[jax.Array, list[Any]]) -> jax.Array:
+        """Cut the padding off the array.
+
+        Raises:
+            PortError: the sizes are traced, inside a transformation of the caller's.
+        """
+        array, sizes = value
+        if any(isinstance(size, (jax.core.Tracer, jax.ShapeDtypeStruct)) for size in sizes):
+            raise unsized("an output of the call")
+        for dim, size in zip(self.dims, sizes, strict=True):
+            array = jax.lax.slice_in_dim(array, 0, int(size), axis=dim)
+        return array
+
+
+def unsized(what: str) -> PortError:
+    """Return the error for a tensor that leaves a program with a data-dependent size."""
+    return PortError(
+        f"{what} has a size that depends on data; compiled programs have static sizes",
+        code="TPU203",
+        remedy=(
+            "return it at full size together with the mask, or call the ported model itself"
+            " (ported(...)), which trims its outputs"
+        ),
+    )
+
+
+def static_leaves(values: list[Any], metas: list[Any]) -> list[Any]:
+    """Return results as arrays of static size.
+
+    Raises:
+        PortError: the size of one depends on a traced value.
+    """
+    pairs = zip(values, metas, strict=True)
+    return [m.trimmed(v) if isinstance(m, Unsized) else v for v, m in pairs]
+
+
+def from_program(value: Any, meta: Any) -> Any:
+    """Convert a result of a program to the torch tensor or Python number that `meta` describes."""
+    if isinstance(meta, Unsized):
+        return wrap(meta.trimmed(value), meta.dtype)
+    if isinstance(meta, type):
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
+        return kind(value)
+    return wrap(value, meta.dtype)
+
+
+# -- arguments over the same memory ----------------------------------------------------------------
+
+
+def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
+    """Write the new values of arguments that the program changed in place."""
+    for index, value in mutated.items():
+        leaf = leaves[int(index)]
+        if isinstance(leaf, TracedTensor):
+            leaf.write(value)
+        elif isinstance(leaf, torch.Tensor):
+            with torch.no_grad():
+                leaf.copy_(backend.to_torch(value, leaf.dtype))
+
+
+def refuse_shared_memory(
+    leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
+) -> None:
+    """Refuse a write to one of two arguments that share memory.
+
+    Eager changes both, which the program cannot do.
+
+    Raises:
+        UsageError: the call made such a write.
+    """
+    for index in map(int, mutated):
+        for other, leaf in enumerate(leaves):
+            if other != index and _overlap(leaves[index], leaf):
+                msg = (
+                    f"the call writes to argument {paths[index]}, which shares memory with argument"
+                    f" {paths[other]}; pass {paths[other]} as a .clone()"
+                )
+                raise UsageError(msg)
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Return whether two arguments may share an element."""
+    if isinstance(a, TracedTensor) or isinstance(b, TracedTensor):
+        return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    last = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for t in (a, b)
+    ]
+    return a.storage_offset() <= last[1] and b.storage_offset() <= last[0]

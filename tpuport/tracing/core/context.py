@@ -1,0 +1,356 @@
+"""One trace of one program: its random keys, its host constants, and its recorded effects."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.core import Tracer
+
+from tpuport.foundation.interop import backend
+from tpuport.foundation.patching.shim import Shim
+from tpuport.reports.records import AttentionCall
+from tpuport.tracing.core import active
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.guards import Guards
+from tpuport.tracing.core.placement import Placement
+from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.view_steps import strided_step
+
+
+@dataclass
+class KeyStream:
+    """Numbered keys from one base key: the n-th random op of a program folds n into the base.
+
+    `count` is traced after a branch or loop whose number of draws depends on data. In a block that
+    is traced once for several, numbers count from `start`.
+    """
+
+    base: jax.Array
+    count: int | jax.Array = 0
+    used: bool = False
+    start: jax.Array | None = None
+
+    @property
+    def number(self) -> int | jax.Array:
+        """Return the number of the next key."""
+        return self.count if self.start is None else self.start + self.count
+
+    def next(self) -> jax.Array:
+        """Return a key that this stream has never returned before."""
+        self.used = True
+        key = jax.random.fold_in(self.base, self.number)
+        self.count += 1
+        return key
+
+
+@dataclass(eq=False)
+class Effects:
+    """The storages and numbers that a part of a trace created, and the storages that it wrote.
+
+    Regions (checkpoint, cond) turn them into outputs.
+    """
+
+    created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
+    before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
+    numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
+    held: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """An exception that the user's code raises on a traced condition, lifted out of the program."""
+
+    error: BaseException
+    site: str
+
+
+def no_policy(fqn: str) -> str | None:
+    """Return None: the default is that no module has a remat policy."""
+    del fqn
+    return None
+
+
+@dataclass
+class HostConstant:
+    """A CPU tensor that met a traced one in an op and so became part of the program."""
+
+    tensor: torch.Tensor
+    value: jax.Array
+    version: int
+
+
+class Trace:
+    """The state of one trace.
+
+    `keys` is None for a program that was called without a key: a random op is then an error.
+    """
+
+    def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
+        self.keys = keys
+        # By the address of the C++ generator: torch hands a new Python object around it to each op.
+        self.generators: dict[int, KeyStream] = {}
+        self.constants: dict[int, HostConstant] = {}
+        self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
+        self.effects: list[Effects] = []
+        # The nested traces that are running: a value cached in one may be a tracer that dies with
+        # it.
+        self.regions: list[int] = [0]
+        self.count_regions = 0
+        self.counters = counters or Counters()
+        self.hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+        self.explorer: Any = None
+        self.checks: list[Check] = []
+        self.error_code: Storage | None = None
+        self.refusal: Exception | None = None
+        self.substitutes: dict[int, TracedTensor] = {}
+        self.dispatch_mode: Any = None
+        self.function_mode: Any = None
+        self.closed = False
+        # Storages of host tensors made in this trace, kept alive so that no address is reused.
+        self.made: dict[int, Any] = {}
+        # Whether a number or size that depends on data has come up; until then no op needs to look
+        # for one.
+        self.dynamic = False
+        # Whether any traced value was made a Python number.
+        self.has_numbers = False
+        self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
+        # The structure of attention masks, by the id of the array.
+        self.masks: dict[Any, Any] = {}
+        # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
+        self._int64: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.guards = Guards()
+        # The ported module and those inside it, by id, with their fqns.
+        self.own_modules: dict[int, str] = {}
+        self.placement: Placement | None = None
+        # Activations that were given a spec, recorded while a block is traced as a function.
+        self.places: list[tuple[str, str, int]] | None = None
+        self.blocks: Any = None
+        # Recorder of the code that runs, while a block is traced as a function.
+        self.outside: Any = None
+        # The block that is traced for its family, and the name of the family.
+        self.standing_for: tuple[str, str] | None = None
+        self.mesh: jax.sharding.Mesh | None = None
+        # The platform that the program will run on: "cpu", "tpu".
+        self.target = jax.default_backend()
+        # The remat policy of a module by its fqn, if it has one (`core.remat_policy`).
+        self.remat: Callable[[str], str | None] = no_policy
+        # Replacements of torch's functions that hold while it runs.
+        self.patches: tuple[type[Shim], ...] = ()
+        # Storages numbered from here on are made by the program, not its state or arguments.
+        self.first_serial = 0
+
+    def scope_of(self, name: str) -> str:
+        """Return the scope that a module's instructions are named after in the compiled program."""
+        if self.standing_for is not None:
+            block, all_blocks = self.standing_for
+            if name == block or name.startswith(block + "."):
+                return all_blocks + name[len(block) :]
+        return name
+
+    def note_int64(self, value: Any) -> None:
+        """Record that a traced array represents an int64 array."""
+        if isinstance(value, Tracer):
+            self._int64[id(value)] = value
+
+    def holds_int64(self, value: Any) -> bool:
+        """Return whether an array is known to represent an int64 array."""
+        return value is not None and self._int64.get(id(value)) is value
+
+    # -- effects -----------------------------------------------------------------------------------
+
+    def created(self, storage: Storage) -> None:
+        """Record a new storage."""
+        for effects in self.effects:
+            effects.created[storage.serial] = weakref.ref(storage)
+            if effects.held is not None:
+                effects.held.append(storage)
+
+    def created_number(self, node: Any) -> None:
+        """Record a new traced number."""
+        for effects in self.effects:
+            effects.numbers.append(weakref.ref(node))
+            if effects.held is not None:
+                effects.held.append(node)
+
+    def writing(self, storage: Storage) -> None:
+        """Record a storage that is about to be written, with its old value."""
+        for effects in self.effects:
+            if storage.serial not in effects.created and storage.serial not in effects.before:
+                effects.before[storage.serial] = (storage, storage.value, storage.version)
+
+    @contextlib.contextmanager
+    def recording(self, *, hold: bool = False) -> Iterator[Effects]:
+        """Record the effects inside the block.
+
+        `hold` keeps every storage that it creates alive.
+        """
+        effects = Effects(held=[] if hold else None)
+        self.effects.append(effects)
+        self.count_regions += 1
+        self.regions.append(self.count_regions)
+        counts = dict(self.mask_counts)
+        try:
+            yield effects
+        finally:
+            self.effects.remove(effects)
+            self.regions.pop()
+            # Counts computed inside are inner tracers, which must not leave the nested trace.
+            self.mask_counts = counts
+
+    # -- randomness --------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> list[KeyStream]:
+        """Return the program's own key stream and those of the generators among its arguments."""
+        own = [] if self.keys is None else [self.keys]
+        return own + list(self.generators.values())
+
+    @property
+    def draws(self) -> list[int | jax.Array]:
+        """Return how often each stream has been drawn from."""
+        return [stream.count for stream in self.streams]
+
+    @draws.setter
+    def draws(self, counts: Sequence[int | jax.Array]) -> None:
+        for stream, count in zip(self.streams, counts, strict=True):
+            stream.count = count
+
+    def next_key(self, generator: torch.Generator | None) -> jax.Array:
+        """Return the key for the next random op.
+
+        It is from `generator`'s stream if that was an argument of the program.
+        """
+        if generator is not None:
+            ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+            if ident in self.generators:
+                return self.generators[ident].next()
+        if self.keys is None:
+            raise port_error(
+                "a random operation ran in a program that was given no key",
+                code="TPU401",
+                remedy="pass a key: ported.apply(params, buffers, jax.random.key(0), ...)",
+            )
+        return self.keys.next()
+
+    def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
+        """Record that the program fails with `error` if `failed`; the first failing check wins."""
+        self.checks.append(Check(error, site))
+        if self.error_code is not None:
+            code = self.error_code.value
+            self.error_code.set(jnp.where((code == 0) & failed, len(self.checks), code))
+
+    # -- host constants ----------------------------------------------------------------------------
+
+    def constant(self, tensor: torch.Tensor) -> jax.Array:
+        """Return the jax value of a host tensor, made once for each version of the tensor."""
+        known = self.constants.get(id(tensor))
+        if known is not None and known.version == tensor._version:
+            return known.value
+        if self.is_foreign(tensor):
+            self.guards.note_tensor(tensor)
+        value = self.hoist(tensor) if self.hoist is not None else None
+        if value is None:
+            with jax.ensure_compile_time_eval():
+                value = backend.to_jax(tensor)
+        self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
+        return value
+
+    def note_made(self, value: Any) -> None:
+        """Record host tensors that this trace made: a write to one of them is not seen outside."""
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, TracedTensor):
+                storage = value.untyped_storage()
+                self.made.setdefault(storage._cdata, storage)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.note_made(item)
+
+    def is_foreign(self, tensor: Any) -> bool:
+        """Return whether a host tensor existed before the trace.
+
+        Such a tensor is state, which a write must not change while tracing.
+        """
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
+            return False
+        return tensor.untyped_storage()._cdata not in self.made
+
+    def note_reads(self, operands: Iterable[Any]) -> None:
+        """Record which operands of an operation on the host came from outside the trace."""
+        for operand in operands:
+            if self.is_foreign(operand):
+                self.guards.note_tensor(operand)
+
+    def promote(self, tensor: torch.Tensor) -> TracedTensor:
+        """Make the storage of a host tensor a traced one, to write a traced value to it.
+
+        Every alias of the tensor (PyTorch knows them by storage) reads the traced value from then
+        on.
+        """
+        key = tensor.untyped_storage()._cdata
+        if key not in self.promoted:
+            count = tensor.untyped_storage().nbytes() // tensor.itemsize
+            empty: Any = torch.empty(0, dtype=tensor.dtype)
+            flat = empty.set_(tensor.untyped_storage(), 0, (count,))
+            storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
+            storage.stride = flat.stride()
+            self.promoted[key] = (tensor, storage)
+        return self.alias(tensor)  # type: ignore[return-value]
+
+    def alias(self, tensor: torch.Tensor) -> TracedTensor | None:
+        """Return the traced tensor that replaces a host tensor, or None.
+
+        The host tensor is a weight of the model, or its storage was promoted.
+        """
+        known = self.substitutes.get(id(tensor))
+        if known is not None or not self.promoted:
+            return known
+        found = self.promoted.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return None
+        offset: Any = tensor.storage_offset()
+        step = strided_step(found[1].value.size, tensor.size(), tensor.stride(), offset)
+        return TracedTensor(found[1], (step,), tensor)
+
+
+@dataclass
+class Counters:
+    """The counts that the report shows, by name."""
+
+    ops: dict[str, int] = field(default_factory=dict)
+    shims: dict[str, int] = field(default_factory=dict)
+    attention: list[AttentionCall] = field(default_factory=list)
+
+    def copy(self) -> "Counters":
+        """Return a copy of the counts so far."""
+        return Counters(dict(self.ops), dict(self.shims), list(self.attention))
+
+    def become(self, other: "Counters") -> None:
+        """Reset the counts to those of an earlier copy."""
+        self.ops, self.shims, self.attention = other.ops, other.shims, other.attention
+
+    def since(self, before: "Counters") -> "Counters":
+        """Return the counts since a copy was made."""
+        ops, shims = (
+            {name: count - then.get(name, 0) for name, count in now.items()}
+            for now, then in ((self.ops, before.ops), (self.shims, before.shims))
+        )
+        return Counters(ops, shims, self.attention[len(before.attention) :])
+
+    def add(self, other: "Counters") -> None:
+        """Add the counts of another run."""
+        for ours, theirs in ((self.ops, other.ops), (self.shims, other.shims)):
+            for name, count in theirs.items():
+                ours[name] = ours.get(name, 0) + count
+        self.attention += other.attention
+
+
+def current() -> Trace | None:
+    """Return the trace running in this thread, if any."""
+    trace = active.innermost()
+    assert trace is None or isinstance(trace, Trace)
+    return trace

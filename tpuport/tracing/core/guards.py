@@ -1,0 +1,99 @@
+"""Guards on what a traced program read from outside its module.
+
+These are tensors and modules in closures, globals and arguments. Their values are part of the
+program. A guard notices, at a later call, that one has changed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.errors import port_error
+
+
+def _held(module: torch.nn.Module) -> tuple[Any, ...]:
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return (module.training, tuple((name, id(tensor)) for name, tensor in tensors))
+
+
+def _contents(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module, with copies of its registries."""
+    return {
+        name: dict(value) if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
+    }
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
+    return a is b
+
+
+@dataclass
+class Guards:
+    """The guards of one program: collected by its trace, checked before each later call.
+
+    Attributes:
+        tensors: host tensors from outside by id, with their version when they were read.
+        modules: modules from outside by id, with what they held.
+    """
+
+    tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
+        default_factory=dict
+    )
+
+    def note_tensor(self, tensor: torch.Tensor) -> None:
+        """Note that a host tensor from outside is read."""
+        if id(tensor) not in self.tensors and not tensor.is_inference():
+            self.tensors[id(tensor)] = (tensor, tensor._version)
+
+    def note_module(self, module: torch.nn.Module) -> None:
+        """Note that a module from outside is called."""
+        if id(module) not in self.modules:
+            self.modules[id(module)] = (module, _held(module), _contents(module))
+
+    def restore(self) -> list[str]:
+        """Restore the attributes of modules from outside; return the names of the changed ones."""
+        changed: list[str] = []
+        for module, _, before in self.modules.values():
+            now = _contents(module)
+            for name in [n for n in {**before, **now} if not _same(before.get(n), now.get(n))]:
+                changed.append(f"{type(module).__name__}.{name}")
+                if name not in before:
+                    del module.__dict__[name]
+                elif isinstance(before[name], dict) and isinstance(module.__dict__[name], dict):
+                    module.__dict__[name].clear()
+                    module.__dict__[name].update(before[name])
+                else:
+                    module.__dict__[name] = before[name]
+        return changed
+
+    def refuse_writes(self) -> None:
+        """Refuse a call that set attributes of a module from outside.
+
+        Raises:
+            PortError: it did: the attribute would be set once, while tracing.
+        """
+        changed = self.restore()
+        if changed:
+            raise port_error(
+                f"the call sets {', '.join(changed[:3])} of a module that is not part of the ported"
+                " one (an argument, a global, or one in a closure)",
+                code="TPU406",
+                remedy="convert the module that owns it, or make it a submodule of the ported one",
+            )
+
+    def changed(self) -> str | None:
+        """Say what has changed since it was read, or return None."""
+        for tensor, version in self.tensors.values():
+            if tensor._version != version:
+                return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"
+        for module, held, _ in self.modules.values():
+            now = _held(module)
+            if now != held:
+                what = "mode" if now[0] != held[0] else "parameters or buffers"
+                return f"the {what} of a {type(module).__name__} outside the module changed"
+        return None

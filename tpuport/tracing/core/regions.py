@@ -1,0 +1,116 @@
+"""Parts of a trace that become the body of a jax primitive (checkpoint, cond) and may write state.
+
+Inside the body every storage and traced number that it created, and every storage that it wrote,
+holds inner tracers. Afterwards those still alive get the primitive's outputs as their values.
+Python objects that refer to them are then right without being found and updated.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from tpuport.tracing.core.context import Effects, KeyStream, Trace
+from tpuport.tracing.core.tensor import Storage
+
+
+@dataclass
+class Body:
+    """The part of a trace that becomes a body.
+
+    Call `run` inside a jax primitive, then `settle` with that primitive's outputs.
+    """
+
+    trace: Trace
+    thunk: Callable[[], Any]
+    result: Any = None
+    alive: list[Storage] = field(default_factory=list)
+    written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+    number_positions: list[int] = field(default_factory=list)
+    counts: dict[int, Any] = field(default_factory=dict)
+    streams: list[KeyStream] = field(default_factory=list)
+
+    def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Run the thunk.
+
+        Return the values that escape (of storages, then of numbers) and the values of written
+        storages, which are restored before returning.
+        """
+        with self.trace.recording() as effects:
+            self.result = self.thunk()
+            # Counts of masks are kept, so that sizes inside and outside are known to be equal.
+            self.counts = dict(self.trace.mask_counts)
+        storages, nodes = _made(effects)
+        self.alive = [storage for storage in storages if storage is not None]
+        self.numbers = [node for node in nodes if node is not None]
+        self.positions = [i for i, storage in enumerate(storages) if storage is not None]
+        self.number_positions = [i for i, node in enumerate(nodes) if node is not None]
+        self.written = list(effects.before.values())
+        values = [made.value for made in (*self.alive, *self.numbers)]
+        self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
+        values += [jnp.asarray(stream.count) for stream in self.streams]
+        after = [s.value for s, _, _ in self.written]
+        # Written storages outlive the body, and its tracers must not leak through them.
+        for storage, value, _ in self.written:
+            storage.value, storage.version = value, storage.version + 1
+        return values, after
+
+    def run_like(self, first: "Body") -> list[jax.Array]:
+        """Run the thunk another time, and return the values of what escaped the first time.
+
+        Equal runs create equal storages and numbers in the same order.
+        """
+        with self.trace.recording(hold=True) as effects:
+            self.result = self.thunk()
+        storages, nodes = _made(effects)
+        escaped = [storages[position] for position in first.positions]
+        escaped += [nodes[position] for position in first.number_positions]
+        values = [made.value for made in escaped if made is not None]
+        return values + [jnp.asarray(stream.count) for stream in first.streams]
+
+    def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
+        """Set the values that escaped to their outer ones, and return the thunk's result."""
+        count = len(self.alive)
+        for storage, value in zip(self.alive, values[:count], strict=True):
+            storage.value = value
+            storage.version += 1
+        rest = iter(values[count:])
+        for node in self.numbers:
+            node.value = next(rest)
+        for stream in self.streams:
+            stream.count = next(rest)
+        for (storage, _, _), value in zip(self.written, after, strict=True):
+            storage.set(value)
+        self.trace.mask_counts.update(self.counts)
+        return self.result
+
+
+def _made(effects: Effects) -> tuple[list[Any], list[Any]]:
+    """Return the storages and traced numbers that were created, None for those that are gone."""
+    return [ref() for ref in effects.created.values()], [ref() for ref in effects.numbers]
+
+
+def checkpoint(trace: Trace, thunk: Callable[[], Any], roots: list[Any], policy: Any = None) -> Any:
+    """Run `thunk` under jax.checkpoint.
+
+    Its intermediate values are computed again in the backward pass.
+
+    Args:
+        trace: The running trace.
+        thunk: The call.
+        roots: The objects that the call may change.
+        policy: What to keep, as `jax.checkpoint` takes it.
+    """
+
+    def explored() -> Any:
+        # A branch on a value made in here is an inner tracer, so it is explored in here.
+        return trace.explorer.run_inside("checkpoint", thunk, roots)
+
+    body = Body(trace, thunk if trace.explorer is None else explored)
+    values, after = jax.checkpoint(body.run, policy=policy)()
+    return body.settle(values, after)

@@ -1,0 +1,94 @@
+"""Knowledge passed between attempts at a trace: code to rewrite, module calls to explore."""
+
+from dataclasses import dataclass, field
+from types import CodeType
+
+import jax
+
+from tpuport.foundation.user_frames import user_frame
+from tpuport.source.rewrite.live import Site, site_of
+
+
+class Undecided(BaseException):
+    """The truth of a traced value was needed on a path that has no decision for it yet."""
+
+    def __init__(self, value: jax.Array, site: str) -> None:
+        super().__init__(site)
+        self.value, self.site = value, site
+
+
+class Restart(BaseException):
+    """Restart of the trace from the beginning with more known.
+
+    It carries what was learned: the code to rewrite, the module call to explore, the repeated
+    blocks to trace one by one, and why (`apart`).
+
+    `site` is the code object that ran and the position in it, or None where rewriting cannot help.
+    """
+
+    def __init__(
+        self,
+        *,
+        site: tuple[CodeType, Site] | None = None,
+        explore: str | None = None,
+        host_state: bool = False,
+        apart: tuple[str, str] | None = None,
+    ) -> None:
+        super().__init__("trace again")
+        self.site, self.explore, self.host_state = site, explore, host_state
+        self.apart = apart
+
+
+@dataclass
+class Plan:
+    """The knowledge that earlier attempts at this trace gained.
+
+    `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
+    module calls to run once for each outcome. `host_state` says whether small state stays concrete,
+    `host_args` which arguments do. `numbers` are the Python numbers on modules that became state.
+    `apart` are the families of repeated blocks (keyed by their first) that are not pure functions.
+    """
+
+    tried: set[tuple[str, int, int | None]] = field(default_factory=set)
+    explore: set[str] = field(default_factory=set)
+    host_state: bool = False
+    numbers: set[str] = field(default_factory=set)
+    host_args: frozenset[int] = frozenset()
+    widened: int = 0
+    apart: dict[str, str] = field(default_factory=dict)
+
+    def widen(self, candidates: list[int]) -> bool:
+        """Make the next choice of arguments concrete: each alone, smallest first, then all.
+
+        Return False when all choices were tried.
+        """
+        choices = [frozenset({i}) for i in candidates]
+        if len(candidates) > 1:
+            choices.append(frozenset(candidates))
+        if self.widened >= len(choices):
+            self.host_args = frozenset()
+            return False
+        self.host_args = choices[self.widened]
+        self.widened += 1
+        return True
+
+    def learn(self, restart: Restart) -> None:
+        """Add what a restart asks for."""
+        if restart.explore is not None:
+            self.explore.add(restart.explore)
+        self.host_state = self.host_state or restart.host_state
+        if restart.apart is not None:
+            self.apart.update([restart.apart])
+
+    def ask_for_rewrite(self) -> None:
+        """Restart to have the line that runs now rewritten, unless that was tried already.
+
+        Raises:
+            Restart: The line has not been tried yet.
+        """
+        frame = user_frame()
+        if frame is None:
+            return
+        site = site_of(frame)
+        if (frame.f_code.co_filename, site.line, site.column) not in self.tried:
+            raise Restart(site=(frame.f_code, site))

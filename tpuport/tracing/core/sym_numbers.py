@@ -1,0 +1,48 @@
+"""Traced Python numbers: results of `.item()` and `int(...)`, and sizes that depend on data.
+
+They are torch's own symbolic numbers (`torch.SymInt`, `SymFloat`, `SymBool`) around a node that
+holds a 0-d jax value, so torch's argument parser takes them wherever it takes a Python number. A
+comparison gives a `SymBool`, whose truth is a branch on a traced value.
+"""
+
+import math
+from typing import Any
+
+import jax
+import torch
+from torch.fx.experimental import sym_node as _sym_node  # noqa: F401  (gives SymInt and SymFloat their operators)
+
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.sym_node import NumberNode
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def number(value: Any, kind: type, low: float = -math.inf, high: float = math.inf) -> Any:
+    """Return a traced Python number of `kind` (int, float or bool) around a 0-d jax value."""
+    return from_node(NumberNode(value, kind, low, high))
+
+
+def from_node(node: NumberNode) -> Any:
+    """Return the Python number of a node: a plain int where its value is known."""
+    kind = node.kind
+    if kind is int and node.low == node.high:
+        return int(node.low)
+    return {int: torch.SymInt, float: torch.SymFloat, bool: torch.SymBool}[kind](node)
+
+
+def node_value(number: Any) -> jax.Array:
+    """Return the 0-d jax value of a traced number."""
+    node = number.node
+    if isinstance(node, NumberNode):
+        return node.value
+    raise port_error(
+        "a symbolic number of torch.export or torch.compile met a traced program",
+        code="TPU106",
+        remedy="convert the model itself, not its exported or compiled form",
+    )
+
+
+def placeholder(number: Any) -> Any:
+    """Return a Python number to use for a traced one where only dtypes and shapes matter."""
+    return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]

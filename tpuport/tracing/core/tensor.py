@@ -1,0 +1,432 @@
+"""The tensor that user code holds while its program is traced, and afterwards as a result.
+
+A `TracedTensor` is a torch wrapper subclass around a `jax.Array` (a tracer during tracing). Its
+torch metadata (dtype, sizes, strides, storage offset) are those of eager PyTorch, so code that
+reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views of a tensor share a
+`Storage` with its value, so an in-place write through one is seen by the others, as in PyTorch.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.core
+import torch
+
+from tpuport.foundation.interop import backend
+from tpuport.foundation.interop.seen_device import seen_device
+from tpuport.tracing.core.active import ActiveTrace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.op_handler import handle
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.sym_numbers import from_node, number
+from tpuport.tracing.core.view_steps import ViewStep, replace_value
+
+SERIALS = itertools.count()
+
+
+class Storage:
+    """The value behind a tensor and all of its views; `version` counts the writes.
+
+    `stride` is the torch layout of the tensor that made it (the value is in logical order).
+    """
+
+    __slots__ = ("__weakref__", "serial", "stride", "trace", "value", "version")
+
+    def __init__(self, value: jax.Array, trace: ActiveTrace | None) -> None:
+        self.value = value
+        self.version = 0
+        self.stride: tuple[int, ...] | None = None
+        self.trace = trace
+        self.serial = next(SERIALS)
+        if trace is not None:
+            trace.created(self)
+
+    def set(self, value: jax.Array) -> None:
+        """Replace the value; every view reads it again on next use."""
+        if self.trace is not None:
+            self.trace.writing(self)
+        self.value = value
+        self.version += 1
+
+
+class TracedTensor(backend.TorchaxTensor):
+    """A torch tensor whose value is a jax array; see the module docstring."""
+
+    is_traced = True
+    # Sizes that depend on data, by dim. The physical size is an upper bound; elements past the size
+    # are padding.
+    _extents: dict[int, Any] | None = None
+    # The smallest and largest value that an integer tensor can hold, where an op guarantees it.
+    _bounds: tuple[int, int] | None = None
+    # The boolean tensor that this one negates, and that tensor's value at the time.
+    _negates: "tuple[TracedTensor, jax.Array] | None" = None
+    _as_number: tuple[jax.Array, int, Any] | None = None
+
+    @staticmethod
+    def __new__(
+        cls,
+        storage: Storage,
+        chain: tuple[ViewStep, ...],
+        meta: torch.Tensor,
+        value: jax.Array | None = None,
+        frozen: bool = False,
+    ) -> "TracedTensor":
+        """Wrap `storage` read through `chain`; `meta` has the dtype, sizes, strides and offset."""
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device="cpu",  # pyright: ignore[reportArgumentType]  (torch takes a name)
+            requires_grad=False,  # jax differentiates, so torch must record nothing
+        )
+
+    def __init__(
+        self,
+        storage: Storage,
+        chain: tuple[ViewStep, ...],
+        meta: torch.Tensor,
+        value: jax.Array | None = None,
+        frozen: bool = False,
+    ) -> None:
+        self._storage = storage
+        if not chain and storage.stride is None:
+            storage.stride = meta.stride()
+        self._chain = chain
+        self._cached = value
+        self._cached_version = storage.version if value is not None else -1
+        self._cached_region = self._region()
+        self._frozen = frozen
+        self._stopped: tuple[int, int, jax.Array] | None = None
+        self._env = None
+
+    # -- value -------------------------------------------------------------------------------------
+
+    def _region(self) -> int:
+        """Return the nested trace (region) that is running now."""
+        trace = self._storage.trace
+        return 0 if trace is None else trace.regions[-1]
+
+    def _is_alive(self, region: int) -> bool:
+        """Return whether a value cached in `region` may still be used."""
+        trace = self._storage.trace
+        return region == 0 or (trace is not None and region in trace.regions)
+
+    def _keep(self, value: jax.Array) -> None:
+        self._cached, self._cached_version = value, self._storage.version
+        self._cached_region = self._region()
+
+    @property
+    def _elem(self) -> jax.Array:
+        """Return the current value, read again from the storage if another alias wrote to it."""
+        storage = self._storage
+        if self._cached_version == storage.version and self._is_alive(self._cached_region):
+            return self._cached  # type: ignore[return-value]
+        value = storage.value
+        for step in self._chain:
+            value = step.forward(value)
+        self._keep(value)
+        return value
+
+    @_elem.setter
+    def _elem(self, value: jax.Array) -> None:
+        self.write(value)
+
+    def write(self, value: jax.Array) -> None:
+        """Set this tensor's value in its storage, so that every alias sees it."""
+        bases = [self._storage.value]
+        for step in self._chain[:-1]:
+            bases.append(step.forward(bases[-1]))
+        written = value
+        for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
+            written = step.inverse(base, written)
+        self._storage.set(written)
+        if not self._chain:
+            self._keep(value)
+
+    def jax(self) -> jax.Array:
+        """Return the value as a jax array (a tracer while a program is traced)."""
+        return self._elem
+
+    @property
+    def is_concrete(self) -> bool:
+        """Return whether the value is concrete (not a tracer)."""
+        return not isinstance(self._elem, jax.core.Tracer)
+
+    # -- torch surface -----------------------------------------------------------------------------
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return handle(func, args, kwargs or {})
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Return the sizes, those that depend on data as traced integers."""
+        return torch.Tensor.size(self) if self._extents is None else self._logical()
+
+    def _logical(self) -> torch.Size:
+        """Return the sizes with the data-dependent ones as traced integers."""
+        sizes = list(torch.Tensor.size(self))
+        for dim, node in (self._extents or {}).items():
+            sizes[dim] = from_node(node)
+        return torch.Size(sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the sizes, or the size of one dim; a traced integer where it depends on data."""
+        if self._extents is None:
+            return torch.Tensor.size(self) if dim is None else torch.Tensor.size(self, dim)
+        shape = self._logical()
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> Any:
+        """Return the number of elements; a traced integer where a size depends on data."""
+        if self._extents is None:
+            return torch.Tensor.numel(self)
+        total: Any = 1
+        for size in self._logical():
+            total = total * size
+        return total
+
+    nelement = numel
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Expand to another tensor's sizes, of which C++ would see the padded ones.
+
+        This is a method because torch's own Python functions call it where no mode sees it.
+        """
+        if self._extents is None and getattr(other, "_extents", None) is None:
+            return torch.Tensor.expand_as(self, other)
+        return self.expand(other.shape)
+
+    def __len__(self) -> int:
+        if self._extents and 0 in self._extents:
+            return int(self._logical()[0])
+        return torch.Tensor.__len__(self)
+
+    @property
+    def bound_shape(self) -> torch.Size:
+        """Return the physical sizes: `shape` with upper bounds where a size depends on data."""
+        return torch.Tensor.size(self)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Return the number of dims."""
+        return self.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Return the dtype that eager PyTorch has (jax may store int64 as int32)."""
+        return torch.Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Return the CPU while a program is traced, as in eager; `jax:0` for a computed value.
+
+        If an accelerator is emulated, return that in both cases.
+        """
+        where = "cpu" if self._storage.trace is not None else "jax:0"
+        return seen_device() or torch.device(where)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Return whether gradients flow through this tensor."""
+        return not self._frozen and self.dtype.is_floating_point
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch has this name)
+        self, requires_grad: bool = True
+    ) -> "TracedTensor":
+        """Stop gradients through this tensor from here on if `requires_grad` is False."""
+        if not requires_grad and not self._frozen:
+            self.write(jax.lax.stop_gradient(self._elem))
+        self._frozen = not requires_grad
+        return self
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """Return None: jax returns gradients, it does not collect them on tensors."""
+        return None
+
+    @property
+    def grad_fn(self) -> None:  # type: ignore[override]
+        """Return None: there is no torch autograd graph."""
+        return None
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Return True: there is no torch autograd graph."""
+        return True
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Return the tensor without its gradient; assignment keeps the gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
+        self, value: torch.Tensor
+    ) -> None:
+        old = self._elem
+        if not isinstance(value, TracedTensor):
+            value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
+        # Autograd does not see the assignment: the gradient is still that of the old value.
+        step = ViewStep(lambda v: replace_value(old, v), replace_value)
+        same = value.dtype == self.dtype and old.shape == value._elem.shape
+        self._storage = value._storage
+        self._chain = (
+            (*value._chain, step) if same and self.dtype.is_floating_point else value._chain
+        )
+        self._cached_version = -1
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the value on the host, in the torch dtype.
+
+        Raises:
+            PortError: The program is being traced (there is no value yet).
+        """
+        del force
+        return to_cpu(self).numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        """Return the value as nested lists of Python numbers (traced numbers while tracing)."""
+        if self._storage.trace is not None:
+            return tolist(self)
+        return to_cpu(self).tolist()
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return a plain CPU tensor or, while tracing, the tensor itself (it stays on device)."""
+        del args, kwargs
+        return self if self._storage.trace is not None else to_cpu(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        del tensor_contents
+        if self.is_concrete and self._storage.trace is None:
+            return f"tpuport.Tensor({to_cpu(self)!r:.2000})"
+        return f"TracedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.is_concrete and self.dim() == 0:
+            return format(to_cpu(self).item(), spec)
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return to_cpu(self).__reduce_ex__(protocol)
+
+    # These are torch's own methods; torchax's class overrides them.
+    type_as: Any = torch.Tensor.type_as
+    flatten: Any = torch.Tensor.flatten
+    detach: Any = torch.Tensor.detach
+    __setitem__: Any = torch.Tensor.__setitem__
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return torch.Tensor.dim(self)
+
+    def torch(self) -> torch.Tensor:
+        """Return a plain CPU torch tensor with the same value and dtype."""
+        return to_cpu(self)
+
+
+def wrap(
+    value: jax.Array, dtype: torch.dtype | None = None, *, trace: Any = None, frozen: bool = False
+) -> TracedTensor:
+    """Return a fresh contiguous tensor around `value`.
+
+    Pass `dtype` where torch's differs from jax's (int64 stored as int32).
+    """
+    torch_dtype = dtype or backend.torch_dtype(value.dtype)
+    meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
+    return TracedTensor(Storage(value, trace), (), meta, value, frozen)
+
+
+def meta_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the sizes, strides and dtype of `tensor`."""
+    return torch.empty_strided(
+        torch.Tensor.size(tensor), tensor.stride(), dtype=tensor.dtype, device="meta"
+    )
+
+
+def to_cpu(tensor: TracedTensor) -> torch.Tensor:
+    """Copy a computed tensor to a plain CPU tensor of its torch dtype.
+
+    Raises:
+        PortError: The value is a tracer.
+    """
+    value = tensor._elem
+    if isinstance(value, jax.core.Tracer):
+        raise port_error(
+            "a traced value was asked for on the host (.numpy(), np.asarray, .cpu().numpy())",
+            code="TPU301",
+            remedy="do this with torch operations, or after the ported call on its output",
+        )
+    return backend.to_torch(value, tensor.dtype)
+
+
+def view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
+    """Return a tensor that reads the storage of `base` through one more step."""
+    # Offsets of meta tensors start at zero for the base: add the base's own.
+    start: Any = base.storage_offset()
+    offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
+    if offset:
+        meta = meta.as_strided(meta.size(), meta.stride(), offset)
+    result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
+    result._bounds = base._bounds
+    result._keep(step.forward(base._elem))
+    return result
+
+
+def item(tensor: TracedTensor) -> Any:
+    """Return `.item()` of a traced tensor: a traced Python number."""
+    if tensor.numel() != 1:
+        msg = f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar"
+        raise RuntimeError(msg)
+    trace = tensor._storage.trace
+    assert trace is not None
+    trace.has_numbers = True
+    # A Python number has no gradient.
+    value = jax.lax.stop_gradient(tensor._elem.reshape(()))
+    if tensor.dtype is torch.bool:
+        return number(value, bool)
+    if tensor.dtype.is_floating_point:
+        return number(value, float)
+    if tensor.dtype.is_complex:
+        raise port_error(
+            ".item() of a traced complex tensor",
+            code="TPU106",
+            remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
+        )
+    trace.dynamic = True
+    node = tensor._as_number
+    if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
+        low, high = tensor._bounds or (-math.inf, math.inf)
+        made = NumberNode(value, int, low, high)
+        node = tensor._as_number = (tensor._elem, tensor._region(), made)
+    return from_node(node[2])
+
+
+def tolist(tensor: TracedTensor) -> Any:
+    """Return `.tolist()` of a traced tensor: nested lists of traced numbers."""
+    if tensor.dim() == 0:
+        return item(tensor)
+    return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""The dispatch of ATen ops: every op on a traced tensor comes through here.
+
+An op is first run on meta tensors, which gives torch's own shapes, dtypes, strides, aliasing and
+errors; then its value comes from a lowering: ours (`lowerings/`), else torchax's, else torch's
+decomposition. Tensors that do not depend on the program's inputs stay plain CPU tensors, are
+computed by torch, and become constants when they meet a traced one.
+"""
+
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.op_handler import op_handler
+from tpuport.tracing.core.op_info import op_info
+from tpuport.tracing.dispatch.compute import dispatch_value
+from tpuport.tracing.dispatch.inplace_ops import dispatch_write
+from tpuport.tracing.dispatch.view_ops import as_strided, dispatch_view, inplace_view
+from tpuport.tracing.dynamic_shapes.dispatch import dispatch as dispatch_bounded
+from tpuport.tracing.dynamic_shapes.handlers import involved
+from tpuport.tracing.dynamic_shapes.selection import traced_mask
+from tpuport.tracing.lowerings import load as load_lowerings
+
+load_lowerings()
+
+aten = torch.ops.aten
+
+
+@op_handler
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one ATen op that has a traced operand, or draws random numbers in a trace.
+
+    Raises:
+        PortError: no lowering, or a form of the op that cannot be kept exact.
+    """
+    info = op_info(func)
+    trace = current()
+    if trace is not None and not info.writes and (trace.dynamic or func._opname in _SELECTIONS):
+        if (func._opname in _SELECTIONS and _selects(func, args)) or involved(args, kwargs):
+            result = dispatch_bounded(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+    if info.special is not None:
+        return info.special(*args, **kwargs)
+    if info.inplace_view:
+        return inplace_view(func, args, kwargs)
+    if info.writes:
+        return dispatch_write(func, info, args, kwargs)
+    if info.view is not None:
+        return dispatch_view(func, info, args, kwargs)
+    if func is aten.as_strided.default:
+        return as_strided(*args, **kwargs)
+    return dispatch_value(func, info, args, kwargs)
+
+
+_SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter", "bincount"}
+
+
+def _selects(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an op selects or counts by traced values."""
+    if func._opname in ("nonzero", "bincount"):
+        return True
+    masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    return any(traced_mask(m) for m in masks)

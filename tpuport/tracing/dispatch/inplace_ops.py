@@ -1,0 +1,85 @@
+"""In-place writes: an op's functional form runs, and its result replaces the target's value."""
+
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.op_info import RENAMED, OpInfo
+from tpuport.tracing.core.redispatch import call
+from tpuport.tracing.core.values import flat, grad_frozen, value_of, write
+from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dynamic_shapes.handlers import involved
+
+
+def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that writes to its operands, by its functional form."""
+    if info.functional is None:
+        raise port_error(
+            f"{func} writes in place and has no form without side effects",
+            code="TPU201",
+            remedy="use an out-of-place operation",
+        )
+    targets: list[Any] = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
+    is_out = any(a.is_out for a in func._schema.arguments)
+    if is_out:
+        kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
+    else:
+        _check_write(func, args, kwargs)
+    for target in targets:
+        if isinstance(target, torch.Tensor):
+            _refuse_overlap(func, target)
+    if func in RENAMED:
+        positional = [a for a in func._schema.arguments if not a.kwarg_only]
+        args = (*args, *(a.default_value for a in positional[len(args) :]))
+    frozen = grad_frozen(flat(args, kwargs))
+    result = call(info.functional, args, kwargs)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    for target, new in zip(targets, results, strict=False):
+        if isinstance(target, (list, tuple)):
+            for one, value in zip(target, new, strict=True):
+                _write_one(one, value, frozen)
+        else:
+            _write_one(target, new, frozen)
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
+    """Refuse a write to elements that share memory, as eager does and meta tensors do not."""
+    sizes = torch.Tensor.size(target)
+    shared = any(s == 0 and n > 1 for s, n in zip(target.stride(), sizes, strict=True))
+    if not shared or func._opname in ("fill_", "zero_"):
+        return
+    if func._opname in ("masked_fill_", "index_put_", "_index_put_impl_", "scatter_"):
+        raise port_error(
+            f"{func} writes to an expanded tensor, elements of which share memory",
+            code="TPU202",
+            remedy="call .clone() on it first",
+        )
+    msg = (
+        "unsupported operation: more than one element of the written-to tensor refers to a"
+        " single memory"
+        " location. Please clone() the tensor before performing the operation."
+    )
+    raise RuntimeError(msg)
+
+
+def _write_one(target: torch.Tensor, new: Any, frozen: bool) -> None:
+    if torch.Tensor.size(target) != torch.Tensor.size(new) and torch.Tensor.numel(target) == 0:
+        raise port_error(
+            "an out= tensor that would be resized",
+            code="TPU201",
+            remedy="allocate it with the result's shape",
+        )
+    write(target, value_of(new), frozen=frozen)
+
+
+def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
+    trace = current()
+    if trace is not None and trace.dynamic and involved(args, kwargs):
+        return
+    if func._opname in ("index_put_", "masked_scatter_", "_index_put_impl_"):
+        return  # the number of rows that a mask selects is not known
+    meta_infer.infer(func, args, kwargs)

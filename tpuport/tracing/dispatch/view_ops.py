@@ -1,0 +1,89 @@
+"""Views: tensors that share the storage of another one."""
+
+from typing import Any
+
+import torch
+
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, view_of
+from tpuport.tracing.core.view_steps import VIEWS, ViewStep, strided_step
+
+aten = torch.ops.aten
+
+
+def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op that returns views of its first operand."""
+    trace = current()
+    base = args[0]
+    if not isinstance(base, TracedTensor):
+        base = trace.alias(base) if trace is not None else None
+        if base is None:
+            return func(*args, **kwargs)
+    meta_base = meta_of(base)
+    meta = func(meta_base, *args[1:], **kwargs)
+    steps = info.view(meta_base, meta, *args[1:], **kwargs)
+    if isinstance(steps, ViewStep):
+        return view_of(base, steps, meta, frozen=base._frozen or func is aten.detach.default)
+    views = [view_of(base, s, m, base._frozen) for s, m in zip(steps, meta, strict=True)]
+    return type(meta)(views) if isinstance(meta, tuple) else views
+
+
+def as_strided(
+    base: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> TracedTensor:
+    """Return a window into the storage of `base`, as torch defines it (not into `base` itself)."""
+    if not isinstance(base, TracedTensor):
+        base = current().alias(base)  # type: ignore[union-attr, assignment]
+    assert isinstance(base, TracedTensor)
+    offset: Any = base.storage_offset() if storage_offset is None else storage_offset
+    root = base._storage
+    shape = root.value.shape
+    whole = torch.empty(shape, dtype=base.dtype, device="meta")
+    if root.stride != whole.stride() or root.value.dtype != backend.jax_dtype(base.dtype):
+        raise port_error(
+            "as_strided of a tensor that is not contiguous in memory",
+            code="TPU203",
+            remedy="call .contiguous() first, or index with ordinary slices",
+        )
+    step = strided_step(root.value.size, size, stride, offset)
+    detached = base._frozen and base.dtype.is_floating_point
+    window = ViewStep(
+        lambda v: step.forward(v.reshape(-1)),
+        lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
+    )
+    # The view steps of `base` are left out here, and a detach among them must not be lost.
+    chain: tuple[ViewStep, ...] = (window,)
+    if detached:
+        stop = VIEWS[aten.detach.default](whole, whole)
+        assert isinstance(stop, ViewStep)
+        chain = (window, stop)
+    meta = whole.as_strided(size, stride, offset)
+    return TracedTensor(root, chain, meta, None, base._frozen)
+
+
+def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run unsqueeze_, squeeze_, transpose_ or t_: give the same tensor object other sizes."""
+    from torch.utils._mode_utils import no_dispatch
+
+    target = args[0]
+    twin = functional_of(func)
+    windows = twin is aten.as_strided.default
+    if not isinstance(target, TracedTensor) or not (windows or op_info(twin).view is not None):
+        raise port_error(
+            f"{func} on a traced tensor",
+            code="TPU201",
+            remedy="use the form of the method without the underscore",
+        )
+    if windows:
+        result = as_strided(*args, **kwargs)
+    else:
+        result = dispatch_view(twin, op_info(twin), args, kwargs)
+    # torch itself has to set the sizes and strides on the tensor object that the user holds.
+    with no_dispatch():
+        func(*args, **kwargs)
+    target._chain = result._chain
+    target._keep(result._elem)
+    return target

@@ -1,0 +1,136 @@
+"""Matrix products, einsum and attention, where a dim of data-dependent size may be summed over."""
+
+import math
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.dynamic_shapes.extents import (
+    attach,
+    bound_of,
+    extents_of,
+    filled,
+    node_of,
+    refuse,
+    require_equal,
+    resized,
+    strip,
+    valid,
+)
+
+aten = torch.ops.aten
+
+
+def masked_contraction(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Mask the operands of a product over the data-dependent dim: zeros past the real elements."""
+    name = func._opname
+    if name not in ("mm", "bmm", "addmm"):
+        return args
+    at = 1 if name == "addmm" else 0
+    a, b = args[at], args[at + 1]
+    found, new_a, new_b = _masked_contraction_of(a, b, a.dim() - 1, b.dim() - 2)
+    return (*args[:at], new_a, new_b, *args[at + 2 :]) if found else args
+
+
+def _masked_contraction_of(a: Any, b: Any, inner_a: int, inner_b: int) -> tuple[bool, Any, Any]:
+    left, right = extents_of(a).get(inner_a), extents_of(b).get(inner_b)
+    if left is None and right is None:
+        return False, a, b
+    if left is None or right is None:
+        size = bound_of(a if left is None else b, inner_a if left is None else inner_b)
+        require_equal(left or right, node_of(size), "mat1 and mat2 shapes cannot be multiplied")  # type: ignore[arg-type]
+    else:
+        require_equal(left, right, "mat1 and mat2 shapes cannot be multiplied")
+        size = min(bound_of(a, inner_a), bound_of(b, inner_b))
+    new_a = _keep(a, resized(filled(a, 0, [inner_a]), inner_a, size), inner_a)
+    new_b = _keep(b, resized(filled(b, 0, [inner_b]), inner_b, size), inner_b)
+    return True, new_a, new_b
+
+
+def _keep(source: Any, physical: Any, without: int) -> Any:
+    extents = {d: n for d, n in extents_of(source).items() if d != without}
+    return attach(physical, extents) if extents and isinstance(physical, TracedTensor) else physical
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a @ b` for operands of at least two dims.
+
+    The summed dim may depend on data, the same way on both sides.
+    """
+    if a.dim() < 2 or b.dim() < 2:
+        raise refuse(aten.mm.default, " (matrix with vector)")
+    inner_a, inner_b = a.dim() - 1, b.dim() - 2
+    _, left, right = _masked_contraction_of(a, b, inner_a, inner_b)
+    rank = max(a.dim(), b.dim())
+    extents = {d + rank - a.dim(): n for d, n in extents_of(a).items() if d != inner_a}
+    for d, n in extents_of(b).items():
+        if d != inner_b:
+            at = d + rank - b.dim()
+            require_equal(extents.setdefault(at, n), n, "batch dims of a matrix product differ")
+    return attach(torch.matmul(strip(left), strip(right)), extents)
+
+
+def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
+    """Return `torch.einsum` with explicit letters; a summed letter may depend on data."""
+    inputs, arrow, output = equation.partition("->")
+    if "." in equation or not arrow:
+        raise refuse(aten.einsum.default, " with an ellipsis or without an explicit output")
+    letters = inputs.split(",")
+    nodes: dict[str, NumberNode] = {}
+    for names, operand in zip(letters, operands, strict=True):
+        for d, n in extents_of(operand).items():
+            require_equal(nodes.setdefault(names[d], n), n, f"einsum: sizes of {names[d]!r} differ")
+    plain = []
+    for names, operand in zip(letters, operands, strict=True):
+        fill = [d for d, letter in enumerate(names) if letter in nodes and letter not in output]
+        if any(d not in extents_of(operand) for d in (names.index(x) for x in nodes if x in names)):
+            raise refuse(aten.einsum.default, " against one of static size")
+        plain.append(strip(filled(operand, 0, fill)))
+    extents = {output.index(letter): n for letter, n in nodes.items() if letter in output}
+    return attach(torch.einsum(equation, *plain), extents)
+
+
+def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give keys and values of attention one physical size; check that their lengths agree."""
+    at, to = key.dim() - 2, value.dim() - 2
+    left, right = extents_of(key).get(at), extents_of(value).get(to)
+    if left is None and right is None:
+        return key, value
+    left = left or node_of(bound_of(key, at))
+    right = right or node_of(bound_of(value, to))
+    require_equal(left, right, "key and value of attention have different lengths")
+    size = min(bound_of(key, at), bound_of(value, to))
+    node = (
+        left
+        if left.expr is not None and not left.expr.terms
+        else right
+        if not (right.expr and right.expr.terms)
+        else left
+    )
+    made = []
+    for tensor, dim in ((key, at), (value, to)):
+        others = {d: n for d, n in extents_of(tensor).items() if d != dim}
+        plain = resized(strip(tensor), dim, size)
+        made.append(attach(plain, {**others, dim: node}))
+    return made[0], made[1]
+
+
+def key_mask(key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the attention mask that also hides the padding keys."""
+    node = extents_of(key).get(key.dim() - 2)
+    if node is None:
+        return strip(mask) if mask is not None else None
+    size = bound_of(key, key.dim() - 2)
+    real = valid(node, size)[None, :]
+    if mask is None:
+        return real
+    plain = (
+        resized(strip(mask), mask.dim() - 1, size)
+        if bound_of(mask, mask.dim() - 1) != 1
+        else strip(mask)
+    )
+    if mask.dtype is torch.bool:
+        return plain & real
+    return torch.where(real, plain, torch.full((), -math.inf, dtype=plain.dtype))

@@ -1,0 +1,110 @@
+"""New tensors whose sizes depend on data."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import value_of
+from tpuport.tracing.dynamic_shapes.extents import (
+    Extents,
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    refuse,
+    require_equal,
+    strip,
+    wrap_now,
+)
+from tpuport.tracing.dynamic_shapes.handlers import handles, run
+
+
+@handles(
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "rand",
+    "randn",
+)
+def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_new = func._opname.startswith("new_")
+    at = 1 if is_new else 0
+    sizes = args[at]
+    if not any(isinstance(s, torch.SymInt) for s in sizes):
+        return NotImplemented
+    nodes = [node_of(s) for s in sizes]
+    if any(n.high == math.inf for n in nodes):
+        raise refuse(func, " without an upper bound")
+    physical = [int(n.high) for n in nodes]
+    head = (strip(args[0]),) if is_new else ()
+    made = run(func, (*head, physical, *args[at + 1 :]), kwargs)
+    if not isinstance(made, TracedTensor):
+        made = wrap_now(value_of(made), made.dtype)
+    return attach(made, {d: n for d, n in enumerate(nodes) if n.low != n.high})
+
+
+@handles("arange")
+def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
+    if isinstance(step, torch.SymInt) or not isinstance(step, int):
+        raise refuse(func, " with a traced step")
+    low, high = node_of(start), node_of(end)
+    span = high.sub(low)  # type: ignore[attr-defined]
+    if step != 1:
+        value = jnp.maximum((span.value + step - 1) // step, 0)
+        span = NumberNode(value, int, 0, max(-(-span.high // step), 0))
+    if span.high == math.inf:
+        raise refuse(func, " without an upper bound")
+    bound = int(span.high)
+    values = low.value + step * jnp.arange(bound, dtype=jnp.int32)
+    dtype = kwargs.get("dtype") or torch.int64
+    made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
+    return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})
+
+
+@handles("expand")
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Expand dims of size 1, to sizes that may depend on data."""
+    base, sizes = args[0], list(args[1])
+    lead = len(sizes) - base.dim()
+    extents: Extents = {}
+    physical: list[int] = []
+    for dim, size in enumerate(sizes):
+        own = extents_of(base).get(dim - lead)
+        if own is None and not isinstance(size, torch.SymInt):
+            grows = size > 1 and (dim < lead or bound_of(base, dim - lead) == 1)
+            if grows and any(size == bound_of(base, d) for d in extents_of(base)):
+                # A C++ function may have read the padded size and passed it here (torch.meshgrid
+                # does).
+                raise refuse(func, " to its largest size")
+            physical.append(size)
+            continue
+        message = f"expand: dim {dim} has another size and is not 1"
+        if own is not None:
+            # Composite C++ functions pass the padded size that they read.
+            if isinstance(size, torch.SymInt) or size not in (-1, bound_of(base, dim - lead)):
+                require_equal(own, node_of(size), message)
+            extents[dim] = own
+            physical.append(-1)
+        elif dim >= lead and bound_of(base, dim - lead) != 1:
+            require_equal(node_of(bound_of(base, dim - lead)), size.node, message)
+            physical.append(-1)
+        else:
+            if size.node.high == math.inf:
+                raise refuse(func, " without an upper bound")
+            extents[dim] = size.node
+            physical.append(int(size.node.high))
+    result = run(func, (strip(base), physical), {})
+    if not isinstance(result, TracedTensor):
+        result = wrap_now(value_of(result), result.dtype)
+    return attach(result, extents)

@@ -1,0 +1,133 @@
+"""Data-dependent sizes: a count, next to an array of the largest possible size.
+
+The first `count` elements of the physical array along a dim are the real ones. The others are
+padding with arbitrary values.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.tracing.core.concretize import raise_if
+from tpuport.tracing.core.context import Trace, current
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.sym_node import Linear, NumberNode
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+
+Extents = dict[int, NumberNode]
+
+
+def extents_of(tensor: Any) -> Extents:
+    """Return the data-dependent sizes of a tensor, by dim."""
+    return (tensor._extents or {}) if isinstance(tensor, TracedTensor) else {}
+
+
+def strip(tensor: Any) -> Any:
+    """Return the physical array as an ordinary tensor (sharing its storage)."""
+    if not extents_of(tensor):
+        return tensor
+    return TracedTensor(
+        tensor._storage, tensor._chain, meta_of(tensor), tensor._elem, tensor._frozen
+    )
+
+
+def attach(tensor: Any, extents: Extents) -> TracedTensor:
+    """Set the data-dependent sizes of a physical tensor; a size known after all trims it."""
+    kept: Extents = {}
+    for dim, node in extents.items():
+        physical = tensor.bound_shape[dim]
+        if node.low == node.high and node.low <= physical:
+            if node.low < physical:
+                tensor = strip(tensor).narrow(dim, 0, int(node.low))
+            continue
+        kept[dim] = node
+    if not kept:
+        return tensor
+    if tensor._extents is None:
+        tensor._extents = kept
+        return tensor
+    made = strip(tensor)
+    made._extents = kept
+    return made
+
+
+def node_of(size: Any) -> NumberNode:
+    """Return a size (Python int or traced) as a node."""
+    if isinstance(size, torch.SymInt):
+        return size.node
+    return NumberNode(int(size), int, int(size), int(size))
+
+
+def count_node(value: Any, high: int, expr: Linear | None = None) -> NumberNode:
+    """Return a fresh count between 0 and `high`."""
+    return NumberNode(value, int, 0, high, expr)
+
+
+def require_equal(a: NumberNode, b: NumberNode, message: str) -> None:
+    """Make the program fail, as eager does, if two sizes differ."""
+    if a.expr == b.expr:
+        return
+    raise_if(a.value != b.value, RuntimeError(message))
+
+
+def valid(node: NumberNode, size: int) -> torch.Tensor:
+    """Return bool[size]: which elements along a dim are real."""
+    return wrap_now(jnp.arange(size) < node.value)
+
+
+def wrap_now(value: jax.Array, dtype: torch.dtype | None = None) -> TracedTensor:
+    """Return a fresh traced tensor in the running trace."""
+    return wrap(value, dtype, trace=current(), frozen=True)
+
+
+def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
+def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """Set the elements past a tensor's sizes to `value`, along `dims` (default all)."""
+    plain = strip(tensor)
+    for dim, node in extents_of(tensor).items():
+        if dims is None or dim in dims:
+            mask = _column(valid(node, plain.shape[dim]), dim, plain.dim())
+            plain = torch.where(mask, plain, torch.full((), value, dtype=plain.dtype))
+    return plain
+
+
+def refuse(func: Any, why: str = "") -> Exception:
+    """Return the error for an op that is not known to keep the real elements exact."""
+    name = getattr(func, "_opname", None) or getattr(func, "__name__", func)
+    return port_error(
+        f"{name} on a tensor whose size depends on data{why}",
+        code="TPU203",
+        remedy=(
+            "keep the full size and select with torch.where, or reduce the selected elements with"
+            " a mask"
+        ),
+    )
+
+
+def bound_of(tensor: torch.Tensor, dim: int) -> int:
+    """Return the physical size of a dim, which bounds the real one."""
+    return torch.Tensor.size(tensor)[dim]
+
+
+def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Resize the physical array along a dim: trim it, or pad it with zeros at its end."""
+    now = tensor.shape[dim]
+    if now > size:
+        return tensor.narrow(dim, 0, size)
+    if now < size:
+        shape = list(tensor.shape)
+        shape[dim] = size - now
+        return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return tensor
+
+
+def note_dynamic(trace: Trace | None) -> None:
+    """Set the flag that makes ops of this trace check for data-dependent sizes."""
+    if trace is not None:
+        trace.dynamic = True

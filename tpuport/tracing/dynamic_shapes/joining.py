@@ -1,0 +1,105 @@
+"""Concatenation, and padding by data-dependent amounts."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation.interop import backend
+from tpuport.tracing.dynamic_shapes.extents import (
+    Extents,
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    refuse,
+    require_equal,
+    resized,
+    strip,
+    wrap_now,
+)
+from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles, involved
+
+aten = torch.ops.aten
+
+
+def compacted(keep: jax.Array, bound: int) -> jax.Array:
+    """Return int32[bound]: positions of the True elements of `keep` (flat) in order, then zeros."""
+    flat = keep.reshape(-1)
+    # False elements go out of range, where the scatter drops them.
+    target = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, bound)
+    return (
+        jnp.zeros(bound, jnp.int32)
+        .at[target]
+        .set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
+    )
+
+
+@handles("cat")
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [t for t in args[0] if not (t.dim() == 1 and not extents_of(t) and t.shape[0] == 0)]
+    dim = dim_of((tensors[0], *args[1:]), kwargs, 1, 0)
+    others: Extents = {}
+    for tensor in tensors:
+        for d, node in extents_of(tensor).items():
+            if d != dim:
+                require_equal(
+                    others.setdefault(d, node),
+                    node,
+                    f"Sizes of tensors must match except in dimension {dim}",
+                )
+    aligned = [strip(t) for t in tensors]
+    for d in others:
+        if any(d not in extents_of(t) for t in tensors):
+            raise refuse(func, " with one of static size")
+        size = min(t.shape[d] for t in aligned)
+        aligned = [resized(t, d, size) for t in aligned]
+    joined = torch.cat(aligned, dim)
+    if not any(dim in extents_of(t) for t in tensors):
+        return attach(joined, others) if others else joined
+    sizes = [extents_of(t).get(dim, node_of(bound_of(t, dim))) for t in tensors]
+    keep = jnp.concatenate(
+        [jnp.arange(bound_of(t, dim)) < n.value for t, n in zip(tensors, sizes, strict=True)]
+    )
+    total = sizes[0]
+    for node in sizes[1:]:
+        total = total.add(node)  # type: ignore[attr-defined]
+    bound = int(total.low) if total.low == total.high else min(int(total.high), joined.shape[dim])
+    order = wrap_now(compacted(keep, bound), torch.int64)
+    return attach(joined.index_select(dim, order), {**others, dim: total})
+
+
+@handles("constant_pad_nd")
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, pads = args[0], args[1]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    result: Any = base
+    for pair in range(len(pads) // 2):
+        before, after = pads[2 * pair], pads[2 * pair + 1]
+        dim = result.dim() - 1 - pair
+        parts = [_block(result, dim, before, value), result, _block(result, dim, after, value)]
+        parts = [p for p in parts if p is not None]
+        if len(parts) > 1:
+            result = (
+                torch.ops.aten.cat.default(parts, dim)
+                if not involved((parts,), {})
+                else _cat(aten.cat.default, (parts, dim), {})
+            )
+    return result
+
+
+def _block(base: Any, dim: int, size: Any, value: Any) -> Any:
+    if isinstance(size, int) and size == 0:
+        return None
+    node = node_of(size)
+    if node.low < 0 and node.high <= 0:
+        raise refuse(aten.constant_pad_nd.default, " by a negative amount")
+    sizes = list(torch.Tensor.size(base))
+    sizes[dim] = int(min(node.high, 1 << 24)) if node.high != math.inf else -1
+    if sizes[dim] < 0:
+        raise refuse(aten.constant_pad_nd.default, " by an amount without an upper bound")
+    made = wrap_now(jnp.full(sizes, value, backend.jax_dtype(base.dtype)), base.dtype)
+    extents = {d: n for d, n in extents_of(base).items() if d != dim}
+    return attach(made, {**extents, dim: node})

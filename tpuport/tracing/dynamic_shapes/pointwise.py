@@ -1,0 +1,64 @@
+"""Elementwise ops, whose data-dependent sizes must agree."""
+
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.values import map_tensors
+from tpuport.tracing.dynamic_shapes.extents import (
+    Extents,
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    require_equal,
+    resized,
+    strip,
+)
+from tpuport.tracing.dynamic_shapes.handlers import run, tensors_of
+
+
+def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise op; data-dependent sizes must agree.
+
+    A static size that is combined with one must equal it at run time.
+    """
+    tensors = tensors_of(args, kwargs)
+    rank = max(t.dim() for t in tensors)
+    found: Extents = {}
+    replaced: dict[int, torch.Tensor] = {id(t): strip(t) for t in tensors}
+    for out_dim in range(rank):
+        users = [
+            (t, out_dim - (rank - t.dim())) for t in tensors if out_dim - (rank - t.dim()) >= 0
+        ]
+        nodes = [(t, d, extents_of(t)[d]) for t, d in users if d in extents_of(t)]
+        if not nodes:
+            continue
+        statics = [t for t, d in users if d not in extents_of(t) and bound_of(t, d) != 1]
+        node = (
+            node_of(bound_of(statics[0], out_dim - (rank - statics[0].dim())))
+            if statics
+            else nodes[0][2]
+        )
+        size = int(node.low) if statics else min(bound_of(t, d) for t, d, _ in nodes)
+        for t, d, other in nodes:
+            message = (
+                "The size of tensor a must match the size of tensor b at non-singleton dimension"
+                f" {out_dim}"
+            )
+            require_equal(other, node, message)
+            replaced[id(t)] = resized(replaced[id(t)], d, size)
+        if not statics:
+            found[out_dim] = node
+
+    def swap(value: Any) -> Any:
+        return replaced.get(id(value), value)
+
+    result = run(
+        func,
+        tuple(map_tensors(swap, a) for a in args),
+        {k: map_tensors(swap, v) for k, v in kwargs.items()},
+    )
+    if isinstance(result, (tuple, list)):
+        return tuple(attach(r, dict(found)) for r in result)
+    return attach(result, found)

@@ -1,0 +1,97 @@
+"""Reductions over a dim of data-dependent size: the padding is filled with the identity element."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, refuse, wrap_now
+from tpuport.tracing.dynamic_shapes.handlers import handles, run
+from tpuport.tracing.dynamic_shapes.pointwise import pointwise
+from tpuport.tracing.dynamic_shapes.rowwise import rowwise
+
+
+def _reduced_dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    source = args[0]
+    given = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if isinstance(given, bool) or given is None or given == []:
+        return list(range(source.dim()))
+    return [
+        d % max(source.dim(), 1) for d in (given if isinstance(given, (list, tuple)) else [given])
+    ]
+
+
+def _least(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _greatest(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return True
+    return (
+        math.inf
+        if dtype.is_floating_point
+        else torch.iinfo(torch.int32 if dtype is torch.int64 else dtype).max
+    )
+
+
+_IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
+    "sum": lambda _: 0, "prod": lambda _: 1, "any": lambda _: False, "all": lambda _: True,
+    "count_nonzero": lambda _: 0, "linalg_vector_norm": lambda _: 0, "nansum": lambda _: 0,
+    "amax": _least, "max": _least, "argmax": _least, "amin": _greatest, "min": _greatest,
+    "argmin": _greatest, "logsumexp": _least,
+}  # fmt: skip
+
+
+@handles(*_IDENTITY)
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    dims = _reduced_dims(args, kwargs)
+    if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        return pointwise(func, args, kwargs)
+    masked = filled(source, _IDENTITY[func._opname](source.dtype), dims)
+    return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
+
+
+def _after_reduction(source: Any, dims: list[int], result: Any) -> Any:
+    left = {d: n for d, n in extents_of(source).items() if d not in dims}
+    parts = list(result) if isinstance(result, (tuple, list)) else [result]
+    for index, part in enumerate(parts):
+        kept_rank = part.dim() == source.dim()
+        moved = {
+            d if kept_rank else d - sum(1 for r in set(dims) if r < d): n for d, n in left.items()
+        }
+        parts[index] = attach(part, moved) if moved else part
+    return tuple(parts) if isinstance(result, (tuple, list)) else parts[0]
+
+
+@handles("mean", "var", "std", "var_mean", "std_mean")
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, dims = args[0], _reduced_dims(args, kwargs)
+    dynamic = [d for d in extents_of(source) if d in dims]
+    if not dynamic:
+        return _after_reduction(source, dims, run(func, args, kwargs))
+    if func._opname != "mean":
+        raise refuse(func, " over that dim")
+    keep = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+    count: Any = math.prod(source.bound_shape[d] for d in dims if d not in dynamic)
+    for d in dynamic:
+        count = count * extents_of(source)[d].value
+    dtype = kwargs.get("dtype") or source.dtype
+    total = filled(source, 0, dims).sum(dims, keepdim=keep, dtype=dtype)
+    return _after_reduction(
+        source, dims, total / wrap_now(jnp.asarray(count, jnp.float32)).to(dtype)
+    )
+
+
+@handles("_softmax", "_log_softmax")
+def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, dim = args[0], args[1] % max(args[0].dim(), 1)
+    if dim not in extents_of(source):
+        return rowwise(func, args, kwargs)
+    masked = filled(source, torch.finfo(source.dtype).min, [dim])
+    return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))

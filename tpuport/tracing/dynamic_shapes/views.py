@@ -1,0 +1,223 @@
+"""Reshapes, slices, selects and splits of tensors of data-dependent size, or at traced ends."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.tracing.core.concretize import raise_if
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import TracedTensor, view_of
+from tpuport.tracing.core.view_steps import ViewStep
+from tpuport.tracing.dynamic_shapes.extents import (
+    Extents,
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    refuse,
+    require_equal,
+    strip,
+)
+from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles, run
+from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes, rowwise, scaled_size
+
+aten = torch.ops.aten
+
+
+@handles("view", "_unsafe_view", "_reshape_alias")
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reshape; the data-dependent dim may merge with dims after it (or of size 1 before it)."""
+    base = args[0]
+    if func._overloadname == "dtype":
+        return rowwise(func, args, kwargs)
+    sizes = [int(physical_sizes(s, args)) for s in args[1]]
+    shape = list(torch.Tensor.size(base))
+    out = list(torch.empty(shape, device="meta").reshape(sizes).shape)
+    extents: Extents = {}
+    for dim, node in extents_of(base).items():
+        position, factor = _place(func, shape, out, dim)
+        extents[position] = node if factor == 1 else scaled_size(node, factor)
+    return attach(run(aten.view.default, (strip(base), out), {}), extents)
+
+
+def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, int]:
+    """Return the dim that a dim becomes in a reshape, and by which factor its size grows.
+
+    The factor is the number of elements of the later dims that merge into it.
+    """
+    lead = math.prod(shape[:dim])
+    running = 1
+    candidates = []
+    for position, size in enumerate(out):
+        if running == lead and size % max(shape[dim], 1) == 0 and size >= shape[dim]:
+            candidates.append((position, size // max(shape[dim], 1)))
+        running *= size
+    exact = [c for c in candidates if c[1] == 1]
+    if not candidates:
+        raise refuse(func, ", merged with dims before it or split")
+    return min(exact or candidates, key=lambda c: abs(c[0] - dim))
+
+
+def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberNode:
+    """Clamp a slice end as Python does: negative counts from the end, then into [0, size]."""
+    if start is None:
+        return default if isinstance(default, NumberNode) else node_of(default)
+    if isinstance(start, int):
+        start = max(min(start, 2**31 - 1), -(2**31) + 1)
+    node = node_of(start)
+    if node.high == 0 and node.low < 0:
+        # In Python `x[:-n]` with n = 0 is empty, not all of x. Nobody means that, so the program
+        # fails there and needs no second case.
+        message = (
+            "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or"
+            " everything"
+        )
+        raise_if(node.value == 0, IndexError(message))
+        node = NumberNode(node.value, int, node.low, -1, node.expr)
+    if node.high < 0:
+        node = node.add(size)  # type: ignore[attr-defined]
+    elif node.low < 0:
+        wrapped = jnp.where(node.value < 0, node.value + size.value, node.value)
+        node = NumberNode(wrapped, int, 0, size.high)
+    zero = node_of(0)
+    if node.low < 0:
+        node = node.sym_max(zero)  # type: ignore[attr-defined]
+    decided = _at_most(node, size)
+    if decided is not None:
+        return node if decided else size
+    return node.sym_min(size)  # type: ignore[attr-defined]
+
+
+def _at_most(a: NumberNode, b: NumberNode) -> bool | None:
+    if a.expr == b.expr or a.high <= b.low:
+        return True
+    if a.low >= b.high:
+        return False
+    difference = b.expr.plus(a.expr, -1)  # type: ignore[union-attr, arg-type]
+    if not difference.terms:
+        return difference.const >= 0
+    # b - a is a count by construction (a sum that contains a): counts are never negative.
+    if difference.const >= 0 and all(f > 0 for _, f in difference.terms):
+        return True
+    return None
+
+
+def _traced(base: torch.Tensor) -> TracedTensor:
+    if isinstance(base, TracedTensor):
+        return base
+    trace = current()
+    assert trace is not None
+    return trace.promote(base)
+
+
+@handles("slice")
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ("self", "dim", "start", "end", "step")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    base, dim = given["self"], given.get("dim", 0)
+    base = _traced(base)
+    dim %= base.dim()
+    extents = extents_of(base)
+    physical = bound_of(base, dim)
+    start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
+    if dim not in extents and not any(isinstance(v, torch.SymInt) for v in (start, end, step)):
+        result = run(func, (strip(base), dim, start, end, step), {})
+        return attach(result, extents)
+    if step != 1:
+        raise refuse(func, " with a step")
+    size = extents.get(dim, node_of(physical))
+    low, high = _clamped(start, size, 0), _clamped(end, size, size)
+    at_most = _at_most(low, high)
+    length = high.sub(low)  # type: ignore[attr-defined]
+    if not at_most:
+        length = length.sym_max(node_of(0))  # type: ignore[attr-defined]
+    return _part(base, dim, low, length)
+
+
+def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> torch.Tensor:
+    """Return a view of `length` elements from `low` on, which are all inside the size."""
+    physical = bound_of(base, dim)
+    bound = int(min(physical, max(length.high, 0)))
+    length = NumberNode(length.value, int, 0, bound, length.expr)
+    first = low.value.astype(jnp.int32)
+    count = length.value
+
+    def forward(value: jax.Array) -> jax.Array:
+        if low.low == low.high == 0:
+            return jax.lax.slice_in_dim(value, 0, bound, axis=dim)
+        return jnp.take(value, jnp.clip(first + jnp.arange(bound), 0, physical - 1), axis=dim)
+
+    def inverse(old: jax.Array, new: jax.Array) -> jax.Array:
+        where = jnp.arange(physical) - first
+        inside = (where >= 0) & (where < count)
+        moved = jnp.take(new, jnp.clip(where, 0, max(bound - 1, 0)), axis=dim)
+        shape = [-1 if d == dim else 1 for d in range(old.ndim)]
+        return jnp.where(inside.reshape(shape), moved, old)
+
+    sizes = list(torch.Tensor.size(base))
+    sizes[dim] = bound
+    meta = torch.empty(sizes, dtype=base.dtype, device="meta")
+    view = view_of(strip(base), ViewStep(forward, inverse), meta, base._frozen)
+    return attach(view, extents_of(base) | {dim: length})
+
+
+@handles("split_with_sizes")
+def _split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, sizes = args[0], args[1]
+    dim = dim_of(args, kwargs, 2, 0)
+    if dim not in extents_of(base) and not any(isinstance(s, torch.SymInt) for s in sizes):
+        return rowwise(func, args, kwargs)
+    base = _traced(base)
+    lengths = [node_of(size) for size in sizes]
+    starts = [node_of(0)]
+    for node in lengths:
+        if node.low < 0:
+            message = "split_with_sizes expects split_sizes to have only non-negative entries"
+            raise_if(node.value < 0, RuntimeError(message))
+        starts.append(starts[-1].add(node))  # type: ignore[attr-defined]
+    size = extents_of(base).get(dim, node_of(bound_of(base, dim)))
+    require_equal(
+        starts[-1], size, "split_with_sizes expects split_sizes to sum exactly to the tensor's size"
+    )
+    # The last length is derived, so that concatenating the parts gives the known size back.
+    lengths[-1] = size.sub(starts[-2])  # type: ignore[attr-defined]
+    return [_part(base, dim, low, length) for low, length in zip(starts[:-1], lengths, strict=True)]
+
+
+@handles("select")
+def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    base, dim, index = args
+    dim %= base.dim()
+    if dim not in extents_of(base) and not isinstance(index, torch.SymInt):
+        return rowwise(func, args, kwargs)
+    if not isinstance(base, TracedTensor):
+        trace = current()
+        assert trace is not None
+        base = trace.promote(base)
+    physical = bound_of(base, dim)
+    size = extents_of(base).get(dim, node_of(physical))
+    node = node_of(index)
+    position = jnp.where(node.value < 0, node.value + size.value, node.value).astype(jnp.int32)
+    _check_range(position, size)
+    position = jnp.clip(position, 0, max(physical - 1, 0))
+
+    def forward(value: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(value, position, dim, keepdims=False)
+
+    def inverse(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(old, new, position, dim)
+
+    sizes = [s for d, s in enumerate(torch.Tensor.size(base)) if d != dim]
+    meta = torch.empty(sizes, dtype=base.dtype, device="meta")
+    view = view_of(strip(base), ViewStep(forward, inverse), meta, base._frozen)
+    left = {d - (d > dim): n for d, n in extents_of(base).items() if d != dim}
+    return attach(view, left) if left else view
+
+
+def _check_range(position: jax.Array, size: NumberNode) -> None:
+    failed = (position < 0) | (position >= size.value)
+    raise_if(failed, IndexError("index out of range for a tensor whose size depends on data"))

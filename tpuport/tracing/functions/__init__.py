@@ -1,0 +1,1 @@
+"""Torch functions that are handled before they reach ATen ops."""

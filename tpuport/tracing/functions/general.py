@@ -1,0 +1,291 @@
+"""Handlers of torch functions that must not reach C++ unchanged while a trace runs.
+
+C++ would ask a traced value for a Python number, or act outside the program.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tpuport.tracing.control_flow.cond import traced_check, truth
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.concretize import concrete_number, decide
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import item, tolist
+from tpuport.tracing.core.values import value_of, wrap_as
+from tpuport.tracing.dispatch.meta_infer import to_meta
+from tpuport.tracing.functions.registry import FUNCTIONS, Handler, function, holds_traced, traced
+
+# -- Python numbers --------------------------------------------------------------------------------
+
+
+@function(torch.Tensor.item)
+def _item(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else item(tensor)
+
+
+@function(torch.Tensor.tolist)
+def _tolist(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else tolist(tensor)
+
+
+@function(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
+def _bool(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else decide(truth(tensor))
+
+
+def _number(kind: type) -> Handler:
+    def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = traced(trace, args[0])
+        if tensor is None:
+            return NotImplemented
+        if tensor.numel() != 1:
+            msg = (
+                "only one element tensors can be converted to Python scalars, got"
+                f" {tuple(tensor.shape)}"
+            )
+            raise TypeError(msg)
+        return concrete_number(tensor._elem.reshape(()), kind)
+
+    return handler
+
+
+FUNCTIONS[torch.Tensor.__float__] = _number(float)
+
+
+FUNCTIONS[torch.Tensor.__int__] = _number(int)
+
+
+FUNCTIONS[torch.Tensor.__index__] = _number(int)
+
+
+FUNCTIONS[torch.Tensor.__complex__] = _number(complex)
+
+
+@function(torch.Tensor.__contains__)
+def _contains(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if traced(trace, args[0]) is None and traced(trace, args[1]) is None:
+        return NotImplemented
+    return bool((args[1] == args[0]).any())
+
+
+@function(torch.Tensor.numpy, torch.Tensor.__array__)
+def _numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None else tensor.numpy()
+
+
+@function(torch.tensor, torch.as_tensor, torch.asarray)
+def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    rest = {k: v for k, v in kwargs.items() if k in ("dtype",)}
+    if isinstance(data, torch.Tensor):
+        if traced(trace, data) is None:
+            return NotImplemented
+        made = data.detach().clone() if func is torch.tensor else data
+        return made.to(rest["dtype"]) if rest.get("dtype") else made
+    if isinstance(data, sym_numbers.SYMBOLIC):
+        return _from_number(trace, data, rest.get("dtype"))
+    if isinstance(data, (list, tuple)) and holds_traced(trace, data):
+        rows = [_tensor_row(trace, item, rest) for item in data]
+        return torch.stack(rows)
+    return NotImplemented
+
+
+def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()
+    made = _tensor(trace, torch.tensor, (item,), rest)
+    return torch.tensor(item, **rest) if made is NotImplemented else made
+
+
+def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    default = {
+        torch.SymInt: torch.int64,
+        torch.SymFloat: torch.get_default_dtype(),
+        torch.SymBool: torch.bool,
+    }
+    meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
+    return wrap_as(
+        func=None, value=sym_numbers.node_value(number), meta=meta, trace=trace, frozen=True
+    )
+
+
+# -- indexing by traced integers -------------------------------------------------------------------
+
+
+def _index_parts(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _number_index(trace: Trace, index: Any) -> tuple[Any, ...] | None:
+    """Convert the 0-d traced integers (and slice ends) of an index to traced Python numbers.
+
+    Return None if it has none.
+    """
+    parts = _index_parts(index)
+    changed = False
+    for position, part in enumerate(parts):
+        if isinstance(part, slice):
+            ends = [_slice_end(trace, end) for end in (part.start, part.stop, part.step)]
+            if any(isinstance(end, torch.SymInt) for end in ends):
+                parts[position], changed = slice(*ends), True
+            continue
+        if isinstance(part, torch.SymInt) and isinstance(part.node, NumberNode):
+            changed = True
+            continue
+        tensor = traced(trace, part)
+        if (
+            tensor is None
+            or tensor.dim()
+            or tensor.dtype is torch.bool
+            or tensor.dtype.is_floating_point
+        ):
+            continue
+        parts[position], changed = item(tensor), True
+    return tuple(parts) if changed else None
+
+
+def _slice_end(trace: Trace, end: Any) -> Any:
+    tensor = traced(trace, end)
+    return end if tensor is None else item(tensor)
+
+
+@function(torch.Tensor.__getitem__)
+def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    source, index = args
+    stacked = _stacked(trace, index)
+    if stacked is not index:
+        return source[stacked]
+    parts = _number_index(trace, index)
+    if parts is None:
+        return NotImplemented
+    if traced(trace, source) is None:
+        # It is only read: a copy is traced, and the host tensor stays a host constant.
+        source = wrap_as(None, value_of(source), to_meta(source), trace, True)
+    view, rest = _select_numbers(source, parts)
+    return view[rest] if rest else view
+
+
+def _stacked(trace: Trace, index: Any) -> Any:
+    """Stack the sequences of traced tensors in an index: C++ would read their values."""
+
+    def one(part: Any) -> Any:
+        sequence = isinstance(part, (list, tuple)) and holds_traced(trace, part)
+        return _tensor(trace, torch.tensor, (part,), {}) if sequence else part
+
+    if not isinstance(index, tuple):
+        return index
+    parts = tuple(map(one, index))
+    same = all(a is b for a, b in zip(parts, index, strict=True))
+    return index if same else parts
+
+
+def _select_numbers(
+    source: torch.Tensor, parts: tuple[Any, ...]
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Apply the traced integers of an index as selects (views); return the index that remains."""
+    used = sum(
+        1 if not _is_mask(p) else p.dim() for p in parts if p is not None and p is not Ellipsis
+    )
+    rest: list[Any] = []
+    dim = 0
+    for part in parts:
+        if isinstance(part, torch.SymInt):
+            source = torch.ops.aten.select.int(source, dim, part)
+            continue
+        rest.append(part)
+        if part is Ellipsis:
+            dim += source.dim() - (
+                used - sum(1 for p in parts[: len(rest)] if isinstance(p, torch.SymInt))
+            )
+            dim = max(dim, 0)
+        elif part is not None:
+            dim += part.dim() if _is_mask(part) else 1
+    return source, tuple(rest)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+
+
+@function(torch.Tensor.__setitem__)
+def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    target, index, value = args
+    stacked = _stacked(trace, index)
+    if stacked is not index:
+        target[stacked] = value
+        return None
+    parts = _number_index(trace, index)
+    if parts is None:
+        return NotImplemented
+    view, rest = _select_numbers(target, parts)
+    if rest:
+        view[rest] = value
+    else:
+        view.copy_(
+            value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype)
+        )
+    return None
+
+
+# -- randomness, devices, autograd -----------------------------------------------------------------
+
+
+@function(torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.share_memory_)
+def _same(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if traced(trace, args[0]) is None else args[0]
+
+
+@function(torch._assert)
+def _assert(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    condition = args[0]
+    message = args[1] if len(args) > 1 else kwargs.get("message", "")
+    if not isinstance(condition, sym_numbers.SYMBOLIC) and traced(trace, condition) is None:
+        return NotImplemented
+    held = truth(condition)
+    failed = wrap_as(
+        None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace, True
+    )
+    traced_check(failed, lambda: AssertionError(message))
+    return None
+
+
+@function(torch.Tensor.detach_)
+def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    if tensor is None:
+        return NotImplemented
+    detached: Any = tensor.detach()
+    tensor._chain = detached._chain
+    tensor._keep(jax.lax.stop_gradient(tensor._elem))
+    tensor._frozen = True
+    return args[0]
+
+
+@function(
+    torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook
+)
+def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not holds_traced(trace, list(args)):
+        return NotImplemented
+    raise port_error(
+        f"torch autograd ({getattr(func, '__name__', func)}) inside a ported function",
+        code="TPU403",
+        remedy="take gradients outside, with jax.grad of ported.apply",
+    )
+
+
+@function(torch.from_numpy)
+def _from_numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], np.ndarray):
+        return NotImplemented
+    return args[0] if isinstance(args[0], torch.Tensor) else NotImplemented

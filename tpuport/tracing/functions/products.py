@@ -1,0 +1,149 @@
+"""Linear, matmul, einsum and attention, each lowered as one operation.
+
+C++ would decompose them into ops that XLA compiles worse.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.tracing.attention.lower import Call, attention_call
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.autocast import autocast_dtype, to_autocast
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.dispatch.meta_infer import check_one_dtype, to_meta
+from tpuport.tracing.dispatch.meta_rules import attention_meta, linear_meta, matmul_meta
+from tpuport.tracing.dynamic_shapes import contractions
+from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, strip
+from tpuport.tracing.functions import promotion
+from tpuport.tracing.functions.registry import any_traced, function
+from tpuport.tracing.lowerings._numeric import broadcast_wide
+
+# The C++ functions behind torch.nn.functional.
+_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
+
+
+def _autocast() -> bool:
+    """Return whether autocast is on: C++ must then see the call, to cast its operands."""
+    return autocast_dtype() is not None
+
+
+def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
+    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
+    if any(extents_of(t) for t in tensors):
+        raise AssertionError("an operand of data-dependent size reached an op lowered as one")
+    value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
+    if isinstance(meta, torch.dtype):
+        meta = torch.empty(value.shape, dtype=meta, device="meta")
+    return wrap_as(None, value, meta, trace, grad_frozen(tensors))
+
+
+def _metas(operands: list[Any]) -> list[Any]:
+    return [to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
+
+
+@function(_NN.linear, torch.nn.functional.linear)
+def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "weight", "bias")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    x, weight, bias = promotion.layer([x, weight, bias])
+    if not any_traced(trace, [x, weight, bias]) or _autocast():
+        return NotImplemented
+    if extents_of(weight) or (x.dim() - 1) in extents_of(x):
+        return NotImplemented
+    meta = linear_meta(x, weight, bias)
+    if meta is None:
+        check_one_dtype([x, weight, bias])
+        meta = _NN.linear(*_metas([x, weight, bias]))
+
+    def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
+        y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
+        return y if b is None else y + broadcast_wide(b, y.shape)
+
+    result = _whole(trace, [strip(x), weight, bias], meta, compute)
+    return attach(result, dict(extents_of(x)))
+
+
+@function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
+def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) != 2 or kwargs or not any_traced(trace, args) or _autocast():
+        return NotImplemented
+    if not all(isinstance(a, torch.Tensor) for a in args):
+        return NotImplemented
+    if any(extents_of(a) for a in args):
+        return contractions.matmul(*args)
+    args = promotion.product(args)
+    meta = matmul_meta(*args)
+    if meta is None or func in (torch.bmm, torch.Tensor.bmm):
+        check_one_dtype(args)
+        product = torch.bmm if func in (torch.bmm, torch.Tensor.bmm) else torch.matmul
+        meta = product(*_metas(list(args)))
+    return _whole(trace, list(args), meta, jnp.matmul)
+
+
+@function(torch.einsum, torch.functional.einsum)
+def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not args or not isinstance(args[0], str) or _autocast():
+        return NotImplemented
+    operands = (
+        list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
+    )
+    if not any_traced(trace, operands):
+        return NotImplemented
+    operands = promotion.product(operands)
+    equation = args[0].replace(" ", "")
+    if any(extents_of(o) for o in operands):
+        return contractions.einsum(equation, operands)
+    if len(operands) > 1:
+        check_one_dtype(operands)
+    dtypes = {o.dtype for o in operands}
+    # If the operands have one dtype so has the result, and jax computes its shape: torch, which is
+    # slow, is not asked.
+    meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
+    return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
+
+
+@function(torch.nn.functional.scaled_dot_product_attention, _NN.scaled_dot_product_attention)
+def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    if not any_traced(trace, [q, k, v, mask]):
+        return NotImplemented
+    q, k, v, mask = promotion.attention(q, k, v, mask)
+    dtype = autocast_dtype()
+    if dtype is not None:
+        q, k, v, mask = (to_autocast(t, dtype) for t in (q, k, v, mask))
+    extents = {d: n for t in (q, k, v) for d, n in extents_of(t).items() if d < t.dim() - 2}
+    if (q.dim() - 2) in extents_of(q):
+        extents[q.dim() - 2] = extents_of(q)[q.dim() - 2]
+    k, v = contractions.same_rows(k, v)
+    if extents_of(k) or extents_of(mask):
+        mask = contractions.key_mask(k, mask)
+    q, k, v = (strip(t) for t in (q, k, v))
+    dropout = float(bound.get("dropout_p") or 0.0)
+    options = {
+        "is_causal": bool(bound.get("is_causal", False)),
+        "scale": bound.get("scale"),
+        "enable_gqa": bool(bound.get("enable_gqa", False)),
+    }
+    meta = attention_meta(q, k, v, mask, options["enable_gqa"])
+    if meta is None:
+        check_one_dtype([q, k, v])
+        meta = _NN.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
+    key = trace.next_key(None) if dropout > 0.0 else None
+    if isinstance(options["scale"], sym_numbers.SYMBOLIC):
+        options["scale"] = sym_numbers.node_value(options["scale"])
+    frozen = mask is None or not mask.dtype.is_floating_point or grad_frozen([mask])
+
+    def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
+        call = Call(m, dropout=dropout, key=key, frozen=frozen, **options)
+        return attention_call(trace, q, k, v, call)
+
+    result = _whole(trace, [q, k, v, mask], meta, compute)
+    return attach(result, extents) if extents else result

@@ -1,0 +1,100 @@
+"""Handlers of torch functions that read sizes in C++.
+
+C++ would see the padded sizes of tensors whose size depends on data.
+"""
+
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.tensor import meta_of
+from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
+from tpuport.tracing.dynamic_shapes.handlers import involved
+from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes
+from tpuport.tracing.functions.registry import function
+
+
+@function(torch.Tensor.expand_as)
+def _expand_as(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if kwargs or not any(map(extents_of, args)):
+        return NotImplemented
+    return args[0].expand(args[1].shape)
+
+
+@function(torch.Tensor.view_as, torch.Tensor.reshape_as)
+def _shaped_as(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if kwargs or not any(map(extents_of, args)):
+        return NotImplemented
+    return args[0].reshape(args[1].shape)
+
+
+@function(torch.Tensor.reshape, torch.reshape)
+def _reshape(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return a view where eager does, else a copy: C++ would compare with padded sizes."""
+    if not extents_of(args[0] if args else kwargs.get("input")):
+        return NotImplemented
+    source, *rest = args or (kwargs["input"],)
+    sizes = kwargs.get("shape", rest)
+    if sizes and isinstance(sizes[0], (tuple, list)):
+        (sizes,) = sizes
+    if not any(isinstance(size, torch.SymInt) for size in sizes):
+        return NotImplemented
+    try:
+        meta_of(source).view([int(physical_sizes(size, (source,))) for size in sizes])
+    except RuntimeError:
+        source = source.clone(memory_format=torch.contiguous_format)
+    return source.view(sizes)
+
+
+@function(torch.Tensor.unflatten, torch.unflatten)
+def _unflatten(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    if not extents_of(args[0]) or len(args) + len(kwargs) != 3:
+        return NotImplemented
+    source, rest = args[0], list(args[1:])
+    dim = kwargs["dim"] if "dim" in kwargs else rest.pop(0)
+    sizes = kwargs["sizes"] if "sizes" in kwargs else rest.pop(0)
+    dim %= source.dim()
+    return source.view([*source.shape[:dim], *sizes, *source.shape[dim + 1 :]])
+
+
+@function(
+    torch.tensor_split,
+    torch.Tensor.tensor_split,
+    torch.hsplit,
+    torch.Tensor.hsplit,
+    torch.vsplit,
+    torch.Tensor.vsplit,
+    torch.dsplit,
+    torch.Tensor.dsplit,
+    torch.cov,
+    torch.Tensor.cov,
+    torch.corrcoef,
+    torch.Tensor.corrcoef,
+    torch.diff,
+    torch.Tensor.diff,
+    torch.vander,
+    torch.gradient,
+    torch.trapezoid,
+    torch.trapz,
+    torch.cumulative_trapezoid,
+    torch.kron,
+    torch.Tensor.kron,
+    torch.cosine_similarity,
+    torch.stft,
+    torch.Tensor.stft,
+    torch.istft,
+    torch.Tensor.istft,
+)
+def _refused(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if trace.dynamic and involved(args, kwargs):
+        raise refuse(func)
+    return NotImplemented

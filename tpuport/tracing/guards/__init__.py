@@ -1,0 +1,1 @@
+"""What a program read from outside, and whether it has changed."""

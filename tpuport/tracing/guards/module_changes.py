@@ -1,0 +1,131 @@
+"""Changes of a user's module between two calls of it."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop.device_mark import mark_of
+from tpuport.foundation.pytree.clone import Cloner
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.state.module_state import StateTree
+
+
+def key_of(leaf: Any) -> Any:
+    """Return a key that changes when a tensor gets another value, or None for a number."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    mark = mark_of(leaf)
+    version = None if leaf.is_inference() else leaf._version
+    where = (id(leaf),) if mark is None else (mark.serial, mark.writes)
+    return (*where, version, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+
+
+def refuse_backward_hooks(module: torch.nn.Module) -> None:
+    """Refuse backward hooks, which would have to see gradients inside a program.
+
+    Raises:
+        PortError: a hook below the module asks for them.
+    """
+    for name, one in module.named_modules():
+        if one._backward_hooks or one._backward_pre_hooks:
+            raise PortError(
+                f"{name or type(module).__name__} has a backward hook, and the gradients inside a"
+                " program are not seen one by one",
+                code="TPU406",
+                remedy="leave its class to eager PyTorch: porting(eager=(...)), or --eager",
+            )
+
+
+def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
+    """Return everything about a module that needs another program when it changes."""
+    hooks = [
+        (name, tuple(owner._forward_hooks), tuple(owner._forward_pre_hooks))
+        for name, owner in module.named_modules()
+        if owner._forward_hooks or owner._forward_pre_hooks
+    ]
+    trained = [p.requires_grad for p in module.parameters()]
+    return (tree.statics, tree.modules, hooks, trained)
+
+
+def differences(before: StateTree, after: StateTree) -> Iterator[str]:
+    """Find the names of Python state that changed."""
+    yield from changed_names(before.statics, after.statics)
+
+
+def named(changed: Iterator[str]) -> list[str]:
+    """Return names for a report, in which the training mode of all modules is one entry."""
+    names = list(changed)
+    rest = [name for name in names if name.rpartition(".")[2] != "training"]
+    return rest if len(rest) == len(names) else ["training mode", *rest]
+
+
+def changed_names(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Find the keys whose values changed."""
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name, ...) != after.get(name, ...):
+            yield name
+
+
+def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
+    """Find the changed names that are ints or floats before and after, and not bools."""
+    for name in differences(before, after):
+        kinds = {type(before.values.get(name)), type(after.values.get(name))}
+        if kinds in ({int}, {float}) and not isinstance(after.values[name], sym_numbers.SYMBOLIC):
+            yield name
+
+
+def put(theirs: torch.nn.Module, ours: torch.nn.Module, attribute: str, cloner: Cloner) -> None:
+    """Copy one attribute from the ported copy of a module to the user's module.
+
+    Args:
+        theirs: the user's.
+        ours: the copy.
+        attribute: a parameter, a buffer or any other attribute, or one that was deleted.
+        cloner: maps modules and tensors of the copy to the user's modules and real tensors.
+    """
+    for holder in ("_parameters", "_buffers", "__dict__"):
+        new, old = getattr(ours, holder), getattr(theirs, holder)
+        if attribute in new:
+            old[attribute] = filled(old.get(attribute), cloner.clone(new[attribute]), {})
+        else:
+            old.pop(attribute, None)
+
+
+def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
+    """Fill the object that a script holds with the content that a call gave its copy.
+
+    Attributes and values by key keep their identity; the elements of a list are new.
+
+    Args:
+        old: the object before the call.
+        new: the copy, changed.
+        known: objects filled already, by the id of their copies.
+    """
+    if old is new or type(old) is not type(new) or isinstance(new, (torch.Tensor, torch.nn.Module)):
+        return new
+    if id(new) in known:
+        return known[id(new)]
+    if isinstance(new, list):
+        old[:] = new
+    elif isinstance(new, (set, deque)):
+        content = list(new)
+        old.clear()
+        old.update(content) if isinstance(new, set) else old.extend(content)
+    elif not isinstance(new, dict) and not pytree.is_plain(new):
+        return new
+    known[id(new)] = old
+    if isinstance(new, dict):
+        content = {key: filled(old.get(key), value, known) for key, value in dict.items(new)}
+        dict.clear(old)
+        dict.update(old, content)
+    held = pytree.attributes_of(old)
+    made = pytree.attributes_of(new)
+    for name in held.keys() - made.keys():
+        object.__delattr__(old, name)
+    for name, value in made.items():
+        object.__setattr__(old, name, filled(held.get(name), value, known))
+    return old

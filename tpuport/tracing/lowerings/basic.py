@@ -1,0 +1,180 @@
+"""Creation, copies and casts.
+
+Ops that torchax lacks, or for which its dtype or value differs from torch's.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.concretize import concrete_number, decide
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.lowering_registry import SAME, lowering, special
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.values import value_of, wrap_as
+
+aten = torch.ops.aten
+
+
+@lowering(aten.copy.default, reason=SAME)
+def copy(target: jax.Array, source: jax.Array, non_blocking: bool = False) -> jax.Array:
+    return jnp.broadcast_to(cast(source, target.dtype), target.shape)
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Convert as torch does.
+
+    Complex to real drops the imaginary part, anything to bool is `!= 0`.
+    """
+    dtype = jnp.dtype(dtype)
+    if x.dtype == dtype:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not jnp.issubdtype(
+        dtype, jnp.complexfloating
+    ):
+        return x != 0 if dtype == jnp.bool_ else x.real.astype(dtype)
+    if dtype == jnp.bool_:
+        return x != 0
+    if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
+        # torch goes through a 32-bit integer and wraps around; XLA would saturate.
+        x = x.astype(jnp.int32)
+    return x.astype(dtype)
+
+
+@lowering(
+    aten._to_copy.default,
+    reason="torchax converts floats beyond an integer type's limits as XLA does, not as C",
+)
+def to_copy(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return x if dtype is None else cast(x, backend.jax_dtype(dtype))
+
+
+@lowering(aten.clone.default, reason=SAME)
+def clone(x: jax.Array, *, memory_format: Any = None) -> jax.Array:
+    return x
+
+
+@lowering(torch.ops.prims.convert_element_type.default)
+def convert_element_type(x: jax.Array, dtype: torch.dtype) -> jax.Array:
+    return cast(x, backend.jax_dtype(dtype))
+
+
+@lowering(aten.fill.Scalar, aten.fill.Tensor, reason=SAME)
+def fill(x: jax.Array, value: Any) -> jax.Array:
+    return jnp.broadcast_to(cast(jnp.asarray(value), x.dtype), x.shape)
+
+
+@lowering(aten.zero.default, aten.zeros_like.default, reason=SAME)
+def zeros_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
+
+
+@lowering(aten.ones_like.default, reason=SAME)
+def ones_like(x: jax.Array, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    return jnp.ones(x.shape, x.dtype if dtype is None else backend.jax_dtype(dtype))
+
+
+@lowering(aten.full_like.default, reason=SAME)
+def full_like(
+    x: jax.Array, value: Any, *, dtype: torch.dtype | None = None, **unused: Any
+) -> jax.Array:
+    out = x.dtype if dtype is None else backend.jax_dtype(dtype)
+    return jnp.broadcast_to(cast(jnp.asarray(value), out), x.shape)
+
+
+@lowering(aten.full.default, reason="torchax takes no traced fill value")
+def full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    return jnp.broadcast_to(
+        value if dtype is None else cast(value, backend.jax_dtype(dtype)), tuple(size)
+    )
+
+
+@lowering(aten.scalar_tensor.default, reason="torchax takes no traced value")
+def scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **unused: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    return value if dtype is None else cast(value, backend.jax_dtype(dtype))
+
+
+# Contents of `empty` are undefined in torch; zeros keep a program reproducible. `x.new_zeros(...)`
+# and the like depend on x's dtype and shape only: they stay host constants.
+def _creation(op: Any) -> Any:
+    def create(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if op is aten.new_full.default and isinstance(args[1], sym_numbers.SYMBOLIC):
+            dtype = kwargs.get("dtype") or x.dtype
+            meta = torch.empty(args[0], dtype=dtype, device="meta")
+            value = jnp.broadcast_to(value_of(args[1]), tuple(args[0]))
+            return wrap_as(op, value, meta, current(), True)
+        stand_in = meta_of(x)
+        options = {"layout": torch.strided} | kwargs | {"device": torch.device("cpu")}
+        options.pop("pin_memory", None)
+        made = op(stand_in, *args, **options)
+        if "empty" in op._opname and made.numel():
+            made.zero_()
+        trace = current()
+        if trace is None and isinstance(x, TracedTensor):
+            return wrap(backend.to_jax(made), made.dtype)
+        return made
+
+    return create
+
+
+for _op in (
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+):
+    special(_op)(_creation(_op))
+
+
+@lowering(aten.cat.default, reason=SAME)
+def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
+    kept = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or tensors[:1]
+    return jnp.concatenate(kept, axis=dim)
+
+
+@special(aten._local_scalar_dense.default)
+def scalar_of(x: torch.Tensor) -> Any:
+    """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
+    kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
+    if x.dtype.is_complex:
+        kind = complex
+    return concrete_number(value_of(x).reshape(()), kind)
+
+
+@special(aten.equal.default)
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compute `torch.equal`: False for different shapes, else a branch on the values."""
+    if a.shape != b.shape:
+        return False
+    return decide(jnp.all(value_of(a) == value_of(b)))
+
+
+@special(aten.allclose.default)
+def allclose(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    equal_nan: bool = False,
+) -> bool:
+    """Compute `torch.allclose` as a branch on the values."""
+    return decide(jnp.allclose(value_of(a), value_of(b), rtol, atol, equal_nan))
+
+
+@special(aten.is_same_size.default)
+def is_same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape
+
+
+@special(aten.set_.source_Tensor)
+def set_source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    target.data = source
+    return target

@@ -1,0 +1,138 @@
+"""Normalisation: batch norm with its running statistics, layer and group norm in float32."""
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.lowering_registry import lowering, special
+from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as, write
+from tpuport.tracing.lowerings._numeric import wide
+
+aten = torch.ops.aten
+
+
+@special(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def native_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise [B, C, ...] over all dims but 1.
+
+    In training also update the running statistics (with the unbiased variance).
+    """
+    value = value_of(x)
+    axes = tuple(d for d in range(value.ndim) if d != 1)
+    wide = value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
+    if training:
+        mean = jnp.mean(wide, axes)
+        variance = jnp.mean(jnp.square(wide - _column(mean, value.ndim)), axes)
+        if running_mean is not None and running_var is not None:
+            count = value.size // max(value.shape[1], 1)
+            _move(running_mean, mean, momentum)
+            _move(running_var, variance * (count / max(count - 1, 1)), momentum)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean, variance = (
+            value_of(running_mean).astype(wide.dtype),
+            value_of(running_var).astype(wide.dtype),
+        )
+    inverse = jax.lax.rsqrt(variance + eps)
+    scale = inverse if weight is None else inverse * value_of(weight).astype(wide.dtype)
+    out = (wide - _column(mean, value.ndim)) * _column(scale, value.ndim)
+    if bias is not None:
+        out = out + _column(value_of(bias).astype(wide.dtype), value.ndim)
+    meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+    frozen = grad_frozen([t for t in (x, weight, bias) if t is not None])
+    result = wrap_as(None, out, meta, current(), frozen)
+    kind = weight.dtype if weight is not None else x.dtype
+    saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
+    extra = [
+        wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current(), True)
+        for s in saved
+    ]
+    return result, extra[0], extra[1]
+
+
+def _column(channels: jax.Array, ndim: int) -> jax.Array:
+    return channels.reshape((1, -1) + (1,) * (ndim - 2))
+
+
+def _move(running: torch.Tensor, new: jax.Array, momentum: float) -> None:
+    new = jax.lax.stop_gradient(new)
+    old = value_of(running)
+    write(running, ((1 - momentum) * old + momentum * new).astype(old.dtype), frozen=True)
+
+
+@special(aten._native_batch_norm_legit.no_stats)
+def batch_norm_no_stats(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise by the batch's own statistics (instance norm)."""
+    return native_batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+@lowering(
+    aten.native_layer_norm.default,
+    reason="torchax takes means of bfloat16 in bfloat16 and ignores the order of dims",
+)
+def _native_layer_norm(
+    x: jax.Array, shape: list[int], weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise over the last `len(shape)` dims in float32.
+
+    Returns:
+        The output, and the mean and reciprocal standard deviation [..., 1, ..., 1] in float32 for
+        bfloat16 input.
+    """
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    wider = wide(x)
+    mean = jnp.mean(wider, axes, keepdims=True)
+    centred = wider - mean
+    inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axes, keepdims=True) + eps)
+    out = centred * inverse
+    if weight is not None:
+        out = out * wide(weight)
+    if bias is not None:
+        out = out + wide(bias)
+    return out, mean, inverse
+
+
+@lowering(
+    aten.native_group_norm.default,
+    reason="torchax takes means of bfloat16 in bfloat16, in a loop of one step",
+)
+def _native_group_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    batch: int,
+    channels: int,
+    spatial: int,
+    groups: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Normalise [N, C, ...] over each of `groups` groups of channels, in float32."""
+    wider = wide(x).reshape(batch, groups, channels // groups * spatial)
+    mean = jnp.mean(wider, 2, keepdims=True)
+    centred = wider - mean
+    inverse = lax.rsqrt(jnp.mean(jnp.square(centred), 2, keepdims=True) + eps)
+    out = (centred * inverse).reshape(x.shape)
+    if weight is not None:
+        out = out * _column(wide(weight), x.ndim)
+    if bias is not None:
+        out = out + _column(wide(bias), x.ndim)
+    return out, mean[..., 0], inverse[..., 0]

@@ -1,0 +1,47 @@
+"""Activation checkpointing: torchax runs it but does not rematerialise."""
+
+from typing import Any
+
+import torch.utils.checkpoint
+
+from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.tracing.core import regions
+from tpuport.tracing.core.context import current
+from tpuport.tracing.patches._count import count
+
+
+class Checkpoint(Shim):
+    """`torch.utils.checkpoint.checkpoint` becomes `jax.checkpoint` around the same call."""
+
+    TARGET = "torch.utils.checkpoint.checkpoint"
+    REASON = (
+        "torchax runs the function but keeps its intermediate values;"
+        " jax.checkpoint computes them again"
+    )
+
+    def replacements(self) -> list[Replacement]:
+        eager = torch.utils.checkpoint.checkpoint
+
+        def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+            trace = current()
+            if trace is None:
+                return eager(function, *args, **kwargs)
+            for option in (
+                "use_reentrant",
+                "context_fn",
+                "determinism_check",
+                "debug",
+                "preserve_rng_state",
+                "early_stop",
+            ):
+                kwargs.pop(option, None)
+            count(self.TARGET)
+            if not torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            roots = [getattr(function, "__self__", None), args, kwargs]
+            return regions.checkpoint(trace, lambda: function(*args, **kwargs), roots)
+
+        return [
+            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
+            *copies(eager, checkpoint, torch.utils.checkpoint),
+        ]

@@ -1,0 +1,105 @@
+"""FlexAttention: its kernels exist for CUDA.
+
+Here its score and mask functions run on broadcast indices.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex
+
+from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.tracing.attention.torch_entry import flex_attention as by_kernel
+from tpuport.tracing.core.context import current
+from tpuport.tracing.patches._count import count
+
+
+class FlexAttention(Shim):
+    """`flex_attention` becomes a softmax over scores that the user's `score_mod` and `mask_mod`
+    were applied to.
+    """
+
+    TARGET = "torch.nn.attention.flex_attention.flex_attention"
+    REASON = "a higher-order operator without a lowering; plain torchax cannot trace it"
+    MODULE = "torch.nn.attention.flex_attention"
+
+    def replacements(self) -> list[Replacement]:
+        eager = flex.flex_attention
+
+        def flex_attention(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            score_mod: Any = None,
+            block_mask: Any = None,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+            return_lse: bool = False,
+            kernel_options: Any = None,
+            **rest: Any,
+        ) -> Any:
+            if current() is None:
+                return eager(
+                    query,
+                    key,
+                    value,
+                    score_mod,
+                    block_mask,
+                    scale,
+                    enable_gqa,
+                    return_lse,
+                    kernel_options,
+                    **rest,
+                )
+            count(self.TARGET)
+            return attend_flex(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse
+            )
+
+        return [
+            Replacement(flex, "flex_attention", flex_attention),
+            *copies(eager, flex_attention, flex),
+        ]
+
+
+def attend_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+) -> Any:
+    """Attention of [B, H, L, E] queries over [B, Hkv, S, E] keys.
+
+    Rows that attend to nothing give zeros, as the kernel does.
+    """
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    if not return_lse and (enable_gqa or query.shape[1] == key.shape[1]):
+        served = by_kernel(query, key, value, score_mod, mask_mod, scale)
+        if served is not None:
+            return served
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query.float() @ key.float().transpose(-1, -2)) * factor
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    indices = [
+        torch.arange(n).view([-1 if d == at else 1 for d in range(4)]) for at, n in enumerate(sizes)
+    ]
+    if score_mod is not None:
+        scores = score_mod(scores, *indices)
+    if mask_mod is not None:
+        allowed = mask_mod(*indices)
+        scores = torch.where(allowed, scores, torch.full((), float("-inf")))
+    peak = scores.amax(-1, keepdim=True).detach()
+    peak = torch.where(peak == float("-inf"), torch.zeros(()), peak)
+    weights = (scores - peak).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights / torch.where(total == 0, torch.ones(()), total)).to(query.dtype) @ value
+    if return_lse:
+        return out, (total.log() + peak).squeeze(-1)
+    return out

@@ -1,0 +1,113 @@
+"""Comparison of two traces: whether they are the same program."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.linear_util import WrappedFun
+
+from tpuport.tracing.scan_layers.iterations import same_kinds
+
+
+def same_program(ours: Any, theirs: Any) -> bool:
+    """Return whether two `ClosedJaxpr` compute the same from the same inputs.
+
+    Functions among an operation's parameters (derivative rules) are compared by their code.
+    """
+    if len(ours.consts) != len(theirs.consts):
+        return False
+    consts = zip(ours.consts, theirs.consts, strict=True)
+    return _same_jaxpr(ours.jaxpr, theirs.jaxpr) and all(_same_array(a, b) for a, b in consts)
+
+
+def _same_jaxpr(ours: Any, theirs: Any) -> bool:
+    if ours is theirs:
+        return True
+    # Maps each of our variables to theirs.
+    names: dict[Any, Any] = {}
+    if not _define((*ours.constvars, *ours.invars), (*theirs.constvars, *theirs.invars), names):
+        return False
+    if len(ours.eqns) != len(theirs.eqns):
+        return False
+    for a, b in zip(ours.eqns, theirs.eqns, strict=True):
+        if not same_kinds(a, b) or not _same_atoms(a.invars, b.invars, names):
+            return False
+        if a.params.keys() != b.params.keys():
+            return False
+        if not all(_same_param(value, b.params[name]) for name, value in a.params.items()):
+            return False
+        if not _define(a.outvars, b.outvars, names):
+            return False
+    return _same_atoms(ours.outvars, theirs.outvars, names)
+
+
+def _define(ours: Any, theirs: Any, names: dict[Any, Any]) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    names.update(zip(ours, theirs, strict=True))
+    return all(a.aval == b.aval for a, b in zip(ours, theirs, strict=True))
+
+
+def _same_atoms(ours: Any, theirs: Any, names: dict[Any, Any]) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    for a, b in zip(ours, theirs, strict=True):
+        if isinstance(a, core.Literal) != isinstance(b, core.Literal):
+            return False
+        same = _same_literal(a, b) if isinstance(a, core.Literal) else names.get(a) is b
+        if not same:
+            return False
+    return True
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return a.aval == b.aval and _same_array(a.val, b.val)
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    tracers = isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer)
+    if tracers or getattr(a, "dtype", None) != getattr(b, "dtype", None):
+        return False
+    if jnp.issubdtype(getattr(a, "dtype", np.float32), jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    ours, theirs = np.asarray(a), np.asarray(b)
+    return ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
+
+
+def _same_param(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, core.ClosedJaxpr):
+        return same_program(a, b)
+    if isinstance(a, core.Jaxpr):
+        return _same_jaxpr(a, b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same_param, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_param(v, b[k]) for k, v in a.items())
+    if isinstance(a, (float, complex, np.ndarray, jax.Array)):
+        return _same_array(a, b)
+    return _same_object(a, b)
+
+
+def _same_object(a: Any, b: Any) -> bool:
+    if isinstance(a, WrappedFun):
+        # A derivative rule, which the program next to it defines.
+        return _same_param(a.f, b.f)
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):
+        # Pallas keeps jaxprs in dataclasses, and a jaxpr is equal only to itself.
+        fields = [field.name for field in dataclasses.fields(a)]
+        return all(_same_param(getattr(a, name), getattr(b, name)) for name in fields)
+    if callable(a):
+        return getattr(a, "__code__", None) is getattr(b, "__code__", None)
+    equal = a == b
+    # An object without its own equality cannot be compared, so it counts as equal.
+    return equal if isinstance(equal, bool) and type(a).__eq__ is not object.__eq__ else True

@@ -1,0 +1,1 @@
+"""One trace from start to end: activation, inputs and outputs, restarts."""

@@ -1,0 +1,112 @@
+"""The modes that are active while a trace runs: they see every ATen op and torch function."""
+
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.op_info import op_info
+from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import flat
+from tpuport.tracing.dispatch.dispatch import dispatch
+from tpuport.tracing.functions import general, numeric, products, rnn, sizes  # noqa: F401 - the modules of functions register themselves
+from tpuport.tracing.functions.registry import FUNCTIONS
+
+aten = torch.ops.aten
+
+
+class DispatchMode(TorchDispatchMode):
+    """The mode that sees every ATen op while a trace runs."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # dynamo compiles nothing here, and torch's guard against it costs more than the op itself.
+        return False
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        if needs_dispatch(self.trace, func, types, args, kwargs):
+            result = dispatch(func, args, kwargs)
+            if not info.writes and not info.aliases:
+                self.trace.note_made(result)
+            return result
+        if any(
+            self.trace.is_foreign(args[i] if i < len(args) else kwargs.get(name))
+            for i, name in info.writes
+        ):
+            # State outside the trace: the write happens in the program, not now.
+            return dispatch(func, args, kwargs)
+        if not info.aliases:
+            self.trace.note_reads(flat(args, kwargs))
+        result = func(*args, **kwargs)
+        if not info.aliases or func is aten.lift_fresh.default:
+            self.trace.note_made(result)
+        return result
+
+
+def needs_dispatch(
+    trace: Trace, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether an op concerns the traced program.
+
+    It does if an operand is traced, or a host tensor with a traced alias, or a traced number, or if
+    the op draws fresh random numbers.
+    """
+    if any(issubclass(t, TracedTensor) for t in types):
+        return True
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        generator = kwargs.get("generator")
+        if generator is None or generator._cdata in trace.generators:
+            return True
+    operands = flat(args, kwargs)
+    if any(isinstance(t, sym_numbers.SYMBOLIC) for t in operands):
+        return True
+    return any(trace.alias(t) is not None for t in operands)
+
+
+# Functions that read a tensor's values without an ATen op.
+_READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+
+
+class FunctionMode(TorchFunctionMode):
+    """The mode that sees every call of the torch Python API while a trace runs.
+
+    It handles the few that must not reach C++ unchanged.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.trace.outside is not None:
+            self.trace.outside.saw(sys._getframe(1))
+        handler = FUNCTIONS.get(func)
+        if handler is not None:
+            result = handler(self.trace, func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        if func in _READS:
+            self.trace.note_reads(args[:1])
+        return func(*args, **(kwargs or {}))

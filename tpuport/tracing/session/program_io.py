@@ -1,0 +1,106 @@
+"""The inputs and outputs of a trace: traced tensors made of arrays, and arrays taken from them."""
+
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.arguments import Unsized
+from tpuport.tracing.core.context import KeyStream, Trace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of
+from tpuport.tracing.core.values import value_of
+from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
+from tpuport.tracing.state.module_state import state_tree
+from tpuport.tracing.state.request import Request
+
+
+def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the array of each result, and its meta tensor (of a number its symbolic type).
+
+    A result whose size depends on data gives the padded array with its sizes, and an `Unsized`.
+    """
+    values: list[Any] = []
+    metas: list[Any] = []
+    for leaf in leaves:
+        extents = extents_of(leaf)
+        if isinstance(leaf, sym_numbers.SYMBOLIC):
+            values.append(sym_numbers.node_value(leaf))
+            metas.append(type(leaf))
+        elif extents:
+            values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
+            metas.append(Unsized(meta_of(leaf).dtype, tuple(extents)))
+        else:
+            values.append(value_of(leaf))
+            metas.append(meta_of(leaf))
+    return values, metas
+
+
+def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
+    """Make a traced tensor for a tensor of the model's state, with the attributes set on that."""
+    frozen = not (
+        tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
+    )
+    # The tensor itself answers what is asked of a meta tensor, and making one for each takes time.
+    whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
+    like = tensor if whole else meta_of(tensor)
+    made = TracedTensor(Storage(value, trace), (), like, value, frozen)
+    vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
+    if isinstance(tensor, torch.nn.Parameter):
+        made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
+    return made
+
+
+def traced_arguments(
+    trace: Trace, request: Request, host: frozenset[int]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
+    """Make the traced call's own arguments; return them with their leaves and containers."""
+    made: list[Any] = []
+    for index, (value, meta) in enumerate(zip(request.leaves, request.metas, strict=True)):
+        if isinstance(meta, type):
+            generator: Any = meta()
+            trace.generators[generator._cdata] = KeyStream(value)
+            made.append(generator)
+        elif index in host and index in request.known_leaves:
+            made.append(request.host_leaf(index))
+        else:
+            frozen = not meta.dtype.is_floating_point
+            made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
+    containers: dict[int, Any] = {}
+    args, kwargs = pytree.unflatten(request.spec, made, containers)
+    return args, kwargs, made, containers
+
+
+def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
+    """Refuse writes to tensors other than arguments and the module's own: they would be lost.
+
+    Raises:
+        PortError: the call wrote to another tensor (a global, or one in a closure).
+    """
+    if not trace.promoted:
+        return
+    owned = set(trace.made)
+    if module is not None:
+        leaves = state_tree(module).leaves.values()
+        owned |= {
+            t.untyped_storage()._cdata
+            for t in leaves
+            if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
+        }
+    for key, (tensor, _) in trace.promoted.items():
+        if key not in owned:
+            raise port_error(
+                f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
+                " the ported module is written in place (a global, or one in a closure)",
+                code="TPU406",
+                remedy="make it a buffer of the module, or convert the module that owns it",
+            )
+
+
+def version(value: Any) -> int:
+    """Return how often a tensor has been written to."""
+    if isinstance(value, TracedTensor):
+        return value._storage.version
+    return value._version if isinstance(value, torch.Tensor) else 0

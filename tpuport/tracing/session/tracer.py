@@ -1,0 +1,383 @@
+"""The trace of a user's function: repeated attempts, what each of them learns, and the outcome."""
+
+import contextlib
+import functools
+import gc
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError, UsageError
+from tpuport.foundation.interop import backend
+from tpuport.foundation.patching.shim import Shim, installed
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.user_frames import is_inside
+from tpuport.source.rewrite import live
+from tpuport.source.rewrite.codegen import nested_codes
+from tpuport.source.rewrite.matching import RuleVisitor
+from tpuport.tracing.control_flow.path_explorer import Explorer
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
+from tpuport.tracing.core.context import KeyStream, Trace, no_policy
+from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.core.speculation import Plan, Restart
+from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor
+from tpuport.tracing.core.values import value_of
+from tpuport.tracing.dynamic_shapes.extents import extents_of
+from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.precision.apply import NOT_CAST, Casting
+from tpuport.tracing.scan_layers import BlockCalls, roll
+from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.output_aliases import output_aliases
+from tpuport.tracing.session.program_io import (
+    program_leaves,
+    refuse_foreign_writes,
+    state_tensor,
+    traced_arguments,
+    version,
+)
+from tpuport.tracing.state.module_state import StateTree, python_changes, state_tree
+from tpuport.tracing.state.request import Outcome, Request
+
+_MAX_ATTEMPTS = 40
+_NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
+
+
+@dataclass
+class Program:
+    """A module's method or a free function, and what tracing it has taught so far (`plan`).
+
+    `functions` are called with the module, and have the names of methods.
+    """
+
+    function: Callable[..., Any] | None
+    master: torch.nn.Module | None
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    # Replacements of torch's functions while it is traced: `tpuport.tracing.patches`.
+    patches: tuple[type[Shim], ...] = ()
+    # The rules that rewrite lines which a trace cannot run.
+    rules: tuple[type[RuleVisitor], ...] = ()
+    plan: Plan = field(default_factory=Plan)
+    plans: dict[Any, Plan] = field(default_factory=dict)
+    tried: set[tuple[str, int, int | None]] = field(default_factory=set)
+    numbers: set[str] = field(default_factory=set)
+    rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
+    sites: dict[Any, set[live.Site]] = field(default_factory=dict)
+    rewrite_seconds: float = 0.0
+    dynamic: bool = False
+    on_module: Callable[[Any], None] | None = None
+    placement: Placement = NOWHERE
+    casting: Casting = NOT_CAST
+    remat: Callable[[str], str | None] = no_policy
+    target: str | None = None  # the platform it is for, if that is not the placement's
+    blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
+
+    @property
+    def rolls(self) -> bool:
+        """Return whether repeated blocks may become loops."""
+        platform = self.target or self.placement.platform
+        return self.blocks == "scan" or (self.blocks == "auto" and platform == "tpu")
+
+    def rolled(self, closed: Any) -> Any:
+        """Return a `ClosedJaxpr` with its repeated blocks as loops, where that pays."""
+        return roll(closed, copies=self.blocks == "scan") if self.rolls else closed
+
+    def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
+        """Return a method of a copy of the module ("forward" goes through `__call__`), or a
+        function.
+        """
+        if name in self.functions:
+            return functools.partial(self.functions[name], module)
+        return module if name == "forward" else getattr(module, name)
+
+    def trace(self, request: Request) -> Outcome:
+        """Trace the program once (call inside a jax transformation, or with concrete arrays).
+
+        Raises:
+            PortError: The program cannot be ported exactly.
+        """
+        return self.casting.around(self._trace, request)
+
+    def _trace(self, request: Request) -> Outcome:
+        self.plan = self.plan_for(request.method, request.spec)
+        refused: PortError | None = None
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._attempt(request)
+            except Restart as restart:
+                self._learn(restart)
+            except PortError as error:
+                refused = refused or error
+                if error.code not in _NEEDS_VALUE or not self.plan.widen(request.candidates):
+                    raise refused from None
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if not self.dynamic or isinstance(error, UsageError):
+                    raise
+                # The code is right in eager mode: a traced number or size was used where Python
+                # needs its value, such as in an index or a dict key.
+                refused = refused or _needs_number(error)
+                if not self.plan.widen(request.candidates):
+                    raise refused from error
+        msg = (
+            f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
+            f" {sorted(map(str, self.plan.tried))}"
+        )
+        raise PortError(msg, remedy="please report this with the code of the function")
+
+    def plan_for(self, method: str, spec: pytree.TreeSpec) -> Plan:
+        """Return what is known of calls of a method with arguments of one structure."""
+        shared = {"tried": self.tried, "numbers": self.numbers}
+        return self.plans.setdefault((method, spec.key), Plan(**shared))
+
+    def _learn(self, restart: Restart) -> None:
+        self.plan.learn(restart)
+        if restart.site is None:
+            return
+        frame_code, site = restart.site
+        key = (frame_code.co_filename, site.line, site.column)
+        started = time.perf_counter()
+        for function in self._functions_with(frame_code):
+            sites = self.sites.setdefault(function, set())
+            sites.add(site)
+            result = live.rewrite_function(function, sites=sites, rules=self.rules)
+            if isinstance(result, live.LiveRewrite):
+                self.rewrites[function] = result
+        self.rewrite_seconds += time.perf_counter() - started
+        self.plan.tried.add(key)
+
+    def _functions_with(self, code: CodeType) -> list[Any]:
+        """Return the user's functions whose code, original or rewritten, contains `code`."""
+        ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
+        return ours or live.functions_with(code)
+
+    def _attempt(self, request: Request) -> Outcome:
+        trace = Trace(KeyStream(request.key) if request.key is not None else None)
+        keys = trace.keys
+        trace.hoist = request.hoist
+        trace.target = self.target or self.placement.platform
+        trace.mesh = self.placement.mesh
+        trace.remat = self.remat
+        trace.patches = self.patches
+        trace.explorer = Explorer(trace, self.plan)
+        with (
+            _quiet(),
+            uncollected(),
+            eager_compiled(),
+            _no_fused_kernels(),
+            live.swapped(list(self.rewrites.values())),
+            installed(self.patches),
+            active(trace),
+        ):
+            try:
+                outcome = self._run(trace, request)
+            except BaseException:
+                trace.guards.restore()
+                raise
+            finally:
+                self.dynamic = trace.dynamic or trace.has_numbers
+        outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
+        return outcome
+
+    def _run(self, trace: Trace, request: Request) -> Outcome:
+        if request.checks:
+            trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
+        module, call, baked = self._callable(trace, request)
+        tree = state_tree(module, objects=True) if module is not None else None
+        named = {} if tree is None else tree.modules
+        trace.own_modules = {number: fqn for fqn, number in named.items()}
+        if self.on_module is not None:
+            self.on_module(module)
+        args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)
+        watch = Watch(containers, made)
+        trace.note_made([*baked.values(), *made])
+        before = [version(m) for m in made]
+        trace.first_serial = next(SERIALS)
+        trace.placement = self.placement if self.placement.constrains else None
+        if module is not None and tree is not None and self.blocks != "unroll":
+            trace.blocks = BlockCalls(trace, module, tree.leaves.values())
+        name = type(module).__qualname__ if module is not None else "<function>"
+        roots = [module, args, kwargs]
+        with host_randomness.unchanged(roots):
+            result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), roots)
+        if trace.refusal is not None:
+            raise trace.refusal
+        trace.guards.refuse_writes()
+        refuse_foreign_writes(trace, module, made)
+        after = state_tree(module, objects=True) if module is not None else None
+        outcome = self._outcome(trace, module, tree, after, result, request.values, baked)
+        leaves = {} if after is None else after.leaves
+        outcome.out_aliases = output_aliases(outcome, pytree.flatten(result)[0], made, leaves)
+        outcome.argument_changes = watch.changes()
+        if outcome.argument_changes is not None:
+            put = outcome.argument_changes.leaves
+            outcome.put_leaves, outcome.put_metas = program_leaves(put)
+        for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
+            if version(tensor) != known or (
+                isinstance(tensor, torch.Tensor)
+                and trace.promoted
+                and trace.alias(tensor) is not None
+            ):
+                outcome.mutated[index] = value_of(tensor)
+        return outcome
+
+    def _callable(
+        self, trace: Trace, request: Request
+    ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
+        """Return the traced copy of the module, the bound method, and the state that stays
+        concrete.
+        """
+        values, known, method = request.values, request.known, request.method
+        if self.master is None:
+            assert self.function is not None
+            return None, self.function, {}
+        tree = state_tree(self.master, self.plan.numbers)
+        by_id = {
+            id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
+        }
+        baked: dict[str, torch.Tensor] = {}
+        traced: dict[str, Any] = {}
+
+        def tensor_map(tensor: torch.Tensor) -> Any:
+            name = by_id.get(id(tensor))
+            if name is None or name not in values:
+                return tensor
+            if self.plan.host_state and name in known and _is_small_state(tensor):
+                baked[name] = backend.to_torch(known[name], tensor.dtype)
+                return baked[name]
+            # Without this, reading a tensor's size would go through the modes of the trace.
+            with torch._C.DisableTorchFunction():
+                traced[name] = state_tensor(trace, tensor, values[name])
+            return traced[name]
+
+        module, _ = clone_module(self.master, tensor_map)
+        for name, leaf in tree.leaves.items():
+            if name in traced:
+                trace.substitutes[id(leaf)] = traced[name]
+            elif name in self.plan.numbers and name in values:
+                fqn, attribute = tree.owners[name]
+                made = sym_numbers.number(values[name], type(leaf))
+                module.get_submodule(fqn).__dict__[attribute] = made
+        return module, self.method(module, method), baked
+
+    def _outcome(
+        self,
+        trace: Trace,
+        module: torch.nn.Module | None,
+        before: StateTree | None,
+        after: StateTree | None,
+        result: Any,
+        values: dict[str, jax.Array],
+        baked: dict[str, torch.Tensor],
+    ) -> Outcome:
+        out_leaves, out_spec = pytree.flatten(result, leaf=program_leaf)
+        arrays, metas = program_leaves(out_leaves)
+        outcome = Outcome(
+            arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
+        )
+        if module is not None and before is not None and after is not None:
+            for name, leaf in after.leaves.items():
+                if extents_of(leaf):
+                    raise unsized(f"the state {name!r} that the call leaves")
+                if isinstance(leaf, sym_numbers.SYMBOLIC):
+                    outcome.state[name] = sym_numbers.node_value(leaf)
+                elif (
+                    isinstance(leaf, TracedTensor)
+                    or trace.alias(leaf) is not None
+                    or (name in baked and leaf._version)
+                ):
+                    # The stored value, because under no_grad() a read adds stop_gradient and is
+                    # another array.
+                    array = leaf._elem if isinstance(leaf, TracedTensor) else value_of(leaf)
+                    if array is not values.get(name):
+                        outcome.state[name] = array
+            outcome.python_changes = python_changes(before, after, module)
+            outcome.baked = dict(baked)
+        if trace.checks and trace.error_code is not None:
+            outcome.error_code = trace.error_code.value
+        return outcome
+
+
+_SMALL = 4096
+
+
+def _is_small_state(tensor: torch.Tensor) -> bool:
+    """Return whether state may be read as Python numbers: small, and not trained."""
+    return not tensor.requires_grad and tensor.numel() <= _SMALL
+
+
+def _needs_number(error: Exception) -> PortError:
+    """Return the refusal of a traced number whose value Python needed (a dict key, a format)."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
+    last = frames[-1] if frames else None
+    return PortError(
+        "a number or size that depends on the program's inputs was used where its value is"
+        f" needed ({error})",
+        code="TPU103",
+        file=last.filename if last else None,
+        line=last.lineno if last else None,
+        source_line=last.line if last else None,
+        remedy=(
+            "pass it as a Python number (it is then static), or keep it a tensor and use torch"
+            " operations on it"
+        ),
+    )
+
+
+def eager_compiled() -> Any:
+    """Return a context in which functions under `torch.compile` run as eager code.
+
+    There are none unless dynamo was imported, and importing it takes seconds.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn garbage collection off inside.
+
+    A collection of the oldest generation visits all objects that imports made, which takes longer
+    than tracing a large model. A trace leaves few cycles, and they are collected afterwards.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress jax's warning about each 64-bit dtype stored in 32 bits.
+
+    The 64-bit torch dtypes are tracked separately from the values.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Explicitly requested dtype", category=UserWarning
+        )
+        yield
+
+
+@contextlib.contextmanager
+def _no_fused_kernels() -> Iterator[None]:
+    """Keep torch from choosing oneDNN's fused ops (an LSTM is one), which do not decompose."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -1,0 +1,1 @@
+"""The state of a module: tensors by fqn, Python attributes, hooks."""

@@ -1,0 +1,308 @@
+"""A module's state: every tensor that it refers to by name, and what a call changed."""
+
+import copy
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.pytree.clone import Cloner
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.tensor import TracedTensor, meta_of
+from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
+
+# Attributes that torch keeps on every module for itself, hooks included.
+_INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
+
+
+@dataclass
+class StateTree:
+    """The state of a module that a call may read or change, flattened.
+
+    `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
+    `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
+    modules that have some, by fqn.
+    """
+
+    leaves: dict[str, Any]
+    statics: dict[str, Any]
+    aliases: dict[str, list[str]]
+    owners: dict[str, tuple[str, str]]
+    values: dict[str, Any]
+    registered: set[str]
+    modules: dict[str, int]
+    hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+def named_owners(
+    module: torch.nn.Module, *, repeated: bool = False
+) -> list[tuple[str, torch.nn.Module]]:
+    """Return each submodule with its fqn, like `named_modules`, but much faster.
+
+    Args:
+        module: Any module; it comes first, with an empty fqn.
+        repeated: Return a module that is held in several places once for each, not only once.
+    """
+    found: list[tuple[str, torch.nn.Module]] = []
+    seen: set[int] = set()
+    stack = [("", module)]
+    while stack:
+        fqn, owner = stack.pop()
+        if id(owner) in seen:
+            continue
+        if not repeated:
+            seen.add(id(owner))
+        found.append((fqn, owner))
+        prefix = fqn + "." if fqn else ""
+        children = [(prefix + name, m) for name, m in owner._modules.items() if m is not None]
+        stack += reversed(children)
+    return found
+
+
+def state_tree(
+    module: torch.nn.Module,
+    number_names: set[str] | frozenset[str] = frozenset(),
+    *,
+    objects: bool = False,
+) -> StateTree:
+    """Flatten a module's state, by name.
+
+    Args:
+        module: Any module.
+        number_names: Python numbers (by name) that count as leaves.
+        objects: Flatten objects without tensors too, so that a change in one is seen.
+    """
+    tree = StateTree({}, {}, {}, {}, {}, set(), {})
+    names: dict[int, str] = {}
+
+    def leaf(tree: StateTree, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            first = names.setdefault(id(value), name)
+            if first != name:
+                tree.aliases.setdefault(first, []).append(name)
+                return
+        tree.leaves[name] = value
+
+    # Without this, reading a tensor's size would go through the modes of a running trace.
+    with torch._C.DisableTorchFunction():
+        _take_apart(tree, leaf, module, number_names, objects)
+    return tree
+
+
+def _take_apart(
+    tree: StateTree,
+    leaf: Callable[[StateTree, str, Any], None],
+    module: torch.nn.Module,
+    number_names: set[str] | frozenset[str],
+    objects: bool,
+) -> None:
+    # This runs over the complete model at each trace: local names are faster than attributes.
+    owners, values, statics = tree.owners, tree.values, tree.statics
+    for fqn, owner in named_owners(module):
+        tree.modules[fqn] = id(owner)
+        if (hooks := hooks_of(owner)) is not None:
+            tree.hooks[fqn] = hooks
+        prefix = fqn + "." if fqn else ""
+        held = owner.__dict__
+        for holder in (owner._parameters, owner._buffers):
+            for name, value in holder.items():
+                full = prefix + name
+                owners[full], values[full] = (fqn, name), value
+                if value is None:
+                    statics[full] = None
+                else:
+                    leaf(tree, full, value)
+                    tree.registered.add(full)
+                    statics[full] = _tensor_kind(value)
+        for name in [name for name in held if name not in _INTERNAL]:
+            value = held[name]
+            kind = type(value)
+            if kind is tuple and set(map(type, value)) == {int}:
+                kind = int  # the shape of a norm: comparing it is as exact
+            if kind in _EXACT and not number_names:
+                full = prefix + name
+                owners[full], values[full] = (fqn, name), value
+                statics[full] = (type(value), value)
+            else:
+                _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
+
+
+# Types whose values are interchangeable if they are equal.
+_EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
+
+
+def _attribute(
+    tree: StateTree,
+    leaf: Any,
+    fqn: str,
+    prefix: str,
+    name: str,
+    value: Any,
+    number_names: set[str] | frozenset[str],
+    objects: bool,
+) -> None:
+    full = prefix + name
+    tree.owners[full] = (fqn, name)
+    tree.values[full] = value
+    if isinstance(value, sym_numbers.SYMBOLIC) or (
+        full in number_names and isinstance(value, (bool, int, float))
+    ):
+        tree.leaves[full] = value
+        return
+    if isinstance(value, _PLAIN):
+        tree.statics[full] = (type(value), pytree.hashable(value, []))
+        return
+    leaves, spec, paths = pytree.flatten_with_paths(
+        value, leaf=_state_leaf, path=full, objects=objects
+    )
+    for one, path in zip(leaves, paths, strict=True):
+        leaf(tree, path, one)
+    tree.statics[full] = (spec.key, tuple(_tensor_kind(one) for one in leaves))
+
+
+def _tensor_kind(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _state_leaf(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, *sym_numbers.SYMBOLIC))
+
+
+@dataclass
+class PythonChanges:
+    """The Python attributes and hooks of modules that a call changed.
+
+    Traced tensors in the new values are placeholders. `hooks` has, by fqn, all hook attributes of
+    modules whose hooks changed.
+    """
+
+    names: list[str]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    owners: dict[str, tuple[str, str]]
+    gone: list[str]
+    registered: set[str]
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replacement: torch.nn.Module | None = None
+
+    @property
+    def causes(self) -> list[str]:
+        """Return the names of what changed."""
+        if not self.hooks:
+            return self.names
+        first, more = next(iter(self.hooks)) or "the model", len(self.hooks) - 1
+        return [*self.names, f"hooks of {first}" + (f" and {more} more" if more else "")]
+
+    @property
+    def host_state(self) -> dict[str, torch.Tensor]:
+        """Return new values of parameters and buffers that depend on no input: no program returns
+        them.
+        """
+        held = {n: v.value if isinstance(v, _Buffer) else v for n, v in self.after.items()}
+        return {
+            name: value
+            for name, value in held.items()
+            if name in self.registered
+            and isinstance(value, torch.Tensor)
+            and value.device.type != "meta"
+        }
+
+    def apply(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Apply the changes to a module of the same structure, and return the module to use.
+
+        A call that exchanged submodules returns another module, with the new structure.
+        """
+        if self.replacement is not None:
+            return self.replacement
+        for name in self.names:
+            fqn, attribute = self.owners[name]
+            owner = module.get_submodule(fqn)
+            if name not in self.after:
+                for holder in (owner._parameters, owner._buffers, owner.__dict__):
+                    holder.pop(attribute, None)
+                continue
+            value = self.after[name]
+            if attribute in owner._buffers and (value is None or isinstance(value, torch.Tensor)):
+                owner._buffers[attribute] = value
+            elif attribute in owner._parameters:
+                owner._parameters[attribute] = value
+            elif isinstance(value, _Buffer):
+                owner.__dict__.pop(attribute, None)
+                owner._buffers[attribute] = value.value
+            else:
+                owner.__dict__[attribute] = value
+        self.put_hooks(module)
+        return module
+
+    def put_hooks(self, module: torch.nn.Module) -> None:
+        """Set the changed hooks on a module of the same structure."""
+        for fqn, kept in self.hooks.items():
+            module.get_submodule(fqn).__dict__.update(
+                {name: copy.copy(value) for name, value in kept.items()}
+            )
+
+
+@dataclass
+class _Buffer:
+    """A tensor registered as a buffer during the call."""
+
+    value: Any
+
+
+def python_changes(
+    before: StateTree, after: StateTree, module: torch.nn.Module
+) -> PythonChanges | None:
+    """Return what a call changed in the Python state of a module, or None.
+
+    Args:
+        before: The state tree of the traced copy before the call.
+        after: The state tree of the same copy after the call.
+        module: The traced copy.
+    """
+    names = [
+        name
+        for name in dict.fromkeys([*before.statics, *after.statics])
+        if before.statics.get(name, _ABSENT) != after.statics.get(name, _ABSENT)
+    ]
+    if not names and before.modules == after.modules and before.hooks == after.hooks:
+        return None
+    cloner = Cloner(_placeholder)
+    cloner.memo.update({id(m): m for m in module.modules()})
+    values: dict[str, Any] = {}
+    for name in names:
+        if name not in after.values:
+            continue
+        value = cloner.clone(after.values[name])
+        if name in after.registered and name not in before.owners:
+            value = _Buffer(value)
+        values[name] = value
+    refuse_handles(values)
+    old = {name: before.values.get(name) for name in names}
+    owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
+    hooks = {
+        fqn: kept_hooks(module.get_submodule(fqn), fqn, before.hooks.get(fqn))
+        for fqn in dict.fromkeys([*before.hooks, *after.hooks])
+        if fqn in after.modules and before.hooks.get(fqn) != after.hooks.get(fqn)
+    }
+    gone = [name for name in before.leaves if name not in after.leaves]
+    replacement = None
+    if before.modules != after.modules:
+        replacement = Cloner(_placeholder).clone(module)
+    return PythonChanges(names, old, values, owners, gone, after.registered, hooks, replacement)
+
+
+_ABSENT = object()
+
+
+def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor unchanged, and a traced one as a meta tensor like it."""
+    if not isinstance(tensor, TracedTensor):
+        return tensor
+    meta = meta_of(tensor)
+    if getattr(tensor, "_is_param", False):
+        return torch.nn.Parameter(meta, requires_grad=not tensor._frozen)
+    return meta

@@ -1,0 +1,105 @@
+"""One call to trace, and the outcome of its trace."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.interop import backend
+from tpuport.source.rewrite import live
+from tpuport.tracing.core.arguments import Changes
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.state.module_state import PythonChanges
+
+
+@dataclass
+class Outcome:
+    """The outcome of one trace of a program. Arrays are tracers of the enclosing jax trace."""
+
+    out_leaves: list[Any]
+    out_spec: pytree.TreeSpec
+    out_metas: list[Any]
+    state: dict[str, jax.Array]
+    mutated: dict[int, jax.Array]
+    error_code: jax.Array | None
+    trace: Trace
+    rewrites: list[live.LiveRewrite]
+    python_changes: PythonChanges | None = None
+    uses_key: bool = False
+    baked: dict[str, Any] = field(default_factory=dict)
+    argument_changes: Changes | None = None
+    put_leaves: list[Any] = field(default_factory=list)
+    put_metas: list[Any] = field(default_factory=list)
+    host_paths: list[str] = field(default_factory=list)
+    # By output index: outputs that are an argument (by index) or state (by name), or a view of one.
+    out_aliases: "dict[int, Alias]" = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A description of the memory that an output shares, and of its part in it."""
+
+    of: int | str
+    is_same: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Request:
+    """One call to trace.
+
+    Attributes:
+        method: Name of the module's method ("forward" goes through `__call__`, hooks included).
+        values: State by name.
+        key: Base key of the program's randomness, or None if it may not draw any.
+        leaves: Argument arrays (a key array for a `torch.Generator`).
+        metas: For each leaf a meta tensor, or the class of a generator.
+        spec: The arguments' structure.
+        hoist: For a host constant, returns an array to use instead of embedding it, or None.
+        checks: Whether to collect the conditions of lifted checks.
+        known: State whose concrete value may be read if the trace needs it.
+        known_leaves: Concrete values of arguments, for the same use.
+    """
+
+    method: str
+    values: dict[str, Any]
+    key: jax.Array | None
+    leaves: list[Any]
+    metas: list[Any]
+    spec: pytree.TreeSpec
+    hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+    checks: bool = True
+    known: dict[str, Any] = field(default_factory=dict)
+    known_leaves: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> list[int]:
+        """Return the arguments whose value may be read while tracing.
+
+        These are small and of integer or boolean dtype, the smallest first.
+        """
+        found = [
+            (meta.numel(), index)
+            for index, meta in enumerate(self.metas)
+            if index in self.known_leaves and _is_small_argument(meta)
+        ]
+        return [index for _, index in sorted(found)]
+
+    def host_leaf(self, index: int) -> torch.Tensor:
+        """Return the argument as a plain CPU tensor."""
+        return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
+
+
+_ARGUMENT_LIMIT = 1 << 16
+
+
+def _is_small_argument(meta: Any) -> bool:
+    if not isinstance(meta, torch.Tensor):
+        return False
+    whole = not meta.dtype.is_floating_point and not meta.dtype.is_complex
+    return whole and meta.numel() <= _ARGUMENT_LIMIT

@@ -1,0 +1,87 @@
+"""Training of models that set something up in Python at their first call.
+
+A step is one program, so Python state that a call changes has no place in it. State that is set up
+once, such as Hugging Face's hooks for hidden states, does not change the program of later calls.
+In that case the step is traced with the model as its first call leaves it.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.model.ported_model import PortedModel
+from tpuport.model.pure import traced
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program
+from tpuport.tracing.state.request import Outcome, Request
+
+Result = TypeVar("Result")
+
+
+class Settled(Exception):
+    """Signal that the first call's Python state was applied to the model: trace again."""
+
+
+def settled(trace: Callable[[], Result]) -> Result:
+    """Run `trace`; if it finds that the first call sets up state, that is applied: run it again."""
+    try:
+        return trace()
+    except Settled:
+        return trace()
+
+
+def settle(
+    ported: PortedModel,
+    outcome: Outcome,
+    request: Callable[[Any, list[Any]], Request],
+    given: dict[str, Any],
+    key: Any,
+    values: list[Any],
+) -> None:
+    """Apply a first call's Python state, if a second call traces the same program.
+
+    The second call must change no Python state.
+
+    Args:
+        ported: ported model; a copy of its module gets the state, the module itself is unchanged.
+        outcome: result of a first call, which changed Python state.
+        request: makes the call's request from a key and arguments.
+        given: the state by name, or its shapes.
+        key: random key, or its shape.
+        values: the arguments, or their shapes.
+
+    Raises:
+        Settled: the state was applied; trace again.
+    """
+    changes, program = outcome.python_changes, ported._program
+    if changes is None or program.master is None:
+        return
+    if changes.gone or changes.host_state or changes.replacement is not None:
+        return
+    inputs = jax.tree.map(
+        lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values)
+    )
+    held: list[Outcome] = []
+
+    def once_more() -> Any:
+        # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.
+        def pure(given: dict[str, Any], key: Any, values: list[Any]) -> Any:
+            held.append(traced(program, request(key, values), given))
+            return held[-1].out_leaves, held[-1].state
+
+        return jax.make_jaxpr(pure)(*inputs)
+
+    first = once_more()
+    old, program.master = program.master, clone_module(program.master, lambda tensor: tensor)[0]
+    changes.apply(program.master)
+    settles = False
+    try:
+        second = once_more()
+        settles = held[-1].python_changes is None and same_program(first, second)
+    finally:
+        if not settles:
+            program.master = old
+    if settles:
+        ported._new_version()
+        raise Settled

@@ -1,0 +1,279 @@
+"""One step of training as a pure function: loss, gradients, update, averages."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import UsageError
+from tpuport.model.ported_model import PortedModel
+from tpuport.model.pure import traced
+from tpuport.tracing.core import arguments
+from tpuport.tracing.core.constants import Hoisted
+from tpuport.tracing.state.request import Outcome, Request
+from tpuport.training.first_call_state import settle
+from tpuport.training.losses import WEIGHT, loss_and_metrics
+from tpuport.training.microbatches import in_parts
+from tpuport.training.state import TrainState, ema_update
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step of training, to be traced for any devices that the model is on.
+
+    Attributes:
+        ported: the ported model.
+        method: name of the method that returns the loss, or an output with it.
+        optimizer: an optax optimizer, without clipping; None for gradients alone.
+        accumulate: number of parts that the batch is split into.
+        clip_norm: largest norm of all gradients together, or None.
+        ema_decay: decay of the averages of the parameters, or None for no averages.
+        skip_nonfinite: whether a step with infinite or NaN gradients changes nothing.
+        loss: function from the method's output (with arrays in it) to the loss; None if the output
+            is the loss, or has it.
+        optimizer_name: name for reports.
+        trained: names of the parameters that are trained, the others being frozen; None for all.
+    """
+
+    ported: PortedModel
+    method: str
+    optimizer: optax.GradientTransformation | None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    skip_nonfinite: bool = False
+    loss: Callable[[Any], Any] | None = None
+    optimizer_name: str = ""
+    trained: frozenset[str] | None = None
+
+    def trained_names(self) -> frozenset[str]:
+        """Return the names of the parameters that are trained."""
+        return frozenset(self.ported.params) if self.trained is None else self.trained
+
+    def split(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Return the model's trained parameters, frozen parameters, and buffers."""
+        chosen = self.trained_names()
+        params = {name: v for name, v in self.ported.params.items() if name in chosen}
+        rest = {name: v for name, v in self.ported.params.items() if name not in chosen}
+        frozen = {**rest, **self.ported.frozen}
+        return params, frozen, {n: v for n, v in self.ported.buffers.items() if n not in frozen}
+
+    def key_of_step(self, state: TrainState) -> jax.Array:
+        """Return the key of a step's random numbers.
+
+        Steps that alternate on one model draw numbers of their own from one seed.
+        """
+        key = state.key
+        if self.trained_names() != frozenset(self.ported.params):
+            names = " ".join(sorted(self.trained_names()))
+            key = jax.random.fold_in(key, zlib.crc32(names.encode()))
+        return jax.random.fold_in(key, state.step)
+
+
+class Trains(Protocol):
+    """A training step that `tpuport.compile_for` compiles: a `tpuport.training.TrainStep`."""
+
+    @property
+    def training(self) -> Training:
+        """Return the definition of the step."""
+        ...
+
+
+@dataclass
+class Batch:
+    """The flattened arguments of one step, and the records of tracing with them.
+
+    Attributes:
+        values: array, tracer or shape of each argument.
+        metas: meta tensor of each argument.
+        spec: tree structure of the arguments.
+        paths: names of the arguments.
+        known: concrete values that are known while tracing, by index.
+        hoisted: collects the large constants of the host.
+        outcomes: results of each trace of the model.
+        weighted: for each trace in parts, whether the loss returned their weight.
+    """
+
+    values: list[Any]
+    metas: list[Any]
+    spec: pytree.TreeSpec
+    paths: list[str]
+    known: dict[int, Any]
+    hoisted: Hoisted = field(default_factory=Hoisted)
+    outcomes: list[Outcome] = field(default_factory=list)
+    weighted: list[bool] = field(default_factory=list)
+
+
+def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
+    """Return concrete arguments by index; if the batch is split, only those without dims."""
+    return {
+        index: value
+        for index, value in enumerate(values)
+        if not isinstance(value, jax.ShapeDtypeStruct) and (accumulate == 1 or not value.ndim)
+    }
+
+
+def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """Return the state after a step, and its metrics: "loss", "grad_norm", "skipped" and more."""
+    assert training.optimizer is not None
+    loss, metrics, grads, buffers = gradients(training, state, batch)
+    norm = optax.tree.norm(grads)
+    if training.clip_norm is not None:
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6 too.
+        scale = jnp.minimum(1.0, training.clip_norm / (norm + 1e-6))
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    with jax.named_scope("optimizer"):
+        updates, optimizer = training.optimizer.update(grads, state.optimizer, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+    ema = state.ema
+    if training.ema_decay is not None:
+        ema = ema_update(ema, params, training.ema_decay)
+    after = replace(state, params=params, optimizer=optimizer, ema=ema, buffers=buffers)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    if training.skip_nonfinite:
+        after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
+    else:
+        is_finite = jnp.asarray(True)
+    skipped = state.skipped + (~is_finite).astype(jnp.int32)
+    after = replace(after, step=state.step + 1, skipped=skipped, key=state.key)
+    return after, {**metrics, "loss": loss, "grad_norm": norm, "skipped": ~is_finite}
+
+
+def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
+    """Return loss, metrics, gradients and buffers of a batch, computed at once or part by part."""
+
+    def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
+        return _measured(training, state.frozen, batch, params, buffers, key, values)
+
+    key = training.key_of_step(state)
+    differentiate = jax.value_and_grad(measured, has_aux=True)
+    if training.accumulate > 1:
+        return _accumulated(training.accumulate, differentiate, state, batch, key)
+    (loss, (metrics, buffers)), grads = differentiate(
+        state.params, state.buffers, key, batch.values
+    )
+    metrics.pop(WEIGHT, None)
+    return loss, metrics, grads, buffers
+
+
+def _measured(
+    training: Training,
+    frozen: Any,
+    batch: Batch,
+    params: Any,
+    buffers: Any,
+    key: Any,
+    values: list[Any],
+) -> Any:
+    """Return the loss of a batch or of a part of it, with metrics and buffers."""
+    given = {**frozen, **buffers, **params}
+    metas = batch.metas if training.accumulate == 1 else _metas_of_part(batch.metas, values)
+
+    def request(key: Any, values: list[Any]) -> Request:
+        return Request(
+            training.method,
+            {},  # from `given`
+            key,
+            values,
+            metas,
+            batch.spec,
+            hoist=batch.hoisted.array,
+            checks=False,
+            known_leaves=batch.known,
+        )
+
+    outcome = traced(training.ported._program, request(key, values), given)
+    if outcome.python_changes is not None:
+        settle(training.ported, outcome, request, given, key, values)
+    batch.outcomes.append(outcome)
+    changed = _changed_buffers(outcome, buffers, params, frozen)
+    leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
+    out = pytree.unflatten(outcome.out_spec, leaves)
+    loss, metrics = loss_and_metrics(out if training.loss is None else training.loss(out))
+    return loss, (metrics, {**buffers, **changed})
+
+
+def _accumulated(
+    count: int, differentiate: Any, state: TrainState, batch: Batch, key: jax.Array
+) -> Any:
+    """Compute `gradients` as the mean over parts of a batch, one after another."""
+    parts = in_parts(batch.values, batch.paths, count)
+    cut = [i for i, value in enumerate(batch.values) if value.ndim]
+
+    def one(carry: Any, given: Any) -> Any:
+        buffers, total, weights = carry
+        number, pieces = given
+        values = list(parts)
+        for index, piece in zip(cut, pieces, strict=True):
+            values[index] = piece
+        (loss, (metrics, buffers)), grads = differentiate(
+            state.params, buffers, jax.random.fold_in(key, number), values
+        )
+        weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
+        # Sums of many small terms are kept in float32 or wider. A part of weight 0 may have a
+        # mean over nothing, NaN, which must not enter the sum.
+        total = jax.tree.map(
+            lambda t, g: t + jnp.where(weight == 0, 0, weight * g.astype(t.dtype)),
+            total,
+            (grads, loss, metrics),
+        )
+        return (buffers, total, weights + weight), None
+
+    first = [v[0] if i in cut else v for i, v in enumerate(parts)]
+    shapes = jax.eval_shape(differentiate, state.params, state.buffers, key, first)
+    (loss, (metrics, _)), grads = shapes
+    batch.weighted.append(WEIGHT in metrics)
+    metrics = {name: m for name, m in metrics.items() if name != WEIGHT}
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
+        (grads, loss, metrics),
+    )
+    carry = (state.buffers, zeros, jnp.zeros((), jnp.float32))
+    given = (jnp.arange(count), [parts[i] for i in cut])
+    (buffers, total, weights), _ = jax.lax.scan(one, carry, given)
+    mean_grads, loss, metrics = jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
+    mean_grads = jax.tree.map(lambda m, g: m.astype(g.dtype), mean_grads, grads)
+    return loss, metrics, mean_grads, buffers
+
+
+def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
+    """Return the metas of a batch's arguments for one part of it."""
+    return [
+        meta.new_empty(tuple(value.shape)) if value.ndim else meta
+        for meta, value in zip(metas, values, strict=True)
+    ]
+
+
+def _changed_buffers(
+    outcome: Outcome, buffers: Any, params: Any, frozen: Any
+) -> dict[str, jax.Array]:
+    """Return the buffers that a call changed.
+
+    Raises:
+        UsageError: the call changes state that a step does not carry.
+    """
+    changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
+    new = [name for name in changed if name not in buffers]
+    if outcome.python_changes:
+        new += [name for name in outcome.python_changes.causes if name not in new]
+    written = [name for name in outcome.state if name in params or name in frozen]
+    if new or written:
+        what = ", ".join(map(repr, (new or written)[:4]))
+        raise UsageError(
+            f"the loss function changes {what}, which is "
+            + (
+                "Python state of the module or state that does not exist yet. What to do: call the"
+                " ported model once before init() if it is set up lazily; register what changes"
+                " at each step as a buffer"
+                if new
+                else "a parameter. What to do: leave the updates of parameters to the optimizer"
+            )
+        )
+    return changed
