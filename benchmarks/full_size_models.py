@@ -136,19 +136,19 @@ def hunyuan_video(batch: int) -> tuple[Any, dict[str, Any]]:
     from jax.sharding import PartitionSpec as P
 
     import tpuport
-    from tpuport.sharding import Rule, ShardingRules, sequence_activations
+    from tpuport.sharding import ShardingRules, SpecRule, sequence_activations
 
     with torch.device("meta"):
         model: Any = getattr(diffusers, "HunyuanVideo15Transformer3DModel")(num_layers=54)  # noqa: B009 - lazy
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     shape = jax.ShapeDtypeStruct
     modulation = [
-        Rule(f"**.{norm}.linear.{leaf}", P("sequence"), "modulation")
+        SpecRule(f"**.{norm}.linear.{leaf}", P("sequence"), "modulation")
         for norm in ("norm1", "norm1_context")
         for leaf in ("weight", "bias")
     ]
     rules = ShardingRules(
-        [*modulation, Rule("**", P(), "replicated")],
+        [*modulation, SpecRule("**", P(), "replicated")],
         name="tokens spread",
         activations=sequence_activations(model),
     )

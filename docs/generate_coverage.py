@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tpuport.model import backend, lowerings, modes, op_info  # noqa: F401  (modes fills FUNCTIONS)
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core import lowering_registry, op_info
 from tpuport.tracing.core.view_steps import VIEWS
 from tpuport.tracing.functions.registry import FUNCTIONS
+from tpuport.tracing.lowerings import load
+from tpuport.tracing.session import modes  # noqa: F401 - modes fills FUNCTIONS
 
 PAGE = Path(__file__).with_name("coverage.md")
 aten = torch.ops.aten
@@ -48,7 +51,7 @@ _PREFIXES = {"fft": "fft_", "linalg": "linalg_", "special": "special_"}
 OURS, VIEW, FUNCTION = "lowering", "view", "function"
 THEIRS, APART, PYTHON, NONE = "torchax", "decomposed", "Python", "no form"
 LEGEND = {
-    OURS: "a lowering of tpuport (`tpuport/model/lowerings/`)",
+    OURS: "a lowering of tpuport (`tpuport/tracing/lowerings/`)",
     FUNCTION: "tpuport handles the call of the torch function itself",
     VIEW: "a view: tpuport keeps its storage shared with its base",
     THEIRS: "torchax's lowering, under tpuport's dtypes and writes",
@@ -118,8 +121,8 @@ def theirs(op: Any) -> Any:
 
 def answer(op: Any) -> str:
     """Return the implementation that the dispatch uses for one ATen overload."""
-    special, lower = lowerings.find(op)
-    ours = lowerings.LOWERINGS.get(op) or lowerings.LOWERINGS.get(op.overloadpacket)
+    special, lower = lowering_registry.find(op)
+    ours = lowering_registry.LOWERINGS.get(op) or lowering_registry.LOWERINGS.get(op.overloadpacket)
     if ours is not None or special is not None:
         return OURS
     if op in VIEWS or op is aten.as_strided.default or torch.Tag.inplace_view in op.tags:
@@ -136,7 +139,8 @@ def answer(op: Any) -> str:
 
 def makes_tensors(op: Any) -> bool:
     """Return whether the result is data; sizes and dtypes are static while tracing."""
-    return any("Tensor" in str(r.type) for r in op._schema.returns) or bool(lowerings.find(op)[0])
+    special, _ = lowering_registry.find(op)
+    return any("Tensor" in str(r.type) for r in op._schema.returns) or bool(special)
 
 
 def function_of(name: str) -> Callable[..., Any] | None:
@@ -180,7 +184,7 @@ def row(name: str, files: tuple[int, ...]) -> Row | None:
 
 def rows() -> list[Row]:
     """Make one row for each operation that occurs, the most used first."""
-    lowerings.load()
+    load()
     counts = [used(package, patterns) for package, patterns in SOURCES.values()]
     names = sorted(set().union(*counts))
     made = [row(name, tuple(c[name] for c in counts)) for name in names]
@@ -226,7 +230,7 @@ def operations(table: list[Row]) -> str:
 def registered() -> str:
     """Format the lowerings that tpuport registers, each with what torchax lacks."""
     lines = ["| ATen operation | file | what torchax lacks |", "|---|---|---|"]
-    entries = sorted(lowerings.LOWERINGS.items(), key=lambda item: str(item[0]))
+    entries = sorted(lowering_registry.LOWERINGS.items(), key=lambda item: str(item[0]))
     for op, entry in entries:
         file = entry.function.__module__.rpartition(".")[2]
         lines.append(f"| `{str(op).removeprefix('aten.')}` | {file} | {entry.reason} |")

@@ -1,4 +1,8 @@
-"""No file and no function grows beyond what is read in one go."""
+"""No file, function or class grows beyond what is read in one go.
+
+What counts is code: docstrings, comments and blank lines are free, so that nobody saves on them,
+and so are the examples of a rule, which are its tests and its page.
+"""
 
 import ast
 from pathlib import Path
@@ -6,34 +10,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"tpuport": 400, "benchmarks": 400, "recipes": 400, "tests": 500}
-INIT, RULE, FUNCTION = 60, 160, 60
+FOLDERS = {"tpuport": 500, "benchmarks": 500, "recipes": 500, "tests": 600}
+INIT, RULE, FUNCTION, METHODS = 60, 120, 60, 20
+# What rules show in the documentation and run as tests, and the list of a package's names.
+FREE = {"EXAMPLES", "CLEAN", "__all__"}
 
-# Files that belong together although they are longer: how long they may be, and why.
+# Classes with more public methods, and why.
 EXCEPTIONS = {
-    "tpuport/rules/tensor_branch.py": (
-        280,
-        "seven examples, each one a form of branch with its own reason, are two thirds of it, and"
-        " a rule file holds its own examples",
-    ),
-    "tpuport/rules/tensor_check.py": (
-        190,
-        "the examples show asserts, raises and reports, and are two thirds of it; the code that"
-        " fixes them is in _checking.py",
-    ),
+    "tpuport/tracing/core/sym_node.py:NumberNode": "the methods of torch's SymNode",
 }
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def free_lines(tree: ast.AST) -> set[int]:
+    """Return the lines of docstrings and of lists that are free."""
+    lines: set[int] = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(node, Definition | ast.Module):
+            first = body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                lines.update(range(first.lineno, (first.end_lineno or 0) + 1))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in FREE:
+            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return lines
+
+
+def code_lines(source: str, tree: ast.AST) -> set[int]:
+    """Return the numbers of the lines that hold code."""
+    free = free_lines(tree)
+    return {
+        number
+        for number, line in enumerate(source.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#") and number not in free
+    }
 
 
 def most_lines(name: str) -> int:
-    """How many lines a file may have, by its path from the root of the repository."""
+    """Return how many lines of code a file may have, by its path from the root."""
     *folders, file = name.split("/")
-    if name in EXCEPTIONS:
-        return EXCEPTIONS[name][0]
-    return standard_lines(folders, file)
-
-
-def standard_lines(folders: list[str], file: str) -> int:
-    """How many lines a file may have if nothing is said of it by name."""
     if file == "__init__.py":
         return INIT
     if folders == ["tpuport", "rules"] and not file.startswith("_"):
@@ -41,15 +57,35 @@ def standard_lines(folders: list[str], file: str) -> int:
     return FOLDERS[folders[0]]
 
 
+def public_methods(node: ast.ClassDef) -> set[str]:
+    """Return the methods that callers may use; properties are values, and `visit_X` is ast's."""
+    return {
+        method.name
+        for method in node.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not method.name.startswith(("_", "visit_"))
+        and not any(
+            "property" in ast.unparse(d) or ".setter" in ast.unparse(d)
+            for d in method.decorator_list
+        )
+    }
+
+
 def find_excess(source: str, name: str) -> list[str]:
-    """What of one file is over its budget, each as `path: reason`. Decorators do not count."""
-    count, most = len(source.splitlines()), most_lines(name)
-    found = [f"{name}: {count} lines, at most {most}"] if count > most else []
-    for node in ast.walk(ast.parse(source)):
+    """Return what of one file is over its budget, each as `path: reason`."""
+    tree = ast.parse(source)
+    code = code_lines(source, tree)
+    most = most_lines(name)
+    found = [f"{name}: {len(code)} lines of code, at most {most}"] if len(code) > most else []
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            length = len(code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
             if length > FUNCTION:
-                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+                found.append(f"{name}:{node.lineno}: {node.name} has {length} lines of code")
+        if isinstance(node, ast.ClassDef) and f"{name}:{node.name}" not in EXCEPTIONS:
+            count = len(public_methods(node))
+            if count > METHODS:
+                found.append(f"{name}:{node.lineno}: {node.name} has {count} public methods")
     return found
 
 
@@ -61,15 +97,16 @@ FILES = sorted(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_and_functions_keep_to_their_budget(name: str):
+def test_files_functions_and_classes_keep_to_their_budget(name: str):
     assert find_excess((ROOT / name).read_text(encoding="utf-8"), name) == []
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_every_exception_is_needed(name: str):
-    *folders, file = name.split("/")
-    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) > standard_lines(folders, file)
+    file, _, wanted = name.partition(":")
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    (found,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == wanted]
+    assert len(public_methods(found)) > METHODS
 
 
 def test_every_folder_is_looked_at():
@@ -79,27 +116,41 @@ def test_every_folder_is_looked_at():
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("tpuport/model/ported_model.py", 400),
-        ("tpuport/rules/_blocks.py", 400),
-        ("tpuport/rules/tensor_while.py", 160),
-        ("tpuport/rules/tensor_branch.py", 280),
+        ("tpuport/model/convert.py", 500),
+        ("tpuport/rules/_blocks.py", 500),
+        ("tpuport/rules/tensor_while.py", 120),
         ("tpuport/tracing/lowerings/__init__.py", 60),
-        ("benchmarks/measure.py", 400),
-        ("recipes/flux.py", 400),
-        ("tests/exactness/test_state.py", 500),
+        ("benchmarks/measure.py", 500),
+        ("recipes/flux.py", 500),
+        ("tests/exactness/test_state.py", 600),
     ],
 )
 def test_a_long_file_is_noticed(name: str, most: int):
-    assert find_excess("x = 1\n" * most, name) == []
-    assert find_excess("x = 1\n" * (most + 1), name) == [
-        f"{name}: {most + 1} lines, at most {most}"
+    free = '"""Docs.\n\nMore."""\n\n# A comment.\n'
+    assert find_excess(free + "x = 1\n" * most, name) == []
+    assert find_excess(free + "x = 1\n" * (most + 1), name) == [
+        f"{name}: {most + 1} lines of code, at most {most}"
     ]
+
+
+def test_examples_of_a_rule_are_free():
+    examples = "class A:\n    EXAMPLES = (\n" + "        1,\n" * 200 + "    )\n"
+    assert find_excess(examples, "tpuport/rules/tensor_while.py") == []
 
 
 @pytest.mark.parametrize("start", ["def f():", "async def f():", "@cache\ndef f():"])
 def test_a_long_function_is_noticed(start: str):
-    assert find_excess(start + "\n    pass" * 59, "tpuport/foundation/errors.py") == []
-    (excess,) = find_excess(start + "\n    pass" * 60, "tpuport/foundation/errors.py")
-    assert excess.endswith("f has 61 lines")
+    name = "tpuport/model/convert.py"
+    assert find_excess(start + '\n    """Docs."""' + "\n    pass" * 59, name) == []
+    (excess,) = find_excess(start + "\n    pass" * 60, name)
+    assert excess.endswith("f has 61 lines of code")
     nested = "class A:\n    " + (start + "\n    pass" * 60).replace("\n", "\n    ")
-    assert len(find_excess(nested, "tpuport/foundation/errors.py")) == 1
+    assert len(find_excess(nested, name)) == 1
+
+
+def test_a_class_with_many_methods_is_noticed():
+    methods = "".join(f"    def m{i}(self): ...\n" for i in range(20))
+    private = "    def _p(self): ...\n    def visit_If(self): ...\n"
+    assert find_excess("class A:\n" + methods + private, "tpuport/model/convert.py") == []
+    (excess,) = find_excess("class A:\n    def n(self): ...\n" + methods, "tpuport/a.py")
+    assert excess.endswith("A has 21 public methods")

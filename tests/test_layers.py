@@ -1,46 +1,77 @@
-"""A stage imports only stages to its left, the source half imports no framework, and no module
-needs itself to be imported.
+"""A room imports only rooms above it, the source half imports no framework, nothing imports itself.
 
-Read from the syntax tree, so that an import inside a function counts too.
+Read from the syntax tree, so that an import inside a function and one under TYPE_CHECKING count.
+docs/design/house.md describes the rooms; each has a README.
 """
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tpuport"
 
-# What `tpuport.ops` gathers.
-OPS = ("attention", "device", "filled", "masked", "state")
-# The data flow from left to right. Members of one group may import each other.
-GROUPS = (
-    {"errors", "markup"},
-    {"source", "rules"},
-    {"lint"},
-    {"diagnosis"},
-    {"attention"},
-    {"shims", "model", "checkpoints", "running", "ops", *(f"ops_{n}" for n in OPS)},
-    {"sharding"},
-    {"program"},
-    {"training"},
+# Each room and what it may import besides itself.
+BASE = {"foundation"}
+TEXT = BASE | {"source", "rules", "lint"}
+TRACING = BASE | {"source", "kernels", "reports", "tracing"}
+MODEL = TRACING | TEXT | {"weights", "cost", "diagnosis", "model"}
+SPREAD = BASE | {"cost", "reports", "tracing", "model", "diagnosis", "sharding"}
+AOT = SPREAD | {"weights", "kernels", "training", "aot"}
+ROOMS: dict[str, set[str]] = {
+    "foundation": set(),
+    "source": BASE,
+    "kernels": BASE,
+    "reports": BASE,
+    "weights": BASE,
+    "cost": BASE,
+    "rules": BASE | {"source"},
+    "tracing": TRACING,
+    "lint": TEXT,
+    "ops": BASE | {"source", "tracing"},
+    "diagnosis": TEXT,
+    "model": MODEL,
+    "sharding": SPREAD,
+    "training": SPREAD | {"weights"},
+    "aot": AOT,
+    "compat": MODEL | AOT,
+}
+# What stands in front of the rooms: it may import every room, and no room may import it.
+FRONT = {"__init__", "cli", "demo", "doctor", "loading", "testing"}
+
+# The rooms of tracing/, from the bottom up: one may import what is in an earlier line.
+TRACING_ROOMS = (
+    {"core"},
+    {"state", "lowerings", "dynamic_shapes"},
+    {"attention.masks"},
+    {"control_flow", "attention", "dispatch"},
+    {"functions"},
+    {"guards", "precision"},
+    {"scan_layers"},
+    {"session"},
+    {"patches"},
 )
-# What stands beside the flow: it may import every stage, and no stage may import it.
-FRONT = {"__init__", "cli", "commands", "demo", "doctor", "loading", "testing"}
-# Every module there comes with the base install.
-TEXT_ONLY = {"errors", "markup", "source", "rules", "lint", "diagnosis"}
+
+# What comes with the base install alone.
+TEXT_ONLY = {
+    "foundation.errors",
+    "foundation.reporting",
+    "foundation.version",
+    "foundation.user_frames",
+    *("source", "rules", "lint", "diagnosis"),
+}
 FRAMEWORKS = {
     *("torch", "torchax", "jax", "jaxlib", "numpy", "optax"),
     *("transformers", "diffusers", "einops", "safetensors"),
 }
-LEVEL = {stage: level for level, group in enumerate(GROUPS) for stage in group}
+MOST_IN_A_CIRCLE = 3
 
 
-def stage_of(path: Path) -> str:
-    """The stage that a file of the package belongs to: the first part of its path in it."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def name_of(path: Path) -> str:
+    """Return the dotted name of a file from the package on: `tracing.core.tensor`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imported_modules(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
@@ -59,81 +90,97 @@ def imported_modules(tree: ast.AST, path: Path) -> Iterator[tuple[int, str]]:
                     yield node.lineno, name
 
 
+def tracing_level(name: str) -> int | None:
+    """Return the line of `TRACING_ROOMS` that a file of tracing/ belongs to."""
+    rest = name.removeprefix("tracing.")
+    found = [
+        (len(room), level)
+        for level, rooms in enumerate(TRACING_ROOMS)
+        for room in rooms
+        if rest == room or rest.startswith(room + ".")
+    ]
+    return max(found)[1] if found else None
+
+
 def find_violations(source: str, path: Path) -> list[str]:
-    """What the imports of one file break, each as `path:line: reason`."""
-    stage = stage_of(path)
+    """Return what the imports of one file break, each as `path:line: reason`."""
+    own = name_of(path)
+    room = own.partition(".")[0]
+    text_only = any(own == one or own.startswith(one + ".") for one in TEXT_ONLY)
     found = []
     for line, name in imported_modules(ast.parse(source), path):
         root, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if root != "tpuport":
-            if stage in TEXT_ONLY and root in FRAMEWORKS:
-                found.append(f"{path}:{line}: {stage} imports {root}")
-        elif stage in FRONT or rest == "__version__":
+            if text_only and root in FRAMEWORKS:
+                found.append(f"{path}:{line}: {room} imports {root}")
+        elif room in FRONT or (target == room and room != "tracing"):
             continue
-        elif target not in LEVEL:
-            found.append(f"{path}:{line}: {stage} imports {name}, which is not in a stage")
-        elif LEVEL[target] > LEVEL[stage]:
-            found.append(f"{path}:{line}: {stage} imports {target}, which is to its right")
+        elif target not in ROOMS:
+            found.append(f"{path}:{line}: {room} imports {name}, which is not in a room")
+        elif target != room and target not in ROOMS[room]:
+            found.append(f"{path}:{line}: {room} imports {target}, which is no room above it")
+        elif target == room:
+            level, other = tracing_level(own), tracing_level(rest)
+            if level is not None and other is not None and other > level:
+                found.append(f"{path}:{line}: {own} imports {rest}, which is above it in tracing")
     return found
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_module_has_a_place():
-    assert {stage_of(path) for path in FILES} <= {*LEVEL, *FRONT}
+def test_every_module_has_a_room():
+    assert {name_of(path).partition(".")[0] for path in FILES} == {*ROOMS, *FRONT}
 
 
-def test_the_source_half_is_there():
-    assert {"source", "rules", "model"} <= {stage_of(path) for path in FILES}
+def test_every_room_of_tracing_has_a_level():
+    files = [name_of(path) for path in FILES if path.parent != PACKAGE / "tracing"]
+    assert [n for n in files if n.startswith("tracing.") and tracing_level(n) is None] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_left(path: Path):
+def test_imports_point_down_the_table(path: Path):
     assert find_violations(path.read_text(encoding="utf-8"), path) == []
 
 
-COMMANDS = [PACKAGE / "cli.py", *sorted((PACKAGE / "commands").glob("*.py"))]
+COMMANDS = sorted((PACKAGE / "cli").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
-def test_the_command_line_imports_its_stages_lazily(path: Path):
+def test_the_command_line_imports_its_rooms_lazily(path: Path):
     statements = ast.parse(path.read_text(encoding="utf-8")).body
     eager = (node for node in statements if isinstance(node, ast.Import | ast.ImportFrom))
     names = {name for node in eager for _, name in imported_modules(node, path)}
     ours = {name for name in names if name.startswith("tpuport.")}
     roots = {name.partition(".")[0] for name in names - ours}
-    light = {"__version__", "commands", "errors", "markup"}
-    assert {name.split(".")[1] for name in ours} <= light
+    assert {name.split(".")[1] for name in ours} <= {"cli", "foundation"}
     assert roots - {"typer"} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("source/engine.py", "import torch", "source imports torch"),
-        ("source/engine.py", "import torch.nn as nn", "source imports torch"),
+        ("source/rewrite/live.py", "import torch", "source imports torch"),
+        ("source/rewrite/live.py", "import torch.nn as nn", "source imports torch"),
         ("rules/item_call.py", "def f():\n    from jax import numpy", "rules imports jax"),
-        ("source/engine.py", "from tpuport.model import trace", "source imports model"),
-        ("source/engine.py", "from ..model.trace import x", "source imports model"),
-        ("source/engine.py", "from tpuport import model", "source imports model"),
-        ("source/engine.py", "import_module('tpuport.compat.shims')", "source imports shims"),
-        ("model/trace.py", "import tpuport.sharding.mesh", "model imports sharding"),
-        ("model/trace.py", "if TYPE_CHECKING:\n    import tpuport.aot", "imports program"),
-        ("model/trace.py", "from tpuport import convert", "tpuport.convert, which is not in"),
-        (
-            "model/trace.py",
-            "from tpuport.cli.app import app",
-            "tpuport.cli.app.app, which is not in",
-        ),
-        ("program/aot.py", "from ..training import loop", "program imports training"),
-        ("errors.py", "from tpuport.source import finding", "errors imports source"),
-        ("errors.py", "from . import rules", "errors imports rules"),
+        ("source/rewrite/live.py", "from tpuport.rules import _rule", "source imports rules"),
+        ("source/rewrite/live.py", "from ...model.convert import x", "source imports model"),
+        ("source/rewrite/live.py", "from tpuport import model", "source imports model"),
+        ("source/rewrite/live.py", "import_module('tpuport.compat')", "source imports compat"),
+        ("model/convert.py", "import tpuport.sharding.mesh", "model imports sharding"),
+        ("model/convert.py", "if TYPE_CHECKING:\n    import tpuport.aot", "model imports aot"),
+        ("model/convert.py", "from tpuport import convert", "tpuport.convert, which is not in"),
+        ("model/convert.py", "from tpuport.cli.app import app", "cli.app.app, which is not in"),
+        ("training/step.py", "from ..aot import search", "training imports aot"),
+        ("foundation/errors.py", "from tpuport.source import rewrite", "imports source"),
+        ("foundation/errors.py", "import torch", "foundation imports torch"),
         ("lint/run.py", "import numpy", "lint imports numpy"),
-        ("lint/run.py", "from tpuport.model import trace", "lint imports model"),
-        ("lint/run.py", "from tpuport.cli import lint", "not in a stage"),
-        ("source/engine.py", "from tpuport.lint import run", "source imports lint"),
+        ("lint/run.py", "from tpuport.model import convert", "lint imports model"),
+        ("lint/run.py", "from tpuport.cli import lint", "not in a room"),
+        ("weights/save.py", "from tpuport.tracing.core import tensor", "weights imports tracing"),
+        ("tracing/core/tensor.py", "from tpuport.tracing.dispatch import x", "above it in tracing"),
+        ("tracing/dispatch/x.py", "from tpuport.tracing.session.tracer import y", "above it in"),
     ],
 )
 def test_a_wrong_import_is_found(file: str, source: str, reason: str):
@@ -144,73 +191,120 @@ def test_a_wrong_import_is_found(file: str, source: str, reason: str):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("source/engine.py", "import ast\nfrom tpuport.rules._rule import Rule"),
-        ("source/engine.py", "from . import finding\nfrom .finding import Finding"),
-        ("model/trace.py", "import torch\nfrom tpuport.source.rewrite.matching import lint"),
-        ("lint/run.py", "from tpuport import __version__, errors, markup, rules, source"),
-        ("model/lowerings/sort.py", "from ..backend import y\nfrom tpuport import ops, shims"),
-        ("training/loop.py", "from tpuport import errors, model, program, sharding, source"),
-        ("cli.py", "def demo():\n    from tpuport.demo import run\n    import torch"),
+        ("rules/item_call.py", "import ast\nfrom tpuport.rules._rule import Rule"),
+        ("source/rewrite/live.py", "from . import finding\nfrom .finding import Finding"),
+        ("model/convert.py", "import torch\nfrom tpuport.source.rewrite.live import x"),
+        ("lint/run.py", "from tpuport import foundation, rules, source"),
+        ("tracing/session/x.py", "from ..core.tensor import y\nfrom tpuport import reports"),
+        ("tracing/attention/x.py", "from tpuport.tracing.attention.masks import bands"),
+        ("training/loop.py", "from tpuport import foundation, model, sharding, weights"),
+        ("cli/app.py", "def demo():\n    from tpuport.demo import run\n    import torch"),
     ],
 )
 def test_a_right_import_is_not(file: str, source: str):
     assert find_violations(source, PACKAGE / file) == []
 
 
-# Cycles: an import inside a function is free to lead back, one at the top of a file is not.
+# Circles, of packages and of files. Every import counts, wherever it stands.
 
 
-def needed_modules(body: list[ast.stmt], path: Path, known: set[str]) -> set[str]:
-    """The modules of the package that importing a file imports."""
-    needed = set()
-    for node in body:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
-            needed |= needed_modules(node.body + node.orelse, path, known)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for _, name in imported_modules(node, path):
-                needed.add(name if name in known else name.rpartition(".")[0])
-    return needed & known
+def modules_of(files: Iterable[Path]) -> dict[str, Path]:
+    """Return every module by its dotted name; a package by its own."""
+    names = {f"tpuport.{name_of(path)}": path for path in files}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
-def find_cycle(needs: dict[str, set[str]]) -> list[str]:
-    """Modules of which each imports the next, and the last one the first; empty if none do."""
-    done: set[str] = set()
-
-    def follow(name: str, path: list[str]) -> list[str]:
-        if name in path:
-            return path[path.index(name) :]
-        for other in sorted(needs[name]) if name not in done else ():
-            cycle = follow(other, [*path, name])
-            if cycle:
-                return cycle
-        done.add(name)
-        return []
-
-    return next((cycle for name in needs if (cycle := follow(name, []))), [])
+def import_graph(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
+    graph: dict[str, set[str]] = {}
+    for own, path in modules.items():
+        graph[own] = set()
+        for _, name in imported_modules(ast.parse(path.read_text(encoding="utf-8")), path):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name and name != own:
+                graph[own].add(name)
+    return graph
 
 
-def test_no_module_needs_itself():
-    names = {
-        ".".join(("tpuport", *path.relative_to(PACKAGE).with_suffix("").parts)): path
-        for path in FILES
-    }
-    modules = {name.removesuffix(".__init__"): path for name, path in names.items()}
-    needs = {
-        name: needed_modules(ast.parse(path.read_text(encoding="utf-8")).body, path, {*modules})
-        for name, path in modules.items()
-    }
-    assert needs["tpuport.model.ported_model"] >= {
-        "tpuport.tracing.core.arguments",
-        "tpuport.model.program_cache",
-    }
-    assert find_cycle(needs) == []
+def package_graph(graph: Mapping[str, set[str]], packages: set[str]) -> dict[str, set[str]]:
+    """Return the packages that each package imports.
+
+    The `__init__` of a package is its face and names what is inside; it is no part of the package
+    here, so that the package may hold others that import its files.
+    """
+    found: dict[str, set[str]] = {}
+
+    def home(name: str) -> str:
+        return f"{name} (face)" if name in packages else name.rpartition(".")[0]
+
+    for name, needed in graph.items():
+        own = found.setdefault(home(name), set())
+        own |= {home(other) for other in needed} - {home(name)}
+    for needed in list(found.values()):
+        for name in needed:
+            found.setdefault(name, set())
+    return found
 
 
-def test_a_cycle_is_found():
-    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
-    path = PACKAGE / "errors.py"
-    lazy = "if TYPE_CHECKING:\n    import tpuport.cli.app\ndef f():\n    import tpuport.cli.app"
-    assert needed_modules(ast.parse(lazy).body, path, {"tpuport.cli.app"}) == set()
-    eager = "if x:\n    from tpuport.cli.app import app"
-    assert needed_modules(ast.parse(eager).body, path, {"tpuport.cli.app"}) == {"tpuport.cli.app"}
+def find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the sets of nodes that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            circle = sorted(stack[at:])
+            del stack[at:]
+            if len(circle) > 1:
+                circles.append(circle)
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return circles
+
+
+MODULES = modules_of(FILES)
+GRAPH = import_graph(MODULES)
+
+
+def test_the_graph_sees_what_is_there():
+    assert len(GRAPH) > 400
+    assert "tpuport.tracing.core.tensor" in GRAPH["tpuport.tracing.core.context"]
+    assert "tpuport.compat.shims" in GRAPH["tpuport.compat.porting"]
+
+
+def test_no_packages_import_each_other():
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert find_circles(package_graph(GRAPH, packages)) == []
+
+
+def test_no_circle_of_files_is_large():
+    assert [c for c in find_circles(GRAPH) if len(c) > MOST_IN_A_CIRCLE] == []
+
+
+def test_a_circle_is_found():
+    assert find_circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert find_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    graph = {"p.x": {"q.y"}, "q.y": {"p.z"}, "p.z": set(), "p": {"p.x"}}
+    assert find_circles(package_graph(graph, {"p"})) == [["p", "q"]]
+    inside = {"p": {"p.q.y"}, "p.q.y": {"p.x"}, "p.x": set()}
+    assert find_circles(package_graph(inside, {"p"})) == []
+
+
+def test_an_import_inside_a_function_counts():
+    lazy = "if TYPE_CHECKING:\n    import tpuport.cli\ndef f():\n    import tpuport.demo.story"
+    names = [name for _, name in imported_modules(ast.parse(lazy), PACKAGE / "errors.py")]
+    assert names == ["tpuport.cli", "tpuport.demo.story"]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import tpuport
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
-from tpuport.sharding import TABLES, Rule, ShardingRules, make_mesh, sequence_activations
+from tpuport.sharding import TABLES, ShardingRules, SpecRule, make_mesh, sequence_activations
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def _tokens_spread(model: Any) -> ShardingRules:
     # These are a third of the weights, and each is applied to one vector, so that gathering is
     # cheap.
     modulation = [
-        Rule(f"**.{name}.linear.{leaf}", P("sequence"), "modulation")
+        SpecRule(f"**.{name}.linear.{leaf}", P("sequence"), "modulation")
         for name in _names_of(model).modulation
         for leaf in ("weight", "bias")
     ]
     return ShardingRules(
-        [*modulation, Rule("**", P(), "replicated")],
+        [*modulation, SpecRule("**", P(), "replicated")],
         name="tokens spread",
         inputs={"**": P("data")},
         activations=sequence_activations(model),

@@ -32,7 +32,7 @@ from recipes.openpilot.train import (
 from recipes.openpilot.windows import IMAGES, PROBABILITIES, SEEN
 from tpuport.aot.report import CompileReport
 from tpuport.foundation.errors import UsageError
-from tpuport.sharding import Rule, ShardingRules, make_mesh
+from tpuport.sharding import ShardingRules, SpecRule, make_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 # The axis of drives or frames is sharded: the first axis of a state, the second of frames, whose
@@ -117,7 +117,7 @@ def compile_drive(
     with torch.device("meta"):
         state = driver.begin(batch_size)
     given = {name: _shape(FRAME_ARRAYS[name], frames, batch_size) for name in FRAME_INPUTS}
-    whole = Rule("**", P(), "replicated")
+    whole = SpecRule("**", P(), "replicated")
     rules = ShardingRules([whole], name="by drive", inputs=_BY_DRIVE)
     return _compiled(drive, topology, (state, given), rules, **how)
 

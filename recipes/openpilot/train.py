@@ -25,7 +25,7 @@ from recipes.openpilot.student import DoraOptions, add_dora, choose_layers, merg
 from recipes.openpilot.windows import LABELS, SEEN, TEACHER, Windows, teacher_slices, write_seen
 from recipes.records import check_record, digest_of
 from tpuport.foundation.errors import UsageError
-from tpuport.sharding import Rule, ShardingRules, make_mesh
+from tpuport.sharding import ShardingRules, SpecRule, make_mesh
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
 
 RECORD = "run.json"
@@ -204,7 +204,7 @@ def num_devices(options: TrainOptions) -> int:
 def by_window() -> ShardingRules:
     """Return rules for a step: windows sharded along data, weights replicated."""
     return ShardingRules(
-        [Rule("**", P(), "replicated")], name="by window", inputs={"**": P("data")}
+        [SpecRule("**", P(), "replicated")], name="by window", inputs={"**": P("data")}
     )
 
 

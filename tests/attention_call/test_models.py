@@ -150,7 +150,7 @@ def test_diffusers_hunyuan_video(kernel: str):
 )
 @pytest.mark.parametrize("mode", ["torch", "flash"])
 def test_hyvideo(mode: str):
-    from tpuport.compat.programs import programs
+    from tpuport.compat.emulated.programs import programs
 
     with script() as module, tpuport.attention_options(**KERNELS["splash"]):
         model = module.build("cuda", attn_mode=mode, mm_double_blocks_depth=1)

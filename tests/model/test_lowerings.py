@@ -34,14 +34,15 @@ from tests.model.lowering_cases.case import Case, Program, check
 from tests.model.lowering_cases.torchax import WRONG
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
-from tpuport.tracing import lowerings
+from tpuport.tracing.core import lowering_registry
 from tpuport.tracing.dispatch import dispatch
+from tpuport.tracing.lowerings import load
 
-lowerings.load()
+load()
 TABLES = (elementwise, reductions, matrices, indexing, images, layers)
 CASES: list[Case] = [case for table in TABLES for case in table.CASES]
 REFUSED = {torch.ops.aten.linalg_ldl_factor_ex.default}
-REGISTERED = {**lowerings.LOWERINGS, **lowerings.SPECIALS}
+REGISTERED = {**lowering_registry.LOWERINGS, **lowering_registry.SPECIALS}
 # What eager PyTorch warns of when a test asks for the edge of an op.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -59,11 +60,11 @@ def reached() -> Iterator[Counter[Any]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for op, entry in lowerings.LOWERINGS.items():
+        for op, entry in lowering_registry.LOWERINGS.items():
             wrapped = dataclasses.replace(entry, function=counted(op, entry.function))
-            patch.setitem(lowerings.LOWERINGS, op, wrapped)
-        for op, function in lowerings.SPECIALS.items():
-            patch.setitem(lowerings.SPECIALS, op, counted(op, function))
+            patch.setitem(lowering_registry.LOWERINGS, op, wrapped)
+        for op, function in lowering_registry.SPECIALS.items():
+            patch.setitem(lowering_registry.SPECIALS, op, counted(op, function))
         dispatch.op_info.cache_clear()
         yield calls
     dispatch.op_info.cache_clear()
@@ -83,7 +84,7 @@ def _against_torchax() -> list[Any]:
     made = []
     for name, (which, index) in WRONG.items():
         case = by_name[name][which]
-        entry = lowerings.LOWERINGS.get(case.op)
+        entry = lowering_registry.LOWERINGS.get(case.op)
         reason = "it needs the trace: writes, Python values" if entry is None else entry.reason
         mark = pytest.mark.xfail(strict=True, reason=reason)
         made.append(pytest.param(case, case.calls[index], id=name, marks=mark))
@@ -190,12 +191,12 @@ def test_no_registered_lowering_is_dead():
 def test_reasons_of_registered_lowerings_are_true():
     """`torchax has no lowering` stands where torchax has none, `as torchax` where none fails."""
     draws = {d.op for d in random.DRAWS}
-    for op, entry in lowerings.LOWERINGS.items():
+    for op, entry in lowering_registry.LOWERINGS.items():
         name = str(op).removeprefix("aten.")
         if entry.reason == "torchax has no lowering":
             assert op not in backend.TORCHAX_OPS, name
             assert name in WRONG or op in draws, name
-        elif entry.reason == lowerings.SAME:
+        elif entry.reason == lowering_registry.SAME:
             assert name not in WRONG, name
 
 

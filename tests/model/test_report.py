@@ -17,18 +17,18 @@ from rich.console import Console
 from rich.text import Text
 
 from tpuport.foundation.errors import UsageError
-from tpuport.reports.report import (
+from tpuport.reports.records import (
     Branch,
     Divergence,
     HoistedConstant,
     Parity,
-    PortReport,
     RegisteredOp,
     Retrace,
     Rewrite,
     ShimUse,
     Timing,
 )
+from tpuport.reports.report import PortReport
 
 HOSTILE = "<script>alert(1)</script>"
 GOOD = Parity(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from tpuport.ops import masked
+from tpuport.ops import masks
 from tpuport.ops.torchax import masked_access, masked_functions, masked_rows
 from tpuport.rules._apply import rewrite
 from tpuport.rules.boolean_mask_read import BooleanMaskRead
@@ -116,7 +116,7 @@ CODE = {
         lambda array, wrong: array,
         "x[m] = y[y[:, 1] < 3]",
     ),
-    "nothing selected": (masked, "is_plain_torchax", always(False), "x[m] += 1"),
+    "nothing selected": (masks, "is_plain_torchax", always(False), "x[m] += 1"),
 }
 
 

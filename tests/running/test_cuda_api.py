@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.compat.accelerator import CAPABILITY
+from tpuport.compat.emulated.accelerator import CAPABILITY
 from tpuport.foundation.errors import UsageError
 
 
@@ -67,7 +67,7 @@ def test_memory_is_what_jax_says(monkeypatch):
     free, total = cuda.mem_get_info()
     assert 0 < free <= total == cuda.get_device_properties(0).total_memory
     now = {"bytes_in_use": 10, "peak_bytes_in_use": 30, "bytes_limit": 100}
-    monkeypatch.setattr("tpuport.compat.accelerator.statistics", lambda: dict(now))
+    monkeypatch.setattr("tpuport.compat.emulated.accelerator.statistics", lambda: dict(now))
     assert (cuda.memory_allocated(), cuda.max_memory_allocated()) == (10, 30)
     assert cuda.mem_get_info() == (90, 100)
     assert cuda.memory_stats()["allocated_bytes.all.current"] == 10

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import tpuport
-from tpuport.compat import autocast
-from tpuport.compat.device import tag
+from tpuport.compat.emulated import autocast
+from tpuport.compat.emulated.device import tag
 from tpuport.foundation.errors import UsageError
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tpuport
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 
 THERE, HERE = torch.device("cuda", 0), torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tpuport
-from tpuport.compat.device import emulated, set_default
+from tpuport.compat.emulated.device import emulated, set_default
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.device_mark import is_tagged, mark_of
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
 import tpuport
-from tpuport.compat.programs import programs
+from tpuport.compat.emulated.programs import programs
 
 MASK = torch.tensor([[1, 1, 1, 0, 0, 1], [0, 1, 1, 1, 1, 0]], dtype=torch.bool)
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.compat.import_hook import RewrittenLoader, hook, loader_for
+from tpuport.compat.imports.import_hook import RewrittenLoader, hook, loader_for
 from tpuport.foundation.errors import UsageError
 
 MODEL = '''

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tpuport
-from tpuport.compat.programs import programs
+from tpuport.compat.emulated.programs import programs
 from tpuport.foundation.errors import ParityError
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.compat.programs import PortWarning, programs
+from tpuport.compat.emulated.programs import PortWarning, programs
 from tpuport.foundation.errors import PortError
 
 SINK: list = []

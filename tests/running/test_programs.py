@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tpuport
-from tpuport.compat.programs import PortWarning, programs
+from tpuport.compat.emulated.programs import PortWarning, programs
 from tpuport.foundation.errors import PortError, UsageError
 
 

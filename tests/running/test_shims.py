@@ -8,7 +8,7 @@ import pytest
 
 import tpuport
 import tpuport.compat.shims
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching import shim as _shim
 from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims
 from tpuport.tracing import patches

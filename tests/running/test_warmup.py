@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import tpuport
 from tpuport.aot.cache.compile_cache import CacheReport, watching
 from tpuport.cli.app import WRONG_CALL, app
-from tpuport.compat.target import load_target
+from tpuport.compat.runner.target import load_target
 from tpuport.foundation.errors import PortError, UsageError
 
 S = jax.ShapeDtypeStruct

@@ -17,9 +17,9 @@ from tpuport.sharding import (
     TABLES,
     Activations,
     Kind,
-    Rule,
     ShardingRules,
     ShardingWarning,
+    SpecRule,
     from_logical_axes,
     from_parallelize_plan,
     from_tp_plan,
@@ -92,11 +92,11 @@ def test_what_may_not_be_meant_is_reported_by_name_and_strict_raises_it():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rule("a", P("fsdp", "fsdp")), "uses the axis 'fsdp' more than once"),
-        (lambda: Rule("re:(", P()), "is no regular expression"),
-        (lambda: Rule("a**.w", P()), r"a \*\* is not a whole part"),
-        (lambda: Rule("a", 3), "expected a jax.sharding.PartitionSpec"),  # type: ignore[arg-type]
-        (lambda: ShardingRules([1]), "Expected a Rule or a pair"),
+        (lambda: SpecRule("a", P("fsdp", "fsdp")), "uses the axis 'fsdp' more than once"),
+        (lambda: SpecRule("re:(", P()), "is no regular expression"),
+        (lambda: SpecRule("a**.w", P()), r"a \*\* is not a whole part"),
+        (lambda: SpecRule("a", 3), "expected a jax.sharding.PartitionSpec"),  # type: ignore[arg-type]
+        (lambda: ShardingRules([1]), "Expected a SpecRule or a pair"),
         (
             lambda: ShardingRules({"a": P("rows")}).specs(shapes(a=(4,)), SIZES),
             "the mesh has no axis 'rows'; its axes are fsdp, tensor",

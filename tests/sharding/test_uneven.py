@@ -11,7 +11,8 @@ from torch import nn
 
 import tpuport
 from tpuport.sharding import make_mesh
-from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.rule_table import ShardingRules
+from tpuport.sharding.spec_rule import SpecRule
 from tpuport.sharding.strategies import sequence_activations
 
 WIDTH, INNER, CHIPS = 16, 48, 8
@@ -46,7 +47,7 @@ class Model(nn.Module):
 
 def spread(model: nn.Module) -> tpuport.PortedModel:
     ported = tpuport.convert(model)
-    whole = [Rule("**", jax.sharding.PartitionSpec(), "whole")]
+    whole = [SpecRule("**", jax.sharding.PartitionSpec(), "whole")]
     rules = ShardingRules(whole, name="tokens", activations=sequence_activations(model))
     tpuport.shard(ported, make_mesh({"sequence": CHIPS}), rules)
     return ported

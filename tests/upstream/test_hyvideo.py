@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.compat.programs import PortWarning, programs
+from tpuport.compat.emulated.programs import PortWarning, programs
 
 SCRIPT = Path(__file__).with_name("hyvideo_transformer.py")
 LOG = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from tests.upstream.recogdrive_checkout import (
     old_checkpoint,
     old_timm,
 )
-from tpuport.compat.programs import programs
+from tpuport.compat.emulated.programs import programs
 
 pytestmark = [
     needs_checkout,

@@ -131,7 +131,7 @@ def compile_(
 
 def _wanted(target: str) -> dict[str, Any]:
     """Call the function named on the command line, and return its result as arguments by name."""
-    from tpuport.compat.target import load_target
+    from tpuport.compat.runner.target import load_target
 
     match load_target(target)():
         case {"model": _, "inputs": _, **rest} as found:

@@ -47,7 +47,7 @@ def warmup(
         from tpuport.aot.cache.cache_folder import remove_damaged
         from tpuport.aot.cache.compile_cache import GIB, compile_cache
         from tpuport.aot.cache.warmup import warmup as warm_up
-        from tpuport.compat.target import load_target
+        from tpuport.compat.runner.target import load_target
         from tpuport.diagnosis.explain import explaining
 
         function = load_target(target)

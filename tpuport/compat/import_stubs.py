@@ -19,11 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tpuport.compat.installed import InForce
-from tpuport.compat.missing_packages import StandInModule, is_cuda_only
-from tpuport.compat.optional_imports import copes, importing_frame
+from tpuport.compat.emulated.installed import InForce
+from tpuport.compat.emulated.settings import active
+from tpuport.compat.imports.missing_packages import StandInModule, is_cuda_only
+from tpuport.compat.imports.optional_imports import copes, importing_frame
 from tpuport.compat.packages._package import Package, find_packages
-from tpuport.compat.settings import active
 from tpuport.foundation.patching.shim import REPLACED, Replacement
 from tpuport.foundation.user_frames import is_inside
 

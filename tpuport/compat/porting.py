@@ -13,14 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import tpuport.compat.shims
-from tpuport.compat import programs
-from tpuport.compat.device import emulated
-from tpuport.compat.import_hook import hook
+from tpuport.compat.emulated import programs
+from tpuport.compat.emulated.device import emulated
+from tpuport.compat.emulated.installed import InForce
+from tpuport.compat.emulated.process_group import ended_afterwards
+from tpuport.compat.emulated.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.compat.import_stubs import STAND_INS
-from tpuport.compat.installed import InForce
+from tpuport.compat.imports.import_hook import hook
 from tpuport.compat.packages._package import find_packages
-from tpuport.compat.process_group import ended_afterwards
-from tpuport.compat.settings import _ACTIVE, _EVERYWHERE, Settings
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.patching.shim import REPLACED, find_shims
 

@@ -28,7 +28,10 @@ from tpuport.model.program_cache import (
     retrace_causes,
     signature_of,
 )
-from tpuport.reports.report import PortReport, Retrace
+from tpuport.reports.records import (
+    Retrace,
+)
+from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.keys import fresh_key, unused_key

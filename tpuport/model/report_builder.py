@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from tpuport.foundation.patching.shim import find_shims
-from tpuport.reports.report import (
+from tpuport.reports.records import (
     AttentionCall,
     Branch,
     HoistedConstant,
-    PortReport,
     RegisteredOp,
     RepeatedBlocks,
     Rewrite,
     ShimUse,
 )
+from tpuport.reports.report import PortReport
 from tpuport.tracing import patches
 from tpuport.tracing.core.lowering_registry import LOWERINGS
 

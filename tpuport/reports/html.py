@@ -4,16 +4,13 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
 from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag
 from tpuport.reports import plots as svg
 from tpuport.reports import wording as fmt
+from tpuport.reports.data import ReportData
 from tpuport.reports.plots import ErrorScale
 from tpuport.reports.records import STAGES, Divergence, Parity, Retrace, Rewrite
-
-if TYPE_CHECKING:
-    from tpuport.reports.report import PortReport
 
 _SWARM_FROM = 9  # with fewer values the rows alone show everything
 _WORST_ROWS = 10
@@ -24,7 +21,7 @@ _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z0-9])|(?<=[A-Z0-9])(?=[A-Z][a-z])|(?<=_)"
 _TOKENS = re.compile(r"\w+|\s+|[^\w\s]")
 
 
-def to_html(report: "PortReport") -> str:
+def to_html(report: ReportData) -> str:
     """Return the report as a page to open from disk or attach; its policy forbids loading anything.
 
     Names, paths and source lines are shown as text, whatever they contain.
@@ -46,13 +43,13 @@ def style() -> str:
     return files("tpuport.reports").joinpath("report.css").read_text(encoding="utf-8")
 
 
-def sections_of(report: "PortReport") -> list[Markup]:
+def sections_of(report: ReportData) -> list[Markup]:
     """Return the parts of a report, for a page about several reports."""
     parts = [tag("section", tag("h3", title), body) for _, title, _, body in _sections(report)]
     return [_verdict(report), *parts]
 
 
-def _verdict(report: "PortReport") -> Markup:
+def _verdict(report: ReportData) -> Markup:
     before, model, after = fmt.headline(report).partition(report.model)
     words = [part for word in _WORDS.split(model) for part in (tag("wbr"), word)]
     title = tag("h1", before, tag("code", *words), after)
@@ -70,7 +67,7 @@ def _verdict(report: "PortReport") -> Markup:
     )
 
 
-def _sections(report: "PortReport") -> Iterator[tuple[str, str, str | None, Markup]]:
+def _sections(report: ReportData) -> Iterator[tuple[str, str, str | None, Markup]]:
     """Yield the anchor, title, link text and body of each section that is not empty."""
     scale = svg.scale_of(report.parity, report.divergences)
     if report.divergences:
@@ -88,7 +85,7 @@ def _sections(report: "PortReport") -> Iterator[tuple[str, str, str | None, Mark
     yield from _compilation(report)
 
 
-def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]:
+def _substitutions(report: ReportData) -> Iterator[tuple[str, str, str, Markup]]:
     if report.branches:
         body = join(
             _item(tag("code", b.source.strip()), "", b.how, fmt.place(b.file, b.line))
@@ -118,7 +115,7 @@ def _substitutions(report: "PortReport") -> Iterator[tuple[str, str, str, Markup
         yield "blocks", "Repeated blocks", summary, body
 
 
-def _compilation(report: "PortReport") -> Iterator[tuple[str, str, str, Markup]]:
+def _compilation(report: ReportData) -> Iterator[tuple[str, str, str, Markup]]:
     if report.retraces:
         body = join(_retrace(retrace) for retrace in report.retraces)
         summary = plural(len(report.retraces), "retrace")
@@ -156,7 +153,7 @@ def _divergence(found: Divergence, scale: ErrorScale) -> Markup:
     return tag("div", head, dots, last, class_="plot")
 
 
-def _parity(report: "PortReport", scale: ErrorScale) -> Markup:
+def _parity(report: ReportData, scale: ErrorScale) -> Markup:
     ordered = report.by_severity
     parts = [
         tag(
@@ -298,7 +295,7 @@ def _retrace(retrace: Retrace) -> Markup:
     return tag("div", title, tag("div", *causes), class_="item")
 
 
-def _constants(report: "PortReport") -> Markup:
+def _constants(report: ReportData) -> Markup:
     ordered = sorted(report.constants, key=lambda c: -c.bytes)
     largest = max(ordered[0].bytes, 1)
     rows = [
@@ -320,7 +317,7 @@ def _constants(report: "PortReport") -> Markup:
     return join(parts)
 
 
-def _timing(report: "PortReport") -> Markup:
+def _timing(report: ReportData) -> Markup:
     spent = [(stage, getattr(report.timing, stage)) for stage in STAGES]
     spent = [(stage, value) for stage, value in spent if value > 0]
     legend = [

@@ -1,7 +1,6 @@
 """The port report on a terminal, through rich: the verdict, then only the sections that apply."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -10,10 +9,8 @@ from rich.text import Text
 
 from tpuport.foundation.reporting.markup import plural, visible
 from tpuport.reports import wording as fmt
+from tpuport.reports.data import ReportData
 from tpuport.reports.records import STAGES, Rewrite
-
-if TYPE_CHECKING:
-    from tpuport.reports.report import PortReport
 
 WIDTH = 100
 MAX_ROWS = 20
@@ -23,7 +20,7 @@ _ARRAY_WIDTH = 28
 _MARKS = {"agrees": ("✔", "green"), "differs": ("✘", "red"), "not verified": ("?", "yellow")}
 
 
-def render(report: "PortReport") -> RenderableType:
+def render(report: ReportData) -> RenderableType:
     """Return the report as a rich renderable; names and source lines are never read as markup."""
     blocks: list[RenderableType] = [_verdict(report)]
     for title, body in _sections(report):
@@ -31,7 +28,7 @@ def render(report: "PortReport") -> RenderableType:
     return Group(*blocks)
 
 
-def _verdict(report: "PortReport") -> RenderableType:
+def _verdict(report: ReportData) -> RenderableType:
     mark, color = _MARKS[report.verdict]
     grid = _grid(1)
     grid.add_row(Text(mark, style=f"bold {color}"), _text(fmt.headline(report), "bold"))
@@ -44,7 +41,7 @@ def _verdict(report: "PortReport") -> RenderableType:
     return grid
 
 
-def _sections(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
+def _sections(report: ReportData) -> Iterator[tuple[str, RenderableType]]:
     """Yield the title and body of each section that is not empty."""
     if report.notes:
         yield "Notes", _rows([("-", note) for note in report.notes])
@@ -64,7 +61,7 @@ def _sections(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
     yield from _compilation(report)
 
 
-def _compilation(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
+def _compilation(report: ReportData) -> Iterator[tuple[str, RenderableType]]:
     if report.retraces:
         rows = [
             (f"{r.method}, trace {r.index}", "\n".join(r.causes) or "cause unknown")
@@ -89,7 +86,7 @@ def _compilation(report: "PortReport") -> Iterator[tuple[str, RenderableType]]:
         yield f"Time, {fmt.seconds(report.timing.total)}", _timing(report)
 
 
-def _parity(report: "PortReport") -> RenderableType:
+def _parity(report: ReportData) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     table.add_column("value", overflow="fold")
@@ -129,7 +126,7 @@ def _rewrites(rewrites: Sequence[Rewrite]) -> RenderableType:
     return Group(grid, *_more(len(rewrites) - MAX_ROWS))
 
 
-def _timing(report: "PortReport") -> RenderableType:
+def _timing(report: ReportData) -> RenderableType:
     spent = {stage: getattr(report.timing, stage) for stage in STAGES}
     longest = max(spent.values())
     grid = _grid(2)

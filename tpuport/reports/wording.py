@@ -1,12 +1,8 @@
 """The wording of a port report's numbers, names and verdict, the same for a terminal and HTML."""
 
-from typing import TYPE_CHECKING
-
 from tpuport.foundation.reporting.markup import plural
+from tpuport.reports.data import ReportData
 from tpuport.reports.records import KINDS, AttentionCall, Divergence, Parity, RepeatedBlocks
-
-if TYPE_CHECKING:
-    from tpuport.reports.report import PortReport
 
 
 def number(value: float) -> str:
@@ -77,7 +73,7 @@ def place(file: str, line: int) -> str:
     return f"{short_path(file)}:{line}"
 
 
-def headline(report: "PortReport") -> str:
+def headline(report: ReportData) -> str:
     """Return the verdict as one sentence that starts with the model's name."""
     if report.verdict == "agrees":
         return f"{report.model} agrees with eager PyTorch"
@@ -86,7 +82,7 @@ def headline(report: "PortReport") -> str:
     return f"{report.model} does not agree with eager PyTorch"
 
 
-def explanation(report: "PortReport") -> str:
+def explanation(report: ReportData) -> str:
     """Return the reasons for the verdict: how many values were compared, and the worst."""
     sentences = []
     worst = report.worst
@@ -100,7 +96,7 @@ def explanation(report: "PortReport") -> str:
     return " ".join(sentences)
 
 
-def _reasons(report: "PortReport") -> list[str]:
+def _reasons(report: ReportData) -> list[str]:
     if report.verdict == "agrees":
         return []
     if report.why_not_verified:
@@ -179,7 +175,7 @@ def blocks_detail(found: RepeatedBlocks) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def facts(report: "PortReport") -> list[str]:
+def facts(report: ReportData) -> list[str]:
     """Return the file and size of the model's class."""
     found = [short_path(report.class_file)] if report.class_file else []
     for noun, num, num_bytes in (
@@ -191,6 +187,6 @@ def facts(report: "PortReport") -> list[str]:
     return found
 
 
-def versions(report: "PortReport") -> list[str]:
+def versions(report: ReportData) -> list[str]:
     """Return package versions such as `torch 2.13.0`."""
     return [f"{name} {version}" for name, version in report.versions.items()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tpuport.rules._expressions import Expressions, super_edits
 from tpuport.source.rewrite.finding import NotFixable
 from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import is_elif
 from tpuport.source.syntax.text import Edit, Passage
 
 MAX_WIDTH = 100
@@ -137,7 +138,7 @@ class Layout:
 
     def _has_elif(self) -> bool:
         (first, *more) = self.node.orelse
-        return isinstance(first, ast.If) and not more and self.module.is_elif(first)
+        return isinstance(first, ast.If) and not more and is_elif(first, self.module)
 
     def _else_line(self) -> int:
         if self._has_elif():
@@ -166,7 +167,7 @@ class Layout:
         ]
         made = Passage.stack([*(self._gap() if gap else []), *comments, *lines])
         # Nothing can be defined before an `elif`, so it becomes the block of an `else`.
-        if isinstance(self.node, ast.If) and self.module.is_elif(self.node):
+        if isinstance(self.node, ast.If) and is_elif(self.node, self.module):
             made = Passage.stack([self.line("else:"), made.indented(self.unit)])
         return Edit(begin, end, made)
 

@@ -7,6 +7,7 @@ from tpuport.rules._rule import Example, Rule
 from tpuport.rules._texts import is_message
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.module import is_in_f_string
 from tpuport.source.syntax.text import Edit, Passage
 
 _BUILTINS = frozenset({"float", "int", "bool", "complex"})
@@ -108,7 +109,7 @@ class TensorToNumber(Rule):
                 if not context.is_traced(node) and not context.is_traced(argument):
                     return
                 # Text in an error's message is made only if the error is raised.
-                is_text = context.module.in_f_string(node) and is_message(node, context)
+                is_text = is_in_f_string(node, context.module) and is_message(node, context)
                 if not is_text and not context.module.binds_otherwise(name):
                     context.report(self, node, call=node)
             case ast.Call(args=[_, *_]) if (context.name(node.func) or "").startswith("math."):

@@ -1,14 +1,15 @@
 """Sharding of a ported model over a mesh by a readable table of rules."""
 
 from tpuport.cost.hlo.collectives import count_collectives
-from tpuport.sharding.checks import Finding, Kind
+from tpuport.sharding.checks import Kind, ShardingNote
 from tpuport.sharding.constraints import Activations
 from tpuport.sharding.converters import from_logical_axes, from_parallelize_plan, from_tp_plan
 from tpuport.sharding.mesh import MeshAxis, make_mesh
 from tpuport.sharding.model_tables import TABLES
 from tpuport.sharding.plan import ShardingPlan
-from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.rule_table import ShardingRules
 from tpuport.sharding.shard import ShardingWarning, shard
+from tpuport.sharding.spec_rule import SpecRule
 from tpuport.sharding.strategies import (
     PRESETS,
     ddp,
@@ -27,13 +28,13 @@ __all__ = [
     "TABLES",
     "TOPOLOGIES",
     "Activations",
-    "Finding",
     "Kind",
     "MeshAxis",
-    "Rule",
+    "ShardingNote",
     "ShardingPlan",
     "ShardingRules",
     "ShardingWarning",
+    "SpecRule",
     "count_collectives",
     "ddp",
     "expert_parallel",

@@ -1,18 +1,19 @@
 """Checks of a table of rules, to run before a TPU is rented; each finding is a sentence."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from jax.sharding import PartitionSpec as P
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.reporting.markup import plural
+from tpuport.sharding.constraints import Activations
 from tpuport.sharding.leaves import Leaf
 from tpuport.sharding.mesh import MeshAxis, sizes_of
+from tpuport.sharding.spec_rule import SpecRule
 from tpuport.sharding.specs import axis_size, fitted, num_shards
-
-if TYPE_CHECKING:
-    from tpuport.sharding.rule_table import Rule, ShardingRules
 
 # A parameter of at least this size is reported if no rule shards it.
 LARGE_BYTES = 2**20
@@ -29,8 +30,29 @@ class Kind(enum.StrEnum):
     COSTLY = "costs communication"
 
 
+class RuleTable(Protocol):
+    """The part of `ShardingRules` that checks and plans use."""
+
+    name: str
+    activations: Activations
+
+    def findings(self, params: Any, mesh: Any) -> "list[ShardingNote]":
+        """Return rules that look unintended."""
+        ...
+
+    def rule_for(self, name: str) -> SpecRule | None:
+        """Return the first rule that matches a name, or None."""
+        ...
+
+    def spec(self, name: str, shape: tuple[int, ...], mesh: Any = None) -> P:
+        """Return a parameter's spec; with a mesh, without axes that do not divide their dim."""
+        ...
+
+    def __iter__(self) -> Iterator[SpecRule]: ...
+
+
 @dataclass(frozen=True)
-class Finding:
+class ShardingNote:
     """One finding to report.
 
     Attributes:
@@ -47,7 +69,7 @@ class Finding:
         return self.message
 
 
-def find(rules: "ShardingRules", leaves: Mapping[str, Leaf], mesh: Any) -> list[Finding]:
+def find(rules: RuleTable, leaves: Mapping[str, Leaf], mesh: Any) -> list[ShardingNote]:
     """Return all findings about rules for these parameters on a mesh (or its sizes)."""
     sizes = sizes_of(mesh)
     taken = {name: rules.rule_for(name) for name in leaves}
@@ -62,14 +84,14 @@ def find(rules: "ShardingRules", leaves: Mapping[str, Leaf], mesh: Any) -> list[
                 f"dim {dim} of {name} has size {leaf.shape[dim]}, which {count} does not divide"
                 f" (rule {rule}): it stays unsharded along {' and '.join(axes)}"
             )
-            found.append(Finding(Kind.UNEVEN, name, message))
+            found.append(ShardingNote(Kind.UNEVEN, name, message))
         found += _large(name, leaf, rule, num_shards(kept, sizes), sizes)
     return found
 
 
 def _idle(
-    rules: "ShardingRules", leaves: Mapping[str, Leaf], taken: Mapping[str, "Rule | None"]
-) -> list[Finding]:
+    rules: RuleTable, leaves: Mapping[str, Leaf], taken: Mapping[str, SpecRule | None]
+) -> list[ShardingNote]:
     found = []
     used = {id(rule) for rule in taken.values()}
     for rule in rules:
@@ -82,28 +104,28 @@ def _idle(
                 f"the rule {rule} is shadowed: {plural(len(matched), 'name')} that it matches"
                 f" ({_some(matched)}) went to an earlier rule ({first})"
             )
-            found.append(Finding(Kind.SHADOWED, rule.pattern, message))
+            found.append(ShardingNote(Kind.SHADOWED, rule.pattern, message))
         elif not rule.optional:
             message = f"the rule {rule} matches no parameter or buffer"
-            found.append(Finding(Kind.UNMATCHED, rule.pattern, message))
+            found.append(ShardingNote(Kind.UNMATCHED, rule.pattern, message))
     return found
 
 
 def _costly(
-    rules: "ShardingRules", taken: Mapping[str, "Rule | None"], sizes: dict[str, int]
-) -> list[Finding]:
+    rules: RuleTable, taken: Mapping[str, SpecRule | None], sizes: dict[str, int]
+) -> list[ShardingNote]:
     """Report rules known to cost communication, if the mesh has their axes."""
     used = {id(rule) for rule in taken.values()}
     return [
-        Finding(Kind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
+        ShardingNote(Kind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
         for rule in rules
         if rule.cost and id(rule) in used and num_shards(rule.spec, sizes) > 1
     ]
 
 
 def _large(
-    name: str, leaf: Leaf, rule: "Rule | None", shards: int, sizes: dict[str, int]
-) -> list[Finding]:
+    name: str, leaf: Leaf, rule: SpecRule | None, shards: int, sizes: dict[str, int]
+) -> list[ShardingNote]:
     """Report a large parameter that is replicated though no rule says so."""
     meant = rule is not None and not any(rule.spec)
     spread = any(axis_size(axis, sizes) > 1 for axis in _SPREADING)
@@ -114,10 +136,10 @@ def _large(
         f"{name} ({leaf.dtype}{list(leaf.shape)}, {leaf.num_bytes / 2**20:.1f} MiB) is replicated"
         f" on every chip: {why}"
     )
-    return [Finding(Kind.REPLICATED, name, message)]
+    return [ShardingNote(Kind.REPLICATED, name, message)]
 
 
-def refuse(found: Sequence[Finding], name: str) -> None:
+def refuse(found: Sequence[ShardingNote], name: str) -> None:
     """Raise an error with all findings, if there are any.
 
     Raises:

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 from tpuport.foundation.errors import UsageError
 from tpuport.sharding.constraints import Activations
 from tpuport.sharding.mesh import MeshAxis
-from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.rule_table import ShardingRules
+from tpuport.sharding.spec_rule import SpecRule
 
 # MaxText's names of mesh axes. Source: MaxText, configs/base.yml, mesh_axes.
 _MAXTEXT_AXES = {
@@ -64,12 +65,12 @@ def from_tp_plan(plan: Mapping[str, str], *, prefix: str = "") -> ShardingRules:
     Raises:
         UsageError: a style is unknown.
     """
-    rules: list[Rule] = []
+    rules: list[SpecRule] = []
     for name, style in plan.items():
         pattern = prefix + name
         if style in _HF_EXPERTS:
             spec = P(MeshAxis.EXPERT.value) if style == "grouped_gemm" else P()
-            rules.append(Rule(pattern, spec, style, optional=True))
+            rules.append(SpecRule(pattern, spec, style, optional=True))
             continue
         if style in _HF_NO_PARAMETERS:
             continue
@@ -96,7 +97,7 @@ def from_parallelize_plan(plan: Mapping[str, Any], *, prefix: str = "") -> Shard
     Raises:
         UsageError: a style is of an unknown class.
     """
-    rules: list[Rule] = []
+    rules: list[SpecRule] = []
     outputs: dict[str, P] = {}
     inputs: dict[str, P] = {}
     for name, style in plan.items():
@@ -156,23 +157,25 @@ def from_logical_axes(
             used.update(chosen)
             parts.append(None if not chosen else chosen[0] if len(chosen) == 1 else chosen)
         words = ", ".join(str(name) for name in logical)
-        made.append(Rule(pattern, P(*parts), f"logical axes ({words})"))
+        made.append(SpecRule(pattern, P(*parts), f"logical axes ({words})"))
     return ShardingRules(made, name="logical axes", inputs={"**": P(("data", "fsdp"))})
 
 
-def _module_rules(pattern: str, style: tuple[P, P, str], reason: str) -> list[Rule]:
+def _module_rules(pattern: str, style: tuple[P, P, str], reason: str) -> list[SpecRule]:
     """Return the rules of a module's weight and bias, or of a parameter that is named itself."""
     weight, bias, cost = style
     made = [
-        Rule(f"{pattern}.weight", weight, reason, optional=True, cost=cost),
-        Rule(f"{pattern}.bias", bias, reason, optional=True),
+        SpecRule(f"{pattern}.weight", weight, reason, optional=True, cost=cost),
+        SpecRule(f"{pattern}.bias", bias, reason, optional=True),
     ]
     last = pattern.rpartition(".")[2]
     if last.startswith(("gate_up_proj", "down_proj", "up_proj", "w1", "w2", "w3")):
         # In mixtures of experts this name is itself a parameter (experts, out, in).
-        made.append(Rule(pattern, P(None, *weight), reason, optional=True, cost=cost))
+        made.append(SpecRule(pattern, P(None, *weight), reason, optional=True, cost=cost))
     elif last in ("weight", "bias"):
-        made = [Rule(pattern, bias if last == "bias" else weight, reason, optional=True, cost=cost)]
+        made = [
+            SpecRule(pattern, bias if last == "bias" else weight, reason, optional=True, cost=cost)
+        ]
     return made
 
 

@@ -3,56 +3,23 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from jax.sharding import PartitionSpec as P
 
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.model.ported_state import PortedState
 from tpuport.sharding import checks
 from tpuport.sharding.leaves import module_of, shapes_of
 from tpuport.sharding.mesh import sizes_of
-from tpuport.sharding.specs import axes_of, fitted, num_shards, shown
-
-if TYPE_CHECKING:
-    from tpuport.sharding.rule_table import ShardingRules
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter or buffer of a plan.
-
-    Attributes:
-        name: its fqn.
-        shape: its shape on all chips together.
-        dtype: its dtype.
-        spec: its spec, fitted to shape and mesh.
-        num_bytes: its size.
-        bytes_a_chip: bytes of it that one chip holds.
-        category: linear, embedding, convolution, norm, experts, buffer, other.
-        rule: pattern of the rule that decided, or None.
-        reason: reason that the rule gives.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: P
-    num_bytes: int
-    bytes_a_chip: int
-    category: str
-    rule: str | None
-    reason: str
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that it is sharded over."""
-        return tuple(dict.fromkeys(str(name) for part in self.spec for name in axes_of(part)))
+from tpuport.sharding.plan_data import PlanData, Row
+from tpuport.sharding.plan_html import to_html
+from tpuport.sharding.plan_text import WIDTH, render
+from tpuport.sharding.specs import fitted, num_shards
 
 
 @dataclass(frozen=True)
-class ShardingPlan(SavedReport):
+class ShardingPlan(PlanData, SavedReport):
     """The specs that rules give a model on a mesh, with findings about them.
 
     Attributes:
@@ -65,16 +32,8 @@ class ShardingPlan(SavedReport):
         findings: rules that look unintended.
     """
 
-    model: str
-    rules: str
-    mesh: dict[str, int]
-    device: str
-    rows: tuple[Row, ...]
-    activations: tuple[str, ...]
-    findings: tuple[checks.Finding, ...]
-
     @classmethod
-    def of(cls, rules: "ShardingRules", model: Any, mesh: Any) -> "ShardingPlan":
+    def of(cls, rules: checks.RuleTable, model: Any, mesh: Any) -> "ShardingPlan":
         """Plan a table for a module, a ported model or a mapping of shapes.
 
         Args:
@@ -111,24 +70,6 @@ class ShardingPlan(SavedReport):
             tuple(rules.activations.lines()),
             tuple(found),
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all parameters and buffers."""
-        return sum(row.num_bytes for row in self.rows)
-
-    @property
-    def bytes_a_chip(self) -> int:
-        """Return the bytes of parameters and buffers that one chip holds."""
-        return sum(row.bytes_a_chip for row in self.rows)
-
-    def by_category(self) -> dict[str, tuple[int, int]]:
-        """Return total bytes and bytes a chip of each category, the largest first."""
-        totals: dict[str, tuple[int, int]] = {}
-        for row in self.rows:
-            whole, chip = totals.get(row.category, (0, 0))
-            totals[row.category] = (whole + row.num_bytes, chip + row.bytes_a_chip)
-        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
     def check(self) -> None:
         """Raise an error with all findings, if there are any.
@@ -168,32 +109,21 @@ class ShardingPlan(SavedReport):
 
     def to_html(self) -> str:
         """Return the plan as a self-contained page: bytes a chip, and the module tree by spec."""
-        from tpuport.sharding.plan_html import to_html
-
         return to_html(self)
 
     def __str__(self) -> str:
-        from tpuport.sharding.plan_text import WIDTH
-
         return plain_text(self, WIDTH)
 
     def __rich__(self) -> Any:
-        from tpuport.sharding.plan_text import render
-
         return render(self)
 
 
-def spec_text(row: Row) -> str:
-    """Return a row's spec as text, "whole" if it is replicated."""
-    return shown(row.spec) if any(row.spec) else "whole"
-
-
-def _activation_findings(rules: "ShardingRules", model: Any) -> list[checks.Finding]:
+def _activation_findings(rules: checks.RuleTable, model: Any) -> list[checks.ShardingNote]:
     if isinstance(model, Mapping) or not rules.activations:
         return []
     names = [name for name, _ in module_of(model).named_modules()]
     return [
-        checks.Finding(
+        checks.ShardingNote(
             checks.Kind.UNMATCHED,
             pattern,
             f"the pattern of activations {pattern!r} matches no module",

@@ -9,7 +9,7 @@ from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag
 from tpuport.reports import wording as fmt
 from tpuport.reports.plots import stacked_bar
 from tpuport.sharding.mesh import MeshAxis
-from tpuport.sharding.plan import Row, ShardingPlan, spec_text
+from tpuport.sharding.plan_data import PlanData, Row, spec_text
 from tpuport.sharding.plan_text import headline, mesh_text
 
 _MAX_DEPTH = 7
@@ -40,7 +40,7 @@ class _Node:
         return sum(row.bytes_a_chip for row in self.rows)
 
 
-def to_html(plan: ShardingPlan) -> str:
+def to_html(plan: PlanData) -> str:
     """Render the plan as a page to open from disk; its policy forbids it to load anything."""
     parts = [
         ("chip", "Bytes a chip", _categories(plan)),
@@ -56,7 +56,7 @@ def to_html(plan: ShardingPlan) -> str:
     return page(headline(plan), main, style=style)
 
 
-def _header(plan: ShardingPlan) -> Markup:
+def _header(plan: PlanData) -> Markup:
     clean = not plan.findings
     words = "Nothing to report." if clean else f"{plural(len(plan.findings), 'finding')} below."
     lead = f"On a {mesh_text(plan)}, by the rules {plan.rules or 'given'}. {words}"
@@ -94,7 +94,7 @@ def _picture(rows: Sequence[Row], largest: int) -> Markup:
     return tag("span", stacked_bar([*amounts, *rest], words, height=12), class_="picture")
 
 
-def _categories(plan: ShardingPlan) -> Markup:
+def _categories(plan: PlanData) -> Markup:
     table = plan.by_category()
     largest = max((chip for _, chip in table.values()), default=0)
     lines = [
@@ -110,7 +110,7 @@ def _categories(plan: ShardingPlan) -> Markup:
     return join([*lines, _legend(plan)])
 
 
-def _legend(plan: ShardingPlan) -> Markup:
+def _legend(plan: PlanData) -> Markup:
     items = [
         tag("li", tag("i", class_=look), _LOOKS[look], tag("b", fmt.size(int(amount))))
         for look, amount in _amounts(plan.rows)
@@ -118,7 +118,7 @@ def _legend(plan: ShardingPlan) -> Markup:
     return tag("ul", *items, class_="legend")
 
 
-def _tree(plan: ShardingPlan) -> Markup:
+def _tree(plan: PlanData) -> Markup:
     root = _Node("")
     for row in plan.rows:
         node = root

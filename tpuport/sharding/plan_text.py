@@ -10,7 +10,7 @@ from rich.text import Text
 from tpuport.foundation.interop.name_patterns import generalised
 from tpuport.foundation.reporting.markup import plural, visible
 from tpuport.reports import wording as fmt
-from tpuport.sharding.plan import Row, ShardingPlan, spec_text
+from tpuport.sharding.plan_data import PlanData, Row, spec_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ WIDTH = 110
 _MAX_FINDINGS = 20
 
 
-def render(plan: ShardingPlan) -> RenderableType:
+def render(plan: PlanData) -> RenderableType:
     """Return the plan as a rich renderable: totals, categories, a row for each group of names."""
     blocks: list[RenderableType] = [
         Text(headline(plan), style="bold"),
@@ -41,13 +41,13 @@ def render(plan: ShardingPlan) -> RenderableType:
     return Group(*blocks)
 
 
-def headline(plan: ShardingPlan) -> str:
+def headline(plan: PlanData) -> str:
     """Return a title such as `LlamaForCausalLM: 14.9 GiB, 1.9 GiB a chip`."""
     whole, chip = fmt.size(plan.num_bytes), fmt.size(plan.bytes_a_chip)
     return f"{visible(plan.model)}: {whole}, {chip} a chip"
 
 
-def mesh_text(plan: ShardingPlan) -> str:
+def mesh_text(plan: PlanData) -> str:
     """Return text such as `mesh fsdp=4 tensor=2 (8 x TPU v6 lite)`, without axes of size 1."""
     axes = " ".join(f"{name}={size}" for name, size in plan.mesh.items() if size > 1)
     chips = 1
@@ -65,7 +65,7 @@ def groups(rows: "Sequence[Row]") -> "dict[tuple[str, str], list[Row]]":
     return found
 
 
-def _categories(plan: ShardingPlan) -> Table:
+def _categories(plan: PlanData) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     for title, justify in (("category", "left"), ("bytes", "right"), ("a chip", "right")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def _categories(plan: ShardingPlan) -> Table:
     return table
 
 
-def _rows(plan: ShardingPlan) -> Table:
+def _rows(plan: PlanData) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("parameter", overflow="fold")
     table.add_column("shape", no_wrap=True)

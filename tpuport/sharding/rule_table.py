@@ -2,67 +2,31 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.foundation.errors import UsageError
-from tpuport.foundation.interop import name_patterns
 from tpuport.sharding import checks
 from tpuport.sharding.constraints import Activations
 from tpuport.sharding.leaves import shapes_of
-from tpuport.sharding.specs import as_spec, fitted, shown
-
-if TYPE_CHECKING:
-    from tpuport.sharding.plan import ShardingPlan
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One line of a table: the parameters and buffers whose fqn matches `pattern` get `spec`.
-
-    Attributes:
-        pattern: see `name_patterns.compiled`: `*` within a part, `**` for any parts, or
-            `re:` and a regular expression.
-        spec: an axis name, a tuple of names or None for each dim; dims left out are unsharded.
-        reason: reason for the rule, shown in the table.
-        optional: whether not to report it when nothing matches (a bias that some models lack).
-        cost: communication that the choice costs, if it is known to be avoidable.
-    """
-
-    pattern: str
-    spec: P
-    reason: str = ""
-    optional: bool = False
-    cost: str = ""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.pattern, re.Pattern):
-            object.__setattr__(self, "pattern", name_patterns.REGEX_PREFIX + self.pattern.pattern)
-        name_patterns.compiled(self.pattern)
-        object.__setattr__(self, "spec", as_spec(self.spec, self.pattern))
-
-    def matches(self, name: str) -> bool:
-        """Return whether the rule applies to a name."""
-        return name_patterns.matches(self.pattern, name)
-
-    def __str__(self) -> str:
-        return f"{self.pattern}: {shown(self.spec)}"
-
+from tpuport.sharding.plan import ShardingPlan
+from tpuport.sharding.spec_rule import SpecRule
+from tpuport.sharding.specs import fitted, shown
 
 # Types that a table can be made from.
-Table = "ShardingRules | Mapping[str | re.Pattern[str], Any] | Iterable[Rule | tuple[Any, Any]]"
+Table = "ShardingRules | Mapping[str | re.Pattern[str], Any] | Iterable[SpecRule | tuple[Any, Any]]"
 
 
 class ShardingRules:
     """An ordered table of rules; the first that matches a name gives its spec.
 
     Args:
-        rules: `Rule`s, `(pattern, spec)` pairs, or a mapping of patterns to specs. A pattern is a
-            string or a compiled regular expression.
+        rules: `SpecRule`s, `(pattern, spec)` pairs, or a mapping of patterns to specs. A pattern is
+            a string or a compiled regular expression.
         name: name of the table in plans and messages.
         inputs: specs of a call's arguments by pattern of their path (`**` for all), likewise; dims
             that an argument lacks are left out. Without any, arguments are replicated.
@@ -128,7 +92,7 @@ class ShardingRules:
             activations=self.activations.optional(),
         )
 
-    def rule_for(self, name: str) -> Rule | None:
+    def rule_for(self, name: str) -> SpecRule | None:
         """Return the first rule that matches a name, or None."""
         return next((rule for rule in self.rules if rule.matches(name)), None)
 
@@ -177,7 +141,7 @@ class ShardingRules:
             self.check(params, mesh)
         return {n: NamedSharding(mesh, spec) for n, spec in self.specs(params, mesh).items()}
 
-    def findings(self, params: Any, mesh: Any) -> list[checks.Finding]:
+    def findings(self, params: Any, mesh: Any) -> list[checks.ShardingNote]:
         """Return rules that look unintended.
 
         They have no effect, do not divide a dim, or are of another kind of
@@ -215,13 +179,11 @@ class ShardingRules:
 
         return jax.tree_util.tree_map_with_path(one, state)
 
-    def plan(self, model: Any, mesh: Any) -> "ShardingPlan":
+    def plan(self, model: Any, mesh: Any) -> ShardingPlan:
         """Return the plan of a model on a mesh, to print, save or open as a page."""
-        from tpuport.sharding.plan import ShardingPlan
-
         return ShardingPlan.of(self, model, mesh)
 
-    def __iter__(self) -> Iterator[Rule]:
+    def __iter__(self) -> Iterator[SpecRule]:
         return iter(self.rules)
 
     def __len__(self) -> int:
@@ -251,23 +213,23 @@ class ShardingRules:
     __repr__ = __str__
 
 
-def _as_rules(rules: Any) -> tuple[Rule, ...]:
+def _as_rules(rules: Any) -> tuple[SpecRule, ...]:
     if isinstance(rules, ShardingRules):
         return rules.rules
     pairs = rules.items() if isinstance(rules, Mapping) else rules
-    made: list[Rule] = []
+    made: list[SpecRule] = []
     for item in pairs:
-        if isinstance(item, Rule):
+        if isinstance(item, SpecRule):
             made.append(item)
             continue
         if not isinstance(item, tuple) or len(item) != 2:
             raise UsageError(
-                f"Expected a Rule or a pair of pattern and spec, got {item!r}; write"
+                f"Expected a SpecRule or a pair of pattern and spec, got {item!r}; write"
                 " ShardingRules({'layers.*.weight': P('fsdp')})"
             )
         if not isinstance(item[0], str | re.Pattern):
             raise UsageError(f"Expected a pattern as a string, got {item[0]!r}")
-        made.append(Rule(*item))
+        made.append(SpecRule(*item))
     return tuple(made)
 
 

@@ -19,7 +19,8 @@ from tpuport.sharding.constraints import Activations
 from tpuport.sharding.layer_roles import Role, Use, blocks_of, uses_of
 from tpuport.sharding.leaves import Leaf, module_of, shapes_of
 from tpuport.sharding.mesh import MeshAxis, sizes_of
-from tpuport.sharding.rule_table import Rule, ShardingRules
+from tpuport.sharding.rule_table import ShardingRules
+from tpuport.sharding.spec_rule import SpecRule
 from tpuport.sharding.specs import axes_of
 
 # The mesh axes that a batch is sharded over.
@@ -34,13 +35,13 @@ _Choice = tuple[P, str, str]
 def replicated(model: Any, mesh: Sizes) -> ShardingRules:
     """Replicate everything on every chip, also the inputs."""
     del model, mesh
-    return ShardingRules([Rule("**", P(), "replicated")], name="replicated")
+    return ShardingRules([SpecRule("**", P(), "replicated")], name="replicated")
 
 
 def ddp(model: Any, mesh: Sizes) -> ShardingRules:
     """Replicate parameters, and shard the batch over data and fsdp."""
     del mesh
-    rules = [Rule("**", P(), "replicated")]
+    rules = [SpecRule("**", P(), "replicated")]
     return ShardingRules(
         rules, name="ddp", inputs={"**": P(BATCH)}, activations=_batch_activations(model)
     )
@@ -212,7 +213,7 @@ def _batch_activations(model: Any) -> Activations:
     return Activations(table).optional()
 
 
-def _tabled(choices: Mapping[str, _Choice]) -> list[Rule]:
+def _tabled(choices: Mapping[str, _Choice]) -> list[SpecRule]:
     """Return a rule for each group of parameters that differ only in numbers, if one fits all.
 
     Parameters that are replicated without a reason get no rule, so that large ones are reported.
@@ -220,12 +221,12 @@ def _tabled(choices: Mapping[str, _Choice]) -> list[Rule]:
     groups: dict[str, list[str]] = {}
     for name in choices:
         groups.setdefault(generalised(name), []).append(name)
-    rules: list[Rule] = []
+    rules: list[SpecRule] = []
     for pattern, names in groups.items():
         if len({choices[name][0] for name in names}) > 1:
-            rules += [Rule(name, *_ruled(choices[name])) for name in names]
+            rules += [SpecRule(name, *_ruled(choices[name])) for name in names]
         elif any(choices[names[0]][0]) or choices[names[0]][1]:
-            rules.append(Rule(pattern, *_ruled(choices[names[0]])))
+            rules.append(SpecRule(pattern, *_ruled(choices[names[0]])))
     return rules
 
 

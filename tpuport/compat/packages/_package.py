@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import tpuport.compat.packages
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 
 
 class Package:

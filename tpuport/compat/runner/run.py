@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tpuport.compat.import_hook import RewrittenLoader, loader_for
+from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
 from tpuport.compat.runner.tracebacks import trim

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from tpuport.compat.process_group import Done
+from tpuport.compat.emulated.process_group import Done
 from tpuport.tracing.core.errors import port_error
 
 # From here on, each function is named and called as in torch.distributed.

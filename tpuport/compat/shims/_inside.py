@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import autocast
 
-from tpuport.compat.autocast import KERNELS, OPTION, low_dtype, switch
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.autocast import KERNELS, OPTION, low_dtype, switch
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.attention
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import functions
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
 

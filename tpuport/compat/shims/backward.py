@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from tpuport.compat.device import resumed
+from tpuport.compat.emulated.device import resumed
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import functions
 from tpuport.foundation.patching.shim import Replacement, Shim
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tpuport.compat import accelerator
-from tpuport.compat.accelerator import index_of
+from tpuport.compat.emulated import accelerator
+from tpuport.compat.emulated.accelerator import index_of
 from tpuport.compat.shims._inside import functions
 from tpuport.foundation.patching.shim import Replacement, Shim
 

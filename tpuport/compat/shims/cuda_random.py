@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.accelerator import index_of
+from tpuport.compat.emulated.accelerator import index_of
 from tpuport.compat.shims._inside import functions
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.context import current

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import inside
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.patching.shim import Replacement, Shim

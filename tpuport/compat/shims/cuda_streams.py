@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tpuport.compat import accelerator
-from tpuport.compat.accelerator import index_of
-from tpuport.compat.device import CUDA
-from tpuport.compat.settings import active
+from tpuport.compat.emulated import accelerator
+from tpuport.compat.emulated.accelerator import index_of
+from tpuport.compat.emulated.device import CUDA
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import functions
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.patching.shim import Replacement, Shim

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.device import is_tagged
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.device import is_tagged
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 DTYPES = {

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from tpuport.compat.accelerator import index_of
+from tpuport.compat.emulated.accelerator import index_of
 from tpuport.compat.shims._inside import inside
 from tpuport.foundation.patching.shim import Replacement, Shim
 

@@ -5,7 +5,7 @@ import functools
 import sys
 from typing import Any
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat import device as emulation
+from tpuport.compat.emulated import device as emulation
 from tpuport.compat.shims._inside import functions
 from tpuport.compat.shims.cuda_tensor_types import DTYPES
 from tpuport.foundation.patching.shim import Replacement, Shim

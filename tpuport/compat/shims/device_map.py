@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 # Ways to spread layers over several devices, which are all the same with one device.

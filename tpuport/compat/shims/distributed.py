@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tpuport.compat import process_group
-from tpuport.compat.settings import active
+from tpuport.compat.emulated import process_group
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._collectives import COLLECTIVES
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.patches._count import count

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.errors import port_error
 

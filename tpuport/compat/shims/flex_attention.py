@@ -7,7 +7,7 @@ import torch
 import torch.nn.attention.flex_attention as flex
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
 from tpuport.tracing.core.context import current
 from tpuport.tracing.patches._count import count

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.device import is_accelerator, is_tagged, tag
+from tpuport.compat.emulated.device import is_accelerator, is_tagged, tag
 from tpuport.compat.shims._inside import functions, inside
 from tpuport.foundation.patching.shim import Replacement, Shim
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tpuport.compat import programs
-from tpuport.compat.settings import active
+from tpuport.compat.emulated import programs
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from tpuport.compat.device import is_tagged
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.device import is_tagged
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import inside
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.tensor import TracedTensor

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tpuport.compat import process_group
-from tpuport.compat.settings import active
+from tpuport.compat.emulated import process_group
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.errors import port_error
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tpuport.compat.device import default_device, emulated, set_default
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.device import default_device, emulated, set_default
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 

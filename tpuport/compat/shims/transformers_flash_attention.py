@@ -4,7 +4,7 @@ import functools
 import importlib
 from typing import Any
 
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 # Globals of transformers that it fills once it has loaded an implementation.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tpuport.foundation import pytree
+from tpuport.foundation.pytree import tree
 
 _SHARED = (
-    *pytree.ATOMS,
+    *tree.ATOMS,
     torch.Generator,
     enum.Enum,
     threading.Thread,
@@ -40,7 +40,7 @@ class Cloner:
     def clone(self, value: Any) -> Any:
         """Return the copy of a value; the same copy each time."""
         kind = type(value)
-        if kind in pytree.ATOMIC:
+        if kind in tree.ATOMIC:
             return value
         # First, for speed: these are the most frequent, and no test below holds for them.
         if kind in _BUILT_IN or isinstance(value, torch.nn.Module):
@@ -137,13 +137,13 @@ class Cloner:
         if isinstance(attributes, dict):
             copied = made.__dict__
             for name, part in attributes.items():
-                if type(part) in pytree.ATOMIC:
+                if type(part) in tree.ATOMIC:
                     copied[name] = part
                 elif name in _OF_MODULES and type(part) in _BUILT_IN and not part:
                     copied[name] = type(part)()
                 else:
                     copied[name] = self.clone(part)
-        for name, part in pytree.slots_of(value).items():
+        for name, part in tree.slots_of(value).items():
             object.__setattr__(made, name, self.clone(part))
 
     @staticmethod
@@ -160,7 +160,7 @@ class Cloner:
             "_thread",
             "weakref",
             "re",
-        ) and (hasattr(value, "__dict__") or bool(pytree.slots_of(value)))
+        ) and (hasattr(value, "__dict__") or bool(tree.slots_of(value)))
 
 
 def clone_module(

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tpuport.foundation import pytree
 from tpuport.foundation.interop.backend import is_traced
+from tpuport.foundation.pytree import tree
 from tpuport.foundation.pytree.c_state import same_memory, state_in_c
 
 _MAX_DEPTH = 5
@@ -38,7 +38,7 @@ def same_value(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, torch.Tensor):
         return _same_tensor(a, b)
     if isinstance(a, np.ndarray):
-        alike = pytree.is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
+        alike = tree.is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
         return alike and a.strides == b.strides and same_memory(a, b)
     if isinstance(a, (set, frozenset)):
         return _same_members(a, b)
@@ -73,7 +73,7 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _same_members(a: Any, b: Any) -> bool:
     """Compare sets of plain values by type too: as members, 1, 1.0 and True are equal."""
-    if pytree.attributes_of(a) or pytree.attributes_of(b):
+    if tree.attributes_of(a) or tree.attributes_of(b):
         return False
     every = {type(member) for member in (*a, *b)}
     if not every <= _EXACT | _BITS.keys():
@@ -84,7 +84,7 @@ def _same_members(a: Any, b: Any) -> bool:
 
 def _parts(value: Any) -> list[Any] | None:
     """Return all that is in a container or object, with its names; None for anything else."""
-    held = pytree.attributes_of(value) if not isinstance(value, types.MethodType) else {}
+    held = tree.attributes_of(value) if not isinstance(value, types.MethodType) else {}
     rest = [list(held), *held.values()] if held else []  # of a subclass
     if isinstance(value, deque):
         return [value.maxlen, *value, *rest]
@@ -99,7 +99,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.start, value.stop, value.step]
     if isinstance(value, torch.nn.Module):
         return None
-    if pytree.is_plain(value):
+    if tree.is_plain(value):
         return [list(held), *held.values()]
-    inner = None if isinstance(value, pytree.ATOMS) else state_in_c(value)
+    inner = None if isinstance(value, tree.ATOMS) else state_in_c(value)
     return None if inner is None else [*inner, *rest]

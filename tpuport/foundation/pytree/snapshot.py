@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tpuport.foundation import pytree
+from tpuport.foundation.pytree import tree
 
 
 class _Slots(MutableMapping[str, Any]):
@@ -15,7 +15,7 @@ class _Slots(MutableMapping[str, Any]):
         self.owner = owner
 
     def __getitem__(self, name: str) -> Any:
-        return pytree.slots_of(self.owner)[name]
+        return tree.slots_of(self.owner)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         object.__setattr__(self.owner, name, value)
@@ -24,10 +24,10 @@ class _Slots(MutableMapping[str, Any]):
         object.__delattr__(self.owner, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(pytree.slots_of(self.owner))
+        return iter(tree.slots_of(self.owner))
 
     def __len__(self) -> int:
-        return len(pytree.slots_of(self.owner))
+        return len(tree.slots_of(self.owner))
 
 
 class Snapshot:
@@ -44,7 +44,7 @@ class Snapshot:
     def _save(self, value: Any, seen: set[int], depth: int) -> None:
         if id(value) in seen or depth > 12 or isinstance(value, (torch.Tensor, type)):
             return
-        if isinstance(value, pytree.ATOMS):
+        if isinstance(value, tree.ATOMS):
             return
         seen.add(id(value))
         if isinstance(value, dict):
@@ -64,7 +64,7 @@ class Snapshot:
         if isinstance(attributes, dict) and not isinstance(value, type):
             self.saved.append((attributes, "dict", dict(attributes)))
             children += list(attributes.values())
-        slots = pytree.slots_of(value)
+        slots = tree.slots_of(value)
         if slots:
             self.saved.append((_Slots(value), "dict", slots))
             children += list(slots.values())

@@ -9,7 +9,10 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.model.parity.verify import SameNumbers, Verifier, eager_copy, host_arguments
-from tpuport.reports.report import Divergence, Parity
+from tpuport.reports.records import (
+    Divergence,
+    Parity,
+)
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.reentrancy import part_of_program

@@ -18,7 +18,10 @@ from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.foundation.patching.shim import installed
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model.parity.uncheckpointed import Uncheckpointed
-from tpuport.reports.report import Kind, Parity
+from tpuport.reports.records import (
+    Kind,
+    Parity,
+)
 from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.keys import keyed

@@ -14,6 +14,7 @@ import torchax
 from torchax.tensor import Tensor
 
 from tpuport.foundation import pytree
+from tpuport.ops.torchax.debug_checks import are_checks_on
 from tpuport.ops.torchax.sides import Sides
 from tpuport.ops.torchax.values import Kind, array_of, is_leaf, is_number, kind_of, number_of, truth
 from tpuport.tracing.core.errors import port_error
@@ -54,8 +55,6 @@ def traced_not(value: torch.Tensor) -> Tensor:
 
 def traced_check(test: torch.Tensor, make_error: Callable[[], BaseException | None]) -> None:
     """Run `if test: raise make_error()` inside the program, if debug checks are on."""
-    from tpuport.ops import are_checks_on
-
     error = make_error() if are_checks_on() else None
     if error is None:
         return

@@ -11,7 +11,7 @@ from tpuport.source.inference.kinds import Oracle
 from tpuport.source.rewrite import imports
 from tpuport.source.rewrite.finding import Applied, Fix, Left, NotFixable
 from tpuport.source.rewrite.matching import Context, Match, RuleVisitor, matches, normal_line_breaks
-from tpuport.source.syntax.module import Module
+from tpuport.source.syntax.module import Module, is_in_f_string
 from tpuport.source.syntax.text import SourceText
 
 # Passes in a row that may bring nothing. Nested code settles by a finding or more a pass, so this
@@ -185,7 +185,7 @@ class Session:
     def _fix(self, match: Match, context: Context) -> Fix:
         if match.rule.SAFETY.name == "unsafe" and not self.unsafe:
             raise NotFixable("its fix is unsafe and was not asked for")
-        if context.module.in_f_string(match.node):
+        if is_in_f_string(match.node, context.module):
             raise NotFixable("it stands inside an f-string")
         fix = match.rule.fix(match.node, context)
         imports.check(context.module, fix.imports, inside=self.imports_inside, place=fix.start)

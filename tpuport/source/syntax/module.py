@@ -217,14 +217,6 @@ class Module:
                 return statements, statements.index(statement)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         raise ValueError("Expected a statement of this module.")
 
-    def in_f_string(self, node: ast.AST) -> bool:
-        """Return whether a node is inside an f-string, where Python 3.11 has no exact positions."""
-        return any(isinstance(p, ast.JoinedStr) for p in self.ancestors(node))
-
-    def is_elif(self, node: ast.If) -> bool:
-        """Return whether an `if` is written `elif`."""
-        return self.text.text.startswith("elif", self.start(node))
-
     @cached_property
     def imports(self) -> dict[str, str]:
         """Return the full name of each imported name."""
@@ -362,3 +354,13 @@ def identifiers(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.alias):
             found.add((node.asname or node.name).partition(".")[0])
     return found
+
+
+def is_in_f_string(node: ast.AST, module: Module) -> bool:
+    """Return whether a node is inside an f-string, where Python 3.11 has no exact positions."""
+    return any(isinstance(parent, ast.JoinedStr) for parent in module.ancestors(node))
+
+
+def is_elif(node: ast.If, module: Module) -> bool:
+    """Return whether an `if` is written `elif`."""
+    return module.text.text.startswith("elif", module.start(node))

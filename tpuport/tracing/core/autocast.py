@@ -18,7 +18,7 @@ LOSSES = (
 
 
 def cuda_is_on() -> bool:
-    """Return whether CUDA's autocast casts in this thread (`tpuport.compat.autocast`)."""
+    """Return whether CUDA's autocast casts in this thread (`tpuport.compat.emulated.autocast`)."""
     return torch.is_autocast_enabled("cuda") and (
         torch._C._dispatch_tls_is_dispatch_key_included(CUDA_KEY)
     )

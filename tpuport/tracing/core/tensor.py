@@ -430,3 +430,10 @@ def tolist(tensor: TracedTensor) -> Any:
     if tensor.dim() == 0:
         return item(tensor)
     return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]
+
+
+def version(value: Any) -> int:
+    """Return how often a tensor has been written to."""
+    if isinstance(value, TracedTensor):
+        return value._storage.version
+    return value._version if isinstance(value, torch.Tensor) else 0

@@ -16,7 +16,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core.arguments import Watch, program_leaf
 from tpuport.tracing.core.context import Effects, KeyStream, Trace
-from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of
+from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards.describe import changed_name, name_of
@@ -24,7 +24,6 @@ from tpuport.tracing.guards.python_state import Outside
 from tpuport.tracing.scan_layers.attribute_reads import withheld
 from tpuport.tracing.scan_layers.families import Member
 from tpuport.tracing.scan_layers.traced_block import NAME, Arguments, Entry, NotPure, strong
-from tpuport.tracing.session.program_io import version
 from tpuport.tracing.state.module_state import python_changes, state_tree
 
 

@@ -97,10 +97,3 @@ def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: li
                 code="TPU406",
                 remedy="make it a buffer of the module, or convert the module that owns it",
             )
-
-
-def version(value: Any) -> int:
-    """Return how often a tensor has been written to."""
-    if isinstance(value, TracedTensor):
-        return value._storage.version
-    return value._version if isinstance(value, torch.Tensor) else 0

@@ -31,7 +31,7 @@ from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
 from tpuport.tracing.core.context import KeyStream, Trace, no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.speculation import Plan, Restart
-from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor
+from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
@@ -44,7 +44,6 @@ from tpuport.tracing.session.program_io import (
     refuse_foreign_writes,
     state_tensor,
     traced_arguments,
-    version,
 )
 from tpuport.tracing.state.module_state import StateTree, python_changes, state_tree
 from tpuport.tracing.state.request import Outcome, Request

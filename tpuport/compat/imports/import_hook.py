@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, NamespaceLoader, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tpuport.compat.rewritten import Rewritten, default_cache_dir, rewritten
+from tpuport.compat.imports.rewritten import Rewritten, default_cache_dir, rewritten
 from tpuport.foundation.errors import UsageError
 from tpuport.lint.cache import Cache
 from tpuport.source.rewrite.matching import normal_line_breaks

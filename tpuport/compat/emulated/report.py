@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpuport.compat.import_hook import Imported
+from tpuport.compat.imports.import_hook import Imported
 from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
 from tpuport.foundation.reporting.saved_report import SavedReport
 from tpuport.reports import wording as fmt

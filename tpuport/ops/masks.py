@@ -10,15 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "count_elements",
-    "count_rows",
-    "inverse",
-    "masked",
-    "masked_select",
-    "mismatched",
-    "rowwise",
-]
+from tpuport.ops.traced import is_plain_torchax
 
 
 def masked(tensor: Any, *, cut: bool = False) -> Any:
@@ -107,13 +99,6 @@ def mismatched(tensor: Any, mask: Any, otherwise: Any, value: Any) -> Any:
     from tpuport.ops.torchax.masked_access import chosen
 
     return chosen(wrong, value, otherwise)
-
-
-def is_plain_torchax(value: Any) -> bool:
-    """Return whether a value is a torchax tensor that tpuport does not trace."""
-    if not type(value).__module__.startswith("torchax."):
-        return False
-    return hasattr(value, "jax") and getattr(value, "is_traced", False) is not True
 
 
 def _has_rows(value: Any) -> bool:

@@ -14,10 +14,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.rnn import PackedSequence
 
-from tpuport.compat import captured_outputs
-from tpuport.compat.live_module import LiveModel
-from tpuport.compat.report import Descended
-from tpuport.compat.settings import Settings, active
+from tpuport.compat.emulated import captured_outputs
+from tpuport.compat.emulated.live_module import LiveModel
+from tpuport.compat.emulated.report import Descended
+from tpuport.compat.emulated.settings import Settings, active
 from tpuport.foundation.errors import ParityError, PortError
 from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.tracing.core.context import current

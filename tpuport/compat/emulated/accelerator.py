@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.compat.device import is_accelerator
+from tpuport.compat.emulated.device import is_accelerator
 from tpuport.foundation.errors import UsageError
 
 # Compute capability of an A100, the first GPU with bfloat16, which code asks it for. Not a later

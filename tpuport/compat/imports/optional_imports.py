@@ -5,7 +5,7 @@ import functools
 import sys
 from types import CodeType, FrameType
 
-from tpuport.compat.missing_packages import syntax_tree
+from tpuport.compat.imports.missing_packages import syntax_tree
 
 _NAMED = frozenset({"ImportError", "ModuleNotFoundError"})
 _BROAD = frozenset({"Exception", "BaseException", "bare"})

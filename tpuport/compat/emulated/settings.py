@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tpuport.compat.report import RunReport
+from tpuport.compat.emulated.report import RunReport
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.device import is_tagged
-from tpuport.compat.settings import active
+from tpuport.compat.emulated.device import is_tagged
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.errors import UsageError
 from tpuport.tracing.core.autocast import CUDA_KEY, LOSSES
 

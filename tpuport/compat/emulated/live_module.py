@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.compat import gradients
+from tpuport.compat.emulated import gradients
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend

@@ -1,0 +1,1 @@
+"""The emulated device: tensors, autocast, gradients, process groups, module programs."""

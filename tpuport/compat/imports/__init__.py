@@ -1,0 +1,1 @@
+"""The import hook, and packages that are absent or optional."""

@@ -1,0 +1,251 @@
+"""Branches, loops and checks on values, for rewritten code."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tpuport.foundation.errors import TpuportError
+from tpuport.ops.numbers import negate, to_bool
+from tpuport.ops.traced import is_plain, is_plain_torchax, is_traced
+
+
+def cond(
+    test: Any,
+    then: Callable[..., Any],
+    orelse: Callable[..., Any],
+    operands: tuple[Any, ...] = (),
+) -> Any:
+    """Return `then(*operands) if test else orelse(*operands)`.
+
+    Args:
+        test: Any value with a truth value; a traced one needs exactly one element.
+        then: Function called with the operands if the test is true.
+        orelse: Function called with the operands if the test is false.
+        operands: The variables that a branch may change.
+
+    Returns:
+        The result of the branch that is taken. Under a traced test both branches are traced and
+        must return the same structure, shapes and dtypes.
+    """
+    if is_traced(test):
+        if is_plain(test):
+            from tpuport.ops.torchax.control_flow import traced_cond
+        else:
+            from tpuport.tracing.control_flow.cond import traced_cond
+
+        return traced_cond(test, then, orelse, operands)
+    return then(*operands) if test else orelse(*operands)
+
+
+def while_loop(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run `while test(*operands): operands = body(*operands)`.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values at the start.
+
+    Returns:
+        The carried values at the end.
+    """
+    while True:
+        again = test(*operands)
+        if is_traced(again):
+            if is_plain(again):
+                from tpuport.ops.torchax.control_flow import traced_while
+            else:
+                from tpuport.tracing.control_flow.while_loop import traced_while
+
+            return traced_while(test, body, operands)
+        if not again:
+            return operands
+        operands = body(*operands)
+
+
+def check(test: Any, make_error: Callable[[], Any]) -> None:
+    """Run `if test: raise make_error()`.
+
+    Args:
+        test: Any value with a truth value.
+        make_error: Function that returns the exception to raise, or raises it; called only if the
+            test is true. A trace calls it once, to know the exception that may be raised.
+    """
+    if is_traced(test):
+        _traced_check(test, lambda: _error_of(make_error))
+    elif test:
+        raise make_error()
+
+
+def _traced_check(test: Any, make_error: Callable[[], Any]) -> None:
+    if is_plain(test):
+        from tpuport.ops.torchax.control_flow import traced_check
+    else:
+        from tpuport.tracing.control_flow.cond import traced_check
+    traced_check(test, make_error)
+
+
+def _error_of(make_error: Callable[[], Any]) -> Any:
+    """Return the exception that a function returns or raises; pass on tpuport's own errors."""
+    try:
+        return make_error()
+    except TpuportError:
+        raise
+    except Exception as error:  # this is what the user's code raises when the check fails
+        return error
+
+
+def report(test: Any, action: Callable[[], Any]) -> None:
+    """Run `if test: action()`, for an action that only prints, warns or logs.
+
+    Args:
+        test: Any value with a truth value. Under a traced one nothing is reported.
+        action: Function called only if the test is true.
+    """
+    if is_traced(test):
+        _traced_check(test, lambda: None)
+    elif test:
+        action()
+
+
+def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
+    """Return True, or raise what `assert test, make_message()` raises.
+
+    Args:
+        test: Any value with a truth value.
+        make_message: Function that returns the assertion's message; called only on failure.
+
+    Returns:
+        True. A traced test is checked when the program runs.
+
+    Raises:
+        AssertionError: the test is false.
+    """
+
+    def make_error() -> AssertionError:
+        return AssertionError() if make_message is None else AssertionError(make_message())
+
+    if is_traced(test):
+        check(negate(test), make_error)
+    elif not test:
+        raise make_error()
+    return True
+
+
+def both(first: Any, second: Callable[[], Any]) -> Any:
+    """Return `first and second()` where only the truth of the result counts, as in a test.
+
+    With a traced `first`, `second` is always computed and the two truth values are combined.
+    """
+    if not is_traced(first):
+        return first and second()
+    other = second()
+    if not is_traced(other):
+        return first if other else False
+    if _are_truths(first, other):
+        return first & other
+    return to_bool(first) & to_bool(other)
+
+
+def either(first: Any, second: Callable[[], Any]) -> Any:
+    """Return `first or second()` where only the truth of the result counts, as in a test.
+
+    With a traced `first`, `second` is always computed and the two truth values are combined.
+    """
+    if not is_traced(first):
+        return first or second()
+    other = second()
+    if not is_traced(other):
+        return True if other else first
+    if _are_truths(first, other):
+        return first | other
+    return to_bool(first) | to_bool(other)
+
+
+def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
+    """Return `first and second()` where the result itself is used.
+
+    With a traced `first`, `second` is always computed and one of the two is selected.
+    """
+    if not is_traced(first):
+        return first and second()
+    other = second()
+    if _are_truths(first, other):
+        return first & other
+    return cond(first, lambda: other, lambda: first)
+
+
+def first_truthy(first: Any, second: Callable[[], Any]) -> Any:
+    """Return `first or second()` where the result itself is used.
+
+    With a traced `first`, `second` is always computed and one of the two is selected.
+    """
+    if not is_traced(first):
+        return first or second()
+    other = second()
+    if _are_truths(first, other):
+        return first | other
+    return cond(first, lambda: first, lambda: other)
+
+
+def _are_truths(*values: Any) -> bool:
+    """Return whether all values are 0-d boolean tensors, whose `&` is Python's `and`."""
+    import torch
+
+    return all(
+        isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.ndim == 0
+        for value in values
+    )
+
+
+def largest(*values: Any) -> Any:
+    """Return `max(*values)`; if a value is traced, the program compares them."""
+    return _chosen(values, max, lambda value, best: value > best)
+
+
+def smallest(*values: Any) -> Any:
+    """Return `min(*values)`; if a value is traced, the program compares them."""
+    return _chosen(values, min, lambda value, best: value < best)
+
+
+def _chosen(
+    values: tuple[Any, ...], choose: Callable[..., Any], is_better: Callable[[Any, Any], Any]
+) -> Any:
+    if not any(is_traced(value) for value in values):
+        return choose(*values)
+    best, *others = values
+    for value in others:
+        best = _selected(is_better(value, best), value, best)
+    return best
+
+
+def _selected(test: Any, value: Any, best: Any) -> Any:
+    """Return `value if test else best`; under a traced test, a tensor if either is one."""
+    import torch
+
+    tensors = [isinstance(part, torch.Tensor) for part in (value, best)]
+    if is_traced(test) and any(tensors) and not all(tensors):
+        return torch.where(test, value, best)
+    return cond(test, lambda: value, lambda: best)
+
+
+def grows(test: Any) -> Any:
+    """Return the test of a branch that makes a table in `self` longer.
+
+    Args:
+        test: Whether the table is too short.
+
+    Returns:
+        The test itself, also under `tpuport.convert`, which decides it from the known sizes. Under
+        torchax alone a traced test gives False: the tables of a program keep their sizes, so they
+        have to be long enough when it is traced. Past the end of a table that is too short,
+        indexing and `gather` read the last row, while `embedding` and `index_select` give NaN;
+        with `tpuport.ops.debug_checks` the program raises an `IndexError`.
+    """
+    if not is_plain_torchax(test) or not is_traced(test):
+        return test
+    from tpuport.ops.torchax.control_flow import traced_check
+
+    error = IndexError("a table in self is too short, and a program cannot make it longer")
+    traced_check(test, lambda: error)
+    return False
