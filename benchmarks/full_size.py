@@ -39,7 +39,7 @@ CASES = {
         "v6e-8",
         lambda: hunyuan_video(2),
         {"sequence": -1},
-        sequence="heads",
+        sequence_parallel="ulysses",
     ),
 }
 
@@ -49,7 +49,7 @@ def compiled(case: Case, *, quick: bool = False) -> Any:
     import tpuport
 
     ported, options = case.make()
-    with tpuport.attention_options(sequence=case.sequence):
+    with tpuport.attention_options(sequence_parallel=case.sequence_parallel):
         return tpuport.compile_for(ported, case.topology, mesh=case.mesh, quick=quick, **options)
 
 

@@ -17,7 +17,7 @@ class Case:
         topology: TPU slice.
         make: Returns the ported model and further arguments of `tpuport.compile_for`.
         mesh: Sizes by mesh axis.
-        sequence: Sequence-parallel strategy (`tpuport.attention_options`).
+        sequence_parallel: Sequence-parallel strategy (`tpuport.attention_options`).
     """
 
     name: str
@@ -25,7 +25,7 @@ class Case:
     topology: str
     make: Callable[[], tuple[Any, dict[str, Any]]]
     mesh: dict[str, int]
-    sequence: Any = "gather"
+    sequence_parallel: Any = "all_gather"
 
 
 def _bf16_and_recomputed(patterns: dict[str, str]) -> Callable[[Any], None]:

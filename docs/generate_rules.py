@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from pathlib import Path
 
-from tpuport.lint.catalogue import NO_FIX, Entry, catalogue
+from tpuport.lint.catalogue import NO_FIX, CatalogueEntry, catalogue
 from tpuport.lint.summary import STEPS
 from tpuport.rules._rule import Example
 from tpuport.source.rewrite.finding import Severity
@@ -35,13 +35,13 @@ ADVICE = {
 NOT_ABOUT_TORCH = "Its own comments"
 
 
-def slug(entry: Entry) -> str:
+def slug(entry: CatalogueEntry) -> str:
     """Return the name of a rule's page: `tensor-branch`."""
     words = "".join(f"-{c.lower()}" if c.isupper() else c for c in entry.name)
     return words.lstrip("-")
 
 
-def link(entry: Entry, *, start: str = "") -> str:
+def link(entry: CatalogueEntry, *, start: str = "") -> str:
     """Write a link to a rule's page."""
     return f"[{entry.code}]({start}{slug(entry)}.md)"
 
@@ -51,7 +51,7 @@ def code_block(source: str, language: str = "python") -> str:
     return f"```{language}\n{textwrap.dedent(source).strip()}\n```"
 
 
-def message_of(entry: Entry) -> str:
+def message_of(entry: CatalogueEntry) -> str:
     """Return the message of a rule, with placeholders as words."""
     return entry.message.replace("`{", "`<").replace("}`", ">`").replace("{", "<").replace("}", ">")
 
@@ -59,7 +59,7 @@ def message_of(entry: Entry) -> str:
 # One page.
 
 
-def rule_page(entry: Entry) -> str:
+def rule_page(entry: CatalogueEntry) -> str:
     """Write the page of one rule."""
     title, _, rest = entry.page.partition("\n")
     body, _, references = rest.partition("## References")
@@ -87,7 +87,7 @@ def references_of(text: str) -> str:
     return "\n".join(f"- {line}" for line in shown)
 
 
-def facts(entry: Entry) -> str:
+def facts(entry: CatalogueEntry) -> str:
     """Write the table of message, severity and fix."""
     lines = ["| | |", "|---|---|", f"| reports | {message_of(entry)} |"]
     lines.append(f"| severity | **{entry.severity}**: {MEANING[entry.severity]} |")
@@ -95,7 +95,7 @@ def facts(entry: Entry) -> str:
     return "\n".join(lines)
 
 
-def fix(entry: Entry) -> str:
+def fix(entry: CatalogueEntry) -> str:
     """Describe what the fix promises."""
     name = entry.fix.partition(" ")[0]
     words = {
@@ -107,7 +107,7 @@ def fix(entry: Entry) -> str:
     return words[name]
 
 
-def examples(entry: Entry) -> list[str]:
+def examples(entry: CatalogueEntry) -> list[str]:
     """Write every example, with its rewritten form or the reason why it has none."""
     if not entry.examples:
         return []
@@ -140,7 +140,7 @@ def harm(name: str) -> str:
     return " ".join((first[:1].lower() + first[1:]).split())
 
 
-def look_alikes(entry: Entry) -> list[str]:
+def look_alikes(entry: CatalogueEntry) -> list[str]:
     """Write the examples that the rule does not report."""
     if not entry.clean:
         return []
@@ -151,7 +151,7 @@ def look_alikes(entry: Entry) -> list[str]:
 # The lists.
 
 
-def table(entries: list[Entry], *, start: str = "") -> str:
+def table(entries: list[CatalogueEntry], *, start: str = "") -> str:
     """Write rules as a table."""
     lines = ["| rule | | severity | fix |", "|---|---|---|---|"]
     for entry in entries:
@@ -200,7 +200,7 @@ def checklist_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def item(entry: Entry) -> str:
+def item(entry: CatalogueEntry) -> str:
     """Write one item of the checklist."""
     title = entry.page.partition("\n")[0].rstrip(".")
     done = "" if entry.fix == NO_FIX else f", fix {entry.fix}"

@@ -20,12 +20,12 @@ class Spread:
     Attributes:
         mesh: Returns the axis sizes for `make_mesh`, given the number of chips.
         rules: Returns the sharding rules, given the model.
-        sequence: Sequence-parallel strategy of attention (`tpuport.attention_options`).
+        sequence_parallel: Sequence-parallel strategy of attention (`tpuport.attention_options`).
     """
 
     mesh: Callable[[int], dict[str, int]]
     rules: Callable[[Any], ShardingRules]
-    sequence: Any = None
+    sequence_parallel: Any = None
 
     def shard(self, ported: PortedModel, devices: Any = None) -> None:
         """Shard a port over devices, by default all available ones."""
@@ -38,10 +38,10 @@ class Spread:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Set the attention options with which the step is traced."""
-        if self.sequence is None:
+        if self.sequence_parallel is None:
             yield
             return
-        with tpuport.attention_options(sequence=self.sequence):
+        with tpuport.attention_options(sequence_parallel=self.sequence_parallel):
             yield
 
 
@@ -112,12 +112,12 @@ def _both(model: Any) -> ShardingRules:
 # "tensor": columns and rows of weights are sharded. "mixed": tokens over half of the chips, columns
 # and rows over pairs.
 SPREADS: dict[str, Spread] = {
-    "sequence": Spread(lambda chips: {"sequence": chips}, _tokens_spread, "heads"),
+    "sequence": Spread(lambda chips: {"sequence": chips}, _tokens_spread, "ulysses"),
     "guidance": Spread(
-        lambda chips: {"data": 2, "sequence": _half(chips)}, _tokens_spread, "heads"
+        lambda chips: {"data": 2, "sequence": _half(chips)}, _tokens_spread, "ulysses"
     ),
     "tensor": Spread(lambda chips: {"tensor": chips}, _columns_and_rows),
-    "mixed": Spread(lambda chips: {"sequence": _half(chips), "tensor": 2}, _both, "heads"),
+    "mixed": Spread(lambda chips: {"sequence": _half(chips), "tensor": 2}, _both, "ulysses"),
 }
 
 

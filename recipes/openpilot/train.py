@@ -291,7 +291,7 @@ def train(
             log_every=options.log_every,
             sinks=[JsonLines(out / "log.jsonl")],
         )
-    trained: Any = step.put(state).to_torch()
+    trained: Any = step.load_state(state).to_torch()
     for graph in trained.graphs:
         merge(graph)
     return trained

@@ -248,7 +248,7 @@ def train(
             log_every=options.logging_steps,
             sinks=[JsonLines(folder / "log.jsonl")],
         )
-    trained: Any = gather(step.put(state)).to_torch()
+    trained: Any = gather(step.load_state(state)).to_torch()
     return trained
 
 

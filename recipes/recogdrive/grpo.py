@@ -105,7 +105,7 @@ class GrpoStep:
     ) -> None:
         self.step, self.ported = step, step.ported
         self._pool, self._tokens, self._options = pool, tokens, options
-        # A copy of the current weights, since `put` replaces those of the model.
+        # A copy of the current weights, since `load_state` replaces those of the model.
         self._reference = {**self.ported.params}
         # Buffers are not trained. As constants of the program they stay concrete: upstream's
         # sampler converts its schedule and eta to Python numbers, which a tracer does not allow.
@@ -135,9 +135,9 @@ class GrpoStep:
         names = [argument_name(path).removeprefix("0.") for path in call.paths]
         return {**dict(zip(names, call.values, strict=True)), **here}
 
-    def put(self, state: TrainState, *, ema: bool = False) -> Any:
+    def load_state(self, state: TrainState, *, ema: bool = False) -> Any:
         """Give the model the weights of a state, and return it."""
-        return self.step.put(state, ema=ema)
+        return self.step.load_state(state, ema=ema)
 
     def sampled(self, state: TrainState, batch: dict[str, Any]) -> tuple[Any, Any, np.ndarray]:
         """Return chains (B, G, steps + 1, 8, 3), the reference's chains, and rewards (B, G).

@@ -304,7 +304,7 @@ def run(
             progress=options.progress,
         )
     found = validation.last or validation(step, state)  # None if the run had already ended
-    ported = hosts.gather(step.put(state, ema=options.ema_decay is not None))
+    ported = hosts.gather(step.load_state(state, ema=options.ema_decay is not None))
     if first:
         tpuport.save_checkpoint(out / "planner.safetensors", ported)
     return found

@@ -82,7 +82,7 @@ class Validation:
 
     def __call__(self, step: Any, state: TrainState) -> dict[str, float]:
         """Return a state's errors: `val_l1`, `val_displacement` in metres, and `val_reward`."""
-        sample = getattr(step.put(state, ema=self._ema), self._sample)
+        sample = getattr(step.load_state(state, ema=self._ema), self._sample)
         kept = []
         for batch, count in self.batches():
             predicted = hosts.to_torch(sample(batch)).float()

@@ -43,14 +43,14 @@ def tiles_of(bias: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "way"),
     [
-        (None, "gather"),
-        ({"sequence": 4}, "gather"),
+        (None, "all_gather"),
+        ({"sequence": 4}, "all_gather"),
         ({"sequence": 4}, "ring"),
-        ({"data": 2, "tensor": 2, "sequence": 2}, "heads"),
+        ({"data": 2, "tensor": 2, "sequence": 2}, "ulysses"),
     ],
 )
 def test_a_bias_and_its_gradient_equal_torch(where: dict[str, int] | None, way: Any):
-    options = dataclasses.replace(BLOCKWISE, sequence=way)
+    options = dataclasses.replace(BLOCKWISE, sequence_parallel=way)
     axes = None if where is None else shards(**where)
 
     def out(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
@@ -226,7 +226,7 @@ def test_dropout_without_a_key_is_refused():
         attend(X, X, X, dropout=0.1)
 
 
-@pytest.mark.parametrize("name", ["kernel", "sequence"])
+@pytest.mark.parametrize("name", ["kernel", "sequence_parallel"])
 def test_an_unknown_option_is_refused(name: str):
     with pytest.raises(UsageError, match=f"There is no {name} 'flash'. What to do: choose one of"):
         AttentionOptions(**{name: "flash"})  # pyright: ignore

@@ -15,7 +15,7 @@ from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_sharded import shards
 from tpuport.cost.kernels import find_calls
 from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend, dense
-from tpuport.kernels.attention.problem import Local, Parts, Problem
+from tpuport.kernels.attention.problem import AttentionProblem, Local, Parts
 from tpuport.kernels.attention.tiles import DenseTiles, KernelTiles
 from tpuport.tracing.scan_layers.jaxpr_equal import same_program
 
@@ -138,14 +138,16 @@ def test_numbers_in_keys_that_nobody_sees_do_not_matter():
 @pytest.mark.parametrize("way", ["ring"])
 def test_a_sharded_sequence_equals_torch(way: Any):
     case = dataclasses.replace(CASES["padded keys"], heads=(4, 4))
-    options = dataclasses.replace(DENSE, sequence=way)
+    options = dataclasses.replace(DENSE, sequence_parallel=way)
     assert_equal([output(case, options, shards(sequence=4))], torchs(case)[:1], RTOL)
 
 
 def test_the_logsumexp_is_that_of_all_keys():
     q, k, v = (jnp.asarray(x) for x in Case(heads=(2, 2)).arrays()[:3])
     tiles = KernelTiles(128, 128, 128, 128, 128)
-    problem = Problem("dense", 0.25, None, None, None, 200, 300, tiles, dense=SMALL, interpret=True)
+    problem = AttentionProblem(
+        "dense", 0.25, None, None, None, 200, 300, tiles, dense=SMALL, interpret=True
+    )
     valid = jnp.arange(300)[None] < jnp.asarray([[250], [0]])
     local = Local(problem, Parts(key_valid=valid))
     lse = jax.jit(functools.partial(dense.forward, local))(q, k, v)[1]

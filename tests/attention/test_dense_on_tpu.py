@@ -107,7 +107,9 @@ def test_it_compiles_for_v6e_without_a_matrix_of_scores(monkeypatch: pytest.Monk
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
         mask = Mask(key_valid=valid)
-        return attend(q, k, v, mask, options=AttentionOptions(sequence="heads"), shards=shards)
+        return attend(
+            q, k, v, mask, options=AttentionOptions(sequence_parallel="ulysses"), shards=shards
+        )
 
     compiled = jax.jit(run).lower(shape, shape, shape, valid).compile()
     text = compiled.as_text() or ""

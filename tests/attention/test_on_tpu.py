@@ -26,7 +26,7 @@ def test_sharded_attention_compiles_for_v6e_without_a_matrix_of_scores():
     shape = jax.ShapeDtypeStruct((2, 4, 1500, 80), jnp.bfloat16, sharding=spec)
     valid = jax.ShapeDtypeStruct((2, 1500), jnp.bool_, sharding=NamedSharding(shards.mesh, P()))
     # What platform and chip this is for is read from the mesh.
-    options = AttentionOptions(sequence="heads", blocks=BlockSizes(512, 512, 256))
+    options = AttentionOptions(sequence_parallel="ulysses", blocks=BlockSizes(512, 512, 256))
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, valid: jax.Array) -> jax.Array:
         return attend(q, k, v, Mask(key_valid=valid), options=options, shards=shards)

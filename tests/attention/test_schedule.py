@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpuport.kernels.attention.schedule import Band, InBand, Piece, UpTo, make_pieces
+from tpuport.kernels.attention.schedule import InBand, Piece, ScheduleBand, UpTo, make_pieces
 
 LIMITS = st.none() | st.integers(-30, 30)
 
 
 @st.composite
-def bands(draw: Any) -> tuple[Band, tuple[int, int], tuple[int, int]]:
+def bands(draw: Any) -> tuple[ScheduleBand, tuple[int, int], tuple[int, int]]:
     """A band, numbers of blocks, and their sizes."""
     sizes = draw(st.integers(1, 7)), draw(st.integers(1, 7))
     lengths = draw(st.integers(1, 30)), draw(st.integers(1, 30))
     num_blocks = -(-lengths[0] // sizes[0]), -(-lengths[1] // sizes[1])
     num_keys = draw(st.integers(0, lengths[1]))
     shift = draw(st.integers(-40, 40))
-    return Band(draw(LIMITS), draw(LIMITS), shift, lengths[0], num_keys), num_blocks, sizes
+    return ScheduleBand(draw(LIMITS), draw(LIMITS), shift, lengths[0], num_keys), num_blocks, sizes
 
 
-def seen_of(band: Band, rows: int, columns: int) -> np.ndarray:
+def seen_of(band: ScheduleBand, rows: int, columns: int) -> np.ndarray:
     """(rows, columns): what the band says, written out."""
     queries, keys = np.arange(rows)[:, None], np.arange(columns)[None, :]
     distance = keys - queries - band.shift
@@ -79,7 +79,7 @@ def test_a_known_band_is_covered_once(by_key: bool, drawn: Any):
 @pytest.mark.parametrize("limits", [(None, None), (None, 3), (-5, None), (-5, 3)])
 @given(shift=st.integers(-40, 40))
 def test_a_traced_place_is_covered_once(by_key: bool, limits: Any, shift: int):
-    band = Band(*limits, shift, 18, 20)
+    band = ScheduleBand(*limits, shift, 18, 20)
     pieces = traced_pieces(limits, by_key, False)(shift, 20)
     count = assembled(pieces, (5, 7), (4, 3), by_key)[:18]
     np.testing.assert_array_equal(count, seen_of(band, *count.shape))
@@ -91,7 +91,7 @@ def test_a_traced_place_is_covered_once(by_key: bool, limits: Any, shift: int):
 def test_a_traced_number_of_keys_is_covered_once(
     by_key: bool, limits: Any, shift: int, num_keys: int
 ):
-    band = Band(*limits, shift, 18, num_keys)
+    band = ScheduleBand(*limits, shift, 18, num_keys)
     pieces = traced_pieces(limits, by_key, True)(shift, num_keys)
     assert [type(piece.function) for piece in pieces] == [type(None), UpTo]
     count = assembled(pieces, (5, 7), (4, 3), by_key)[:18]
@@ -105,7 +105,7 @@ def traced_pieces(limits: Any, by_key: bool, count_too: bool) -> Any:
 
     @jax.jit
     def infos(shift: jax.Array, num_keys: jax.Array) -> Any:
-        band = Band(*limits, shift, 18, num_keys if count_too else 20)
+        band = ScheduleBand(*limits, shift, 18, num_keys if count_too else 20)
         pieces = make_pieces(band, (5, 7), (4, 3), by_key=by_key)
         functions[:] = [(piece.function, piece.at_edge) for piece in pieces]
         return [piece.info for piece in pieces]
@@ -119,7 +119,7 @@ def traced_pieces(limits: Any, by_key: bool, count_too: bool) -> Any:
 
 def test_only_blocks_at_an_edge_are_masked():
     # 112,856 keys in blocks of 2048: the last block holds 216 of them, all others are full.
-    band = Band(None, None, 0, 112_856, 112_856)
+    band = ScheduleBand(None, None, 0, 112_856, 112_856)
     whole, edge = make_pieces(band, (37, 56), (3072, 2048))
     assert (whole.function, int(whole.info.block_mask.sum())) == (None, 37 * 55)  # pyright: ignore
     assert (edge.function, edge.info.block_mask.shape) == (InBand(None, None, 112_856), (1, 37, 1))  # pyright: ignore
@@ -127,7 +127,7 @@ def test_only_blocks_at_an_edge_are_masked():
 
 def test_a_traced_number_of_keys_masks_one_block_a_row():
     def blocks(num_keys: jax.Array) -> tuple[Any, ...]:
-        pieces = make_pieces(Band(None, None, 0, 8192, num_keys), (4, 8), (2048, 1024))
+        pieces = make_pieces(ScheduleBand(None, None, 0, 8192, num_keys), (4, 8), (2048, 1024))
         return tuple(piece.info.block_mask.sum() for piece in pieces)  # pyright: ignore
 
     assert [int(n) for n in jax.jit(blocks)(jnp.int32(5000))] == [4 * 4, 4]
@@ -135,9 +135,9 @@ def test_a_traced_number_of_keys_masks_one_block_a_row():
 
 
 def test_what_is_unmasked_and_divides_is_one_call():
-    (piece,) = make_pieces(Band(None, None, 0, 8192, 8192), (4, 8), (2048, 1024))
+    (piece,) = make_pieces(ScheduleBand(None, None, 0, 8192, 8192), (4, 8), (2048, 1024))
     assert piece.function is None
 
 
 def test_nothing_seen_is_no_call():
-    assert make_pieces(Band(None, -9000, 0, 8192, 8192), (4, 8), (2048, 1024)) == []
+    assert make_pieces(ScheduleBand(None, -9000, 0, 8192, 8192), (4, 8), (2048, 1024)) == []

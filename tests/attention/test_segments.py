@@ -14,7 +14,7 @@ from tests.attention.cases import SPLASH, Case, torchs
 from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_schedule import visits
 from tpuport.kernels.attention import Mask, attend, schedule
-from tpuport.kernels.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
+from tpuport.kernels.attention.schedule import NOBODY, Piece, ScheduleBand, SegmentIds, make_pieces
 from tpuport.kernels.attention.splash import Sorting
 
 QUERIES, KEYS = 420, 600
@@ -113,12 +113,18 @@ def test_bf16_documents_are_within_its_rounding():
 # Which blocks are visited.
 
 
-def pieces_of(q: Any, kv: Any, by_key: bool = False, band: Band | None = None) -> list[Piece]:
+def pieces_of(
+    q: Any, kv: Any, by_key: bool = False, band: ScheduleBand | None = None
+) -> list[Piece]:
     """For blocks of 4 queries and 3 keys."""
     ids = SegmentIds(jnp.asarray(q, jnp.int32), jnp.asarray(kv, jnp.int32))
     num_blocks = len(q) // 4, len(kv) // 3
     return make_pieces(
-        band or Band(None, None, 0, len(q), len(kv)), num_blocks, (4, 3), by_key=by_key, ids=ids
+        band or ScheduleBand(None, None, 0, len(q), len(kv)),
+        num_blocks,
+        (4, 3),
+        by_key=by_key,
+        ids=ids,
     )
 
 
@@ -154,7 +160,7 @@ def test_each_pair_of_one_id_is_counted_once(by_key: bool, high: int | None, dat
     if data.draw(st.booleans()):
         q, kv = np.sort(q), np.sort(kv)
     kv = np.where(np.arange(18) < data.draw(st.integers(0, 18)), kv, NOBODY)
-    band = Band(None, high, 0, 20, 18)
+    band = ScheduleBand(None, high, 0, 20, 18)
     count = counted(pieces_of(q, kv, by_key, band), (q, kv), by_key)
     wanted = q[:, None] == kv[None, :]
     if high is not None:

@@ -17,7 +17,7 @@ from tests.attention.test_kernels import RTOL, assert_equal
 from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend
 from tpuport.kernels.attention.dispatch import AttentionWarning
 
-WAYS = ("gather", "ring", "heads")
+WAYS = ("all_gather", "ring", "ulysses")
 
 
 def shards(**axes: int) -> Shards:
@@ -33,31 +33,31 @@ def shards(**axes: int) -> Shards:
 @pytest.mark.parametrize("name", ["causal window, capped", "causal, scattered keys"])
 def test_a_sharded_sequence_equals_torch(name: str, way: Any):
     case = dataclasses.replace(CASES[name], heads=(7, 7))
-    options = dataclasses.replace(BLOCKWISE, sequence=way)
+    options = dataclasses.replace(BLOCKWISE, sequence_parallel=way)
     assert_equal(ours(case, options, shards(sequence=7)), torchs(case), RTOL)
 
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("gather", "causal segments"), ("ring", "padded keys"), ("heads", "padded keys")],
+    [("all_gather", "causal segments"), ("ring", "padded keys"), ("ulysses", "padded keys")],
 )
 def test_splash_over_three_axes_equals_torch(way: Any, name: str):
-    # Two key heads: over tensor and sequence by "heads" there are fewer of them than chips.
-    options = dataclasses.replace(SPLASH, sequence=way)
+    # Two key heads: over tensor and sequence by "ulysses" there are fewer of them than chips.
+    options = dataclasses.replace(SPLASH, sequence_parallel=way)
     found = ours(CASES[name], options, shards(data=2, tensor=2, sequence=2))
     assert_equal(found, torchs(CASES[name]), RTOL)
 
 
 def test_a_causal_window_in_a_ring_of_splash_equals_torch():
     case = dataclasses.replace(CASES["causal window, capped"], heads=(2, 1))
-    options = dataclasses.replace(SPLASH, sequence="ring")
+    options = dataclasses.replace(SPLASH, sequence_parallel="ring")
     assert_equal(ours(case, options, shards(sequence=2)), torchs(case), RTOL)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_sequence_of_its_own_length_is_exchanged_whole(way: Any):
     case = Case(queries=128, keys=128, heads=(8, 8), sizes=(8, 8))
-    options = dataclasses.replace(BLOCKWISE, sequence=way)
+    options = dataclasses.replace(BLOCKWISE, sequence_parallel=way)
     assert_equal(ours(case, options, shards(sequence=4)), torchs(case), RTOL)
 
 
@@ -75,7 +75,7 @@ def collectives(way: Any, grad: bool, num_kv_heads: int = 8) -> Counter[str]:
     q, k = (
         jax.ShapeDtypeStruct((2, h, 64, 8), jnp.float32, sharding=spec) for h in (8, num_kv_heads)
     )
-    options = AttentionOptions(kernel="blockwise", sequence=way)
+    options = AttentionOptions(kernel="blockwise", sequence_parallel=way)
 
     def out(q: Any, k: Any, v: Any) -> jax.Array:
         return attend(q, k, v, Mask(causal=True), options=options, shards=where)
@@ -91,8 +91,8 @@ def collectives(way: Any, grad: bool, num_kv_heads: int = 8) -> Counter[str]:
 
 
 def test_gathering_sends_keys_and_values_once_and_their_gradients_once():
-    assert collectives("gather", grad=False) == {"all-gather": 2}
-    sent = collectives("gather", grad=True)
+    assert collectives("all_gather", grad=False) == {"all-gather": 2}
+    sent = collectives("all_gather", grad=True)
     assert sent.keys() <= {"all-gather", "reduce-scatter"}
     assert sent["reduce-scatter"] == 2
 
@@ -103,8 +103,8 @@ def test_a_ring_sends_only_to_the_next_chip():
 
 
 def test_heads_are_exchanged_by_all_to_all_alone():
-    assert collectives("heads", grad=False) == {"all-to-all": 4}
-    assert collectives("heads", grad=True).keys() == {"all-to-all"}
+    assert collectives("ulysses", grad=False) == {"all-to-all": 4}
+    assert collectives("ulysses", grad=True).keys() == {"all-to-all"}
 
 
 def test_an_axis_that_does_not_divide_is_said_once_and_not_used():

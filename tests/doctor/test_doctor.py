@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tpuport.cli.app import FAILED, app
 from tpuport.doctor import machine as machines
 from tpuport.doctor.checks import _DEVICES, _TORCHAX, check
-from tpuport.doctor.finding import Finding, Status
+from tpuport.doctor.finding import Check, Status
 from tpuport.doctor.machine import Answer, Machine, ask, this_machine
 from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
 
@@ -50,7 +50,7 @@ def machine(tmp_path: Path, **changes: Any) -> Machine:
     return replace(healthy, **changes)
 
 
-def not_ok(found: list[Finding]) -> list[tuple[str, str, str, str | None]]:
+def not_ok(found: list[Check]) -> list[tuple[str, str, str, str | None]]:
     """What is not well, but for the compile cache that does not exist yet."""
     return [
         (one.status.value, one.topic, one.text, one.fix)
@@ -174,7 +174,7 @@ def test_without_torch_and_jax_it_says_how_to_install_them(tmp_path: Path):
 
 
 def test_python_itself():
-    assert check_python((3, 10, 4)) == Finding(
+    assert check_python((3, 10, 4)) == Check(
         Status.PROBLEM, "Python", "3.10.4; tpuport needs 3.11 or newer", "python3.11 -m venv .venv"
     )
     assert check_python((3, 13, 1)).text == "3.13.1; tpuport is tested with 3.11"

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from tpuport.lint import settings
-from tpuport.lint.catalogue import NO_FIX, Entry, catalogue
+from tpuport.lint.catalogue import NO_FIX, CatalogueEntry, catalogue
 from tpuport.lint.summary import STEPS
 from tpuport.rules._rule import Example
 from tpuport.source.rewrite.finding import Severity
@@ -54,7 +54,7 @@ def test_links_lead_somewhere(generator):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-ENTRY = Entry(
+ENTRY = CatalogueEntry(
     code="TPU999",
     name="SomeThing",
     message="`{call}` in {place} is bad",

@@ -131,11 +131,11 @@ def test_attention_is_tried_in_other_ways_and_the_best_with_other_blocks(monkeyp
     attention = ["", "by heads", "by ring", *(f"by ring blocks {sizes}" for sizes in blocks)]
     assert [trial.attention for trial in found.trials] == attention
     assert chosen[0] is None
-    assert [one.options.sequence for one in chosen[1:]] == ["heads", *["ring"] * 5]
+    assert [one.options.sequence_parallel for one in chosen[1:]] == ["ulysses", *["ring"] * 5]
     assert [one.options.blocks.q for one in chosen[3:]] == [3072, 2048, 1024, 1024]
     assert found.best is not None
     assert found.best.attention == "by ring blocks 1024 x 2048 x 1024"
     assert "by ring blocks 1024 x 2048 x 1024" in " ".join(str(found).split())
 
-    with tpuport.attention_options(sequence="gather"):
+    with tpuport.attention_options(sequence_parallel="all_gather"):
         assert len(search(ported, "v5e-4", **given).trials) == 1

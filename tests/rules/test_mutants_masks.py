@@ -87,7 +87,9 @@ def always(value):
 
 def reversed_order(rows, bound):
     moved = compact(rows, bound)
-    return moved if moved.bound != 4 else masked_rows.Rows(moved.values.flip(0), moved.keep, 2)
+    return (
+        moved if moved.bound != 4 else masked_rows.MaskedRows(moved.values.flip(0), moved.keep, 2)
+    )
 
 
 compact = masked_rows.compact

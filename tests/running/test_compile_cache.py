@@ -16,7 +16,7 @@ from jax._src import compilation_cache
 
 import tpuport
 from tpuport.aot.cache import cache_folder
-from tpuport.aot.cache.compile_cache import CachedProgram, CacheReport
+from tpuport.aot.cache.compile_cache import CacheRecord, CacheReport
 from tpuport.foundation.errors import UsageError
 
 SETTINGS = (
@@ -267,14 +267,14 @@ def test_where_programs_are_kept_if_nobody_says(monkeypatch):
 
 
 def test_the_report_as_text():
-    programs = [CachedProgram("Planner_forward", False, 4.25), CachedProgram("add", True, 0.01)]
+    programs = [CacheRecord("Planner_forward", False, 4.25), CacheRecord("add", True, 0.01)]
     report = CacheReport("/cache", programs, 12.0)
     assert str(report) == textwrap.dedent("""\
         compile cache /cache
         1 of 2 programs loaded, 1 compiled, in 4.3 s; at least 12 s saved
           compiled    4.25 s  Planner_forward
           loaded      0.01 s  add""")
-    many = CacheReport("/cache", [CachedProgram(f"p{n}", True, n) for n in range(12)])
+    many = CacheReport("/cache", [CacheRecord(f"p{n}", True, n) for n in range(12)])
     assert str(many).endswith("\n  and 2 more")
 
 

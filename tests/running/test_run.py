@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tpuport.cli.app import app
 from tpuport.compat.porting import porting
-from tpuport.compat.runner.run import Program
+from tpuport.compat.runner.run import RunTarget
 from tpuport.compat.runner.run import run as run_program
 from tpuport.foundation.errors import UsageError
 
@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 
     def call(source: str, *arguments: str, name: str = "script.py", **options) -> int:
         Path("script.py").write_text(textwrap.dedent(source))
-        program = Program(name, options.pop("is_module", False), arguments)
+        program = RunTarget(name, options.pop("is_module", False), arguments)
         before = state()
         try:
             return run_program(program, ends_process=False, **options)
@@ -313,7 +313,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
-        "program": Program("name", True, ["--package", "x", "-m", "--", "y"]),
+        "program": RunTarget("name", True, ["--package", "x", "-m", "--", "y"]),
         "packages": ["a", "b"],
         "paths": [Path("c")],
         "rewrite": True,
@@ -375,7 +375,7 @@ def test_the_report_is_written_also_if_the_script_fails(tmp_path):
         "net(torch.ones(1, 2, device='cuda'))\nraise SystemExit(4)\n"
     )
     report = tmp_path / "run.txt"
-    assert run_program(Program(str(script)), report=report, ends_process=False) == 4
+    assert run_program(RunTarget(str(script)), report=report, ends_process=False) == 4
     assert report.read_text().startswith("1 program\n  Linear: agrees")
     with pytest.raises(UsageError, match=r"\.json, \.html or \.txt"):
-        run_program(Program(str(script)), report=tmp_path / "run.pdf", ends_process=False)
+        run_program(RunTarget(str(script)), report=tmp_path / "run.pdf", ends_process=False)

@@ -13,7 +13,7 @@ import tpuport
 from tests.sharding import tiny
 from tpuport.foundation.errors import UsageError
 from tpuport.sharding import PRESETS, count_collectives, make_mesh
-from tpuport.sharding.layer_roles import Role, uses_of
+from tpuport.sharding.layer_roles import LayerRole, uses_of
 
 MESHES = {
     "replicated": {"data": 8},
@@ -46,7 +46,7 @@ def added(made: tiny.Tiny, ported: Any, preset: str) -> set[str]:
         # A weight that is spread along fsdp alone is the same on each chip along tensor. It is
         # gathered in two steps: by all chips, after a permute.
         more.add(PERMUTE)
-    modulations = [n for n, use in uses_of(made.model).items() if use.role is Role.MODULATION]
+    modulations = [n for n, use in uses_of(made.model).items() if use.role is LayerRole.MODULATION]
     if any("tensor" in specs[name] for name in modulations):
         # Chunks of a modulation are not the chips', so its output is gathered.
         more.add(GATHER)

@@ -16,7 +16,7 @@ from tpuport.foundation.interop.name_patterns import matches
 from tpuport.sharding import (
     TABLES,
     Activations,
-    Kind,
+    NoteKind,
     ShardingRules,
     ShardingWarning,
     SpecRule,
@@ -76,12 +76,17 @@ def test_what_may_not_be_meant_is_reported_by_name_and_strict_raises_it():
     )
     params = shapes(a__w=(8, 8), a__v=(8,), c__odd=(6, 8), big=(1024, 1024))
     found = {finding.kind: finding for finding in rules.findings(params, SIZES)}
-    assert found.keys() == {Kind.UNMATCHED, Kind.SHADOWED, Kind.UNEVEN, Kind.REPLICATED}
-    assert "nope: P('fsdp') matches no parameter" in str(found[Kind.UNMATCHED])
-    assert "is shadowed: 1 name that it matches (a.w)" in str(found[Kind.SHADOWED])
-    assert "dim 0 of c.odd has size 6, which fsdp=4 does not divide" in str(found[Kind.UNEVEN])
+    assert found.keys() == {
+        NoteKind.UNMATCHED,
+        NoteKind.SHADOWED,
+        NoteKind.UNEVEN,
+        NoteKind.REPLICATED,
+    }
+    assert "nope: P('fsdp') matches no parameter" in str(found[NoteKind.UNMATCHED])
+    assert "is shadowed: 1 name that it matches (a.w)" in str(found[NoteKind.SHADOWED])
+    assert "dim 0 of c.odd has size 6, which fsdp=4 does not divide" in str(found[NoteKind.UNEVEN])
     assert "big (float32[1024, 1024], 4.0 MiB) is replicated on every chip: no rule" in str(
-        found[Kind.REPLICATED]
+        found[NoteKind.REPLICATED]
     )
     assert rules.specs(params, SIZES)["c.odd"] == P()
     with pytest.raises(UsageError, match=r"(?s)strict.*nope.*big"):
@@ -253,4 +258,4 @@ def test_ready_tables_fit_their_families():
     for name, model in models.items():
         plan = TABLES[name].plan(model, {"fsdp": 2, "tensor": 4})
         assert plan.bytes_a_chip < plan.num_bytes / 6, name
-        assert {f.kind for f in plan.findings} <= {Kind.REPLICATED}
+        assert {f.kind for f in plan.findings} <= {NoteKind.REPLICATED}

@@ -90,7 +90,7 @@ def test_a_lightning_module_trains_as_its_trainer_would(form: str, every: int, a
     for batch in batches(6):
         state, metrics = made.step(state, batch)
     assert {"loss", "accuracy"} <= metrics.keys()
-    same(made.step.put(state).to_torch(), expected)
+    same(made.step.load_state(state).to_torch(), expected)
 
 
 @pytest.mark.parametrize("form", ["one", "list"])
@@ -252,7 +252,7 @@ def test_training_arguments_train_as_the_trainer_does(schedule: str):
         np.testing.assert_allclose(
             metrics["loss"], sum(float(one.detach()) for one in losses), rtol=1e-4
         )
-    found = made.step.put(state).to_torch()
+    found = made.step.load_state(state).to_torch()
     for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         if "key.bias" in name:
             continue  # its gradient is rounding alone, which Adam makes large

@@ -95,7 +95,7 @@ def test_ten_rounds_are_those_of_torch():
     }
     np.testing.assert_allclose(metrics["loss"], metrics["d/loss"] + metrics["g/loss"], rtol=1e-6)
     assert int(state.step) == 10
-    same(step.put(state).to_torch(), expected)
+    same(step.load_state(state).to_torch(), expected)
 
 
 def test_states_take_turns_by_hand_too():
@@ -107,7 +107,7 @@ def test_states_take_turns_by_hand_too():
     for batch in given(4):
         d, _ = found["d"](d.with_weights_of(g), batch)
         g, _ = found["g"](g.with_weights_of(d), batch)
-    same(found["g"].put(g).to_torch(), expected)
+    same(found["g"].load_state(g).to_torch(), expected)
 
 
 def test_noise_is_not_the_same_in_both():

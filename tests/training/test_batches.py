@@ -16,7 +16,7 @@ import tpuport
 from tests.training.small import Small, loss
 from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches, Buckets, make_train_step
-from tpuport.training.input.sources import Share
+from tpuport.training.input.sources import HostShard
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -89,15 +89,20 @@ def test_random_numbers_are_a_samples_own_and_the_process_keeps_its():
 
 def test_processes_read_their_rows_of_the_same_batches():
     batches = Batches(Numbered(), batch_size=8, last="pad")
-    whole = [r.batch for r in itertools.islice(batches._source.read(batches._place, Share()), 5)]
+    whole = [
+        r.batch for r in itertools.islice(batches._source.read(batches._place, HostShard()), 5)
+    ]
     parts = [
-        [r.batch for r in itertools.islice(batches._source.read(batches._place, Share(p, 2)), 5)]
+        [
+            r.batch
+            for r in itertools.islice(batches._source.read(batches._place, HostShard(p, 2)), 5)
+        ]
         for p in range(2)
     ]
     joined = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(*parts, strict=True)]
     assert_same(joined, whole)
     with pytest.raises(UsageError, match="a batch of 8 does not divide over 3 processes"):
-        next(batches._source.read(batches._place, Share(0, 3)))
+        next(batches._source.read(batches._place, HostShard(0, 3)))
 
 
 def test_a_short_batch_is_left_out_or_padded_with_a_mask():
@@ -155,10 +160,10 @@ def test_what_is_ragged_has_to_be_known():
         next(iter(Batches(ragged(9), batch_size=4, shuffle=False, buckets=(8,))))
     batches = Batches(ragged(9), batch_size=4, buckets=Buckets((4, 8), fill={"ids": 0}))
     with pytest.raises(UsageError, match="processes have to choose the same length"):
-        next(batches._source.read(batches._place, Share(0, 2)))
+        next(batches._source.read(batches._place, HostShard(0, 2)))
     sizes = Buckets((4, 8), fill={"ids": 0, "labels": 0}, sizes=range(1, 9))
     batches = Batches(ragged(9), batch_size=8, shuffle=False, buckets=sizes)
-    assert next(batches._source.read(batches._place, Share(0, 2))).batch["ids"].shape == (4, 8)
+    assert next(batches._source.read(batches._place, HostShard(0, 2))).batch["ids"].shape == (4, 8)
 
 
 def test_worker_processes_read_the_same_and_start_without_a_fork():
@@ -176,7 +181,7 @@ def test_worker_processes_read_the_same_and_start_without_a_fork():
 def test_an_error_in_a_worker_is_raised_with_its_traceback_and_the_place_stays():
     step = make_train_step(tpuport.convert(Small(0.0)), loss)
     batches = Batches(Numbered(12, broken=5), batch_size=4, shuffle=False, workers=1)
-    with batches, batches.on(step) as given:
+    with batches, batches.device_iterator(step) as given:
         assert [int(v) for v in next(given).values[0]] == [0, 1, 2, 3]
         with pytest.raises(KeyError, match=r"(?s)in __getitem__.*sample 5 is damaged"):
             next(given)
@@ -186,7 +191,7 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback_and_the_place_stays()
 def test_batches_are_placed_ahead_and_count_when_they_are_taken():
     step = make_train_step(tpuport.convert(Small(0.0)), loss)
     batches = Batches(Numbered(), batch_size=8, prefetch=3)
-    given = batches.on(step)
+    given = batches.device_iterator(step)
     call = next(given)
     assert len(given._ready) == 3
     assert (batches.position["batch"], call.rows) == (1, 8)

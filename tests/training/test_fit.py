@@ -87,7 +87,7 @@ def test_numbers_and_rates_are_logged_and_evaluated(tmp_path):
 
     def evaluate(step: Any, state: Any) -> dict[str, Any]:
         seen.append(int(state.step))
-        step.put(state)
+        step.load_state(state)
         return {"x": torch.tensor(2.0), "y": jax.numpy.ones(())}
 
     step = new_step()
@@ -133,7 +133,7 @@ def test_no_step_waits_for_its_numbers(monkeypatch):
         return value.fget(array)
 
     data = batches()
-    given = data.on(step)
+    given = data.device_iterator(step)
     monkeypatch.setattr(type(state.step), "_value", property(refuse_to_read))
     for _ in range(3):
         state, _ = step(state, next(given))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.training.test_batches import Numbered, assert_same, first
 from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches
-from tpuport.training.input.sources import Place, Share
+from tpuport.training.input.sources import ArrayPlace, HostShard
 
 
 class Shuffled(torch.utils.data.Sampler[int]):
@@ -39,7 +39,7 @@ class Shuffled(torch.utils.data.Sampler[int]):
 
 def read_by(batches: Batches, process: int, count: int) -> list[Any]:
     """The first batches as one of two processes reads them."""
-    reading = batches._source.read(Place(), Share(process, 2))
+    reading = batches._source.read(ArrayPlace(), HostShard(process, 2))
     return [read.batch for read in itertools.islice(reading, count)]
 
 
@@ -94,7 +94,7 @@ def test_each_process_takes_its_rows_of_a_whole_batch():
     items = [{"x": torch.arange(4), "name": "a"}]
     for given in (items, iter(items)):
         batches = Batches(given, None, shuffle=False)
-        reading = batches._source.read(Place(), Share(1, 2))
+        reading = batches._source.read(ArrayPlace(), HostShard(1, 2))
         assert next(reading).batch["x"].tolist() == [2, 3]
     mixed = Batches([{"x": torch.zeros(4), "scale": torch.zeros(3)}], None, shuffle=False)
     with pytest.raises(UsageError, match=r"tensors of \[3, 4\] rows.*first dim"):
@@ -154,7 +154,7 @@ def test_there_is_no_last_batch_to_fill_where_items_are_batches(last: Any):
 
 def test_two_readers_of_the_same_batches_are_refused():
     batches = Batches(Numbered(16), 4, prefetch=1)
-    given = batches.on(None)
+    given = batches.device_iterator(None)
     next(given)
     list(batches.epoch())
     with pytest.raises(UsageError, match="somebody else took batches meanwhile"):

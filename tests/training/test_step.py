@@ -60,11 +60,11 @@ def test_twenty_steps_are_those_of_torch(clip: float | None):
         np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-4)
         np.testing.assert_allclose(metrics["accuracy"], more["accuracy"].item())
     assert step.retraces == 0
-    same(step.put(state).to_torch(), eager)
+    same(step.load_state(state).to_torch(), eager)
     with torch.no_grad():
         for one, other in zip(averaged.module.buffers(), eager.buffers(), strict=True):
             one.copy_(other)  # torch averages these or leaves them; ours are the newest
-    same(step.put(state, ema=True).to_torch(), averaged.module)
+    same(step.load_state(state, ema=True).to_torch(), averaged.module)
 
 
 def after(accumulate: int, *, normed: bool = True) -> tuple[Any, Any]:
@@ -76,7 +76,7 @@ def after(accumulate: int, *, normed: bool = True) -> tuple[Any, Any]:
     state, metrics = step.init(), {}
     for batch in batches(3, size=8):
         state, metrics = step(state, batch)
-    return step.put(state).to_torch(), metrics
+    return step.load_state(state).to_torch(), metrics
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
@@ -158,7 +158,7 @@ def test_the_old_state_is_overwritten_and_the_model_is_not():
     assert isinstance(second, TrainState)
     assert all(value.is_deleted() for value in first.params.values())
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ported.params), before)
-    step.put(second)
+    step.load_state(second)
     step(second, batches(1)[0])
     assert not any(value.is_deleted() for value in ported.params.values())
 
@@ -387,7 +387,7 @@ def test_what_the_first_call_sets_up_is_there_at_each_step(accumulate: int):
         want.backward()
         optimizer.step()
         torch.testing.assert_close(float(metrics["loss"]), want.item(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(step.put(state).to_torch().state_dict(), eager.state_dict())
+    torch.testing.assert_close(step.load_state(state).to_torch().state_dict(), eager.state_dict())
     assert step.retraces == 0
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from tpuport.aot.records import Attention
+from tpuport.aot.records import AttentionUse
 from tpuport.aot.report import CompileReport
 from tpuport.aot.work import FULL_SCORES
 from tpuport.cost.chips import chip_of
@@ -71,7 +71,7 @@ def _spread_state(report: CompileReport, plan: ShardingPlan) -> Iterator[str]:
 
 
 def _scores(report: CompileReport) -> Iterator[str]:
-    full: list[Attention] = []
+    full: list[AttentionUse] = []
     if report.work is not None:
         full = [one for one in report.work.attention if one.kernel == FULL_SCORES]
     if full:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tpuport.aot.entry_points import Step
+from tpuport.aot.entry_points import EntryPoint
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 
 _UNITS = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -61,7 +61,7 @@ class Ahead:
     seconds: dict[str, float]
 
 
-def compile_ahead(step: Step, mesh: Mesh, options: dict[str, Any] | None = None) -> Ahead:
+def compile_ahead(step: EntryPoint, mesh: Mesh, options: dict[str, Any] | None = None) -> Ahead:
     """Compile a step for the devices of a mesh.
 
     Args:

@@ -14,10 +14,10 @@ from tpuport.aot.advice import advise
 from tpuport.aot.aot import Ahead, compile_ahead
 from tpuport.aot.entry_points import forward_step, function_step, training_step
 from tpuport.aot.memory import held_at_peak, largest_computed, listed_by_compiler, read_memory
-from tpuport.aot.records import Captured, Held, Seconds, Work
+from tpuport.aot.records import Captured, HeldMemory, Seconds, Work
 from tpuport.aot.report import CompileReport
 from tpuport.aot.work import captured_constants, read_traced, read_work
-from tpuport.cost.hlo.parser import Program, read_program
+from tpuport.cost.hlo.parser import HloProgram, read_program
 from tpuport.cost.records import Estimate
 from tpuport.diagnosis.explain import explaining
 from tpuport.foundation.errors import UsageError
@@ -217,8 +217,8 @@ def _reported(
 class _Read:
     """Facts read from a compiled program, or from the traced one if it was refused."""
 
-    program: Program | None
-    held: tuple[Held, ...]
+    program: HloProgram | None
+    held: tuple[HeldMemory, ...]
     work: Work
     time: Estimate | None
 

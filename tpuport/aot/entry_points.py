@@ -18,14 +18,14 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.keys import unused_key
-from tpuport.tracing.state.request import Request
+from tpuport.tracing.state.request import TraceRequest
 from tpuport.training.optimizer_state import optimizer_state
 from tpuport.training.state import TrainState
 from tpuport.training.step_function import Batch, Training, gradients, known_values, train
 
 
 @dataclass
-class Step:
+class EntryPoint:
     """A function with the shapes and shardings of its arguments, ready to be traced.
 
     Attributes:
@@ -65,7 +65,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
+def forward_step(ported: PortedModel, method: str, inputs: Any) -> EntryPoint:
     """Return the step that calls a method; its results include the changed buffers.
 
     Args:
@@ -81,10 +81,10 @@ def forward_step(ported: PortedModel, method: str, inputs: Any) -> Step:
         return outcome.out_leaves, outcome.state
 
     given = {"params": ported.params, "buffers": ported.buffers, "key": key, "inputs": values}
-    return Step(forward, given, (), None, hoisted)
+    return EntryPoint(forward, given, (), None, hoisted)
 
 
-def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> Step:
+def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any) -> EntryPoint:
     """Return the step of a jax function around a model, such as a loop over `ported.apply`.
 
     Args:
@@ -99,10 +99,10 @@ def function_step(ported: PortedModel, function: Callable[..., Any], inputs: Any
         return function(ported, params, buffers, key, *args, **kwargs)
 
     given = {"params": ported.params, "buffers": ported.buffers, "key": _key(ported)}
-    return Step(around, {**given, "inputs": values}, (), None)
+    return EntryPoint(around, {**given, "inputs": values}, (), None)
 
 
-def training_step(training: Training, inputs: Any) -> Step:
+def training_step(training: Training, inputs: Any) -> EntryPoint:
     """Return a training step that donates the old state; without an optimizer, gradients alone.
 
     Args:
@@ -138,8 +138,8 @@ def training_step(training: Training, inputs: Any) -> Step:
     fields = [field.name for field in dataclasses.fields(state)]
     given = {**{name: getattr(state, name) for name in fields}, "inputs": values}
     if training.optimizer is None:
-        return Step(train_step, given, (), (places.params, None, None), batch.hoisted)
-    return Step(train_step, given, tuple(range(len(fields))), (places, None), batch.hoisted)
+        return EntryPoint(train_step, given, (), (places.params, None, None), batch.hoisted)
+    return EntryPoint(train_step, given, tuple(range(len(fields))), (places, None), batch.hoisted)
 
 
 def _state_shapes(training: Training) -> TrainState:
@@ -172,7 +172,7 @@ def _state_shapes(training: Training) -> TrainState:
 
 def _placed(ported: PortedModel, inputs: Any) -> tuple[lowering.Shapes, list[Any]]:
     """Flatten the arguments of a call; return them, and their shapes with shardings."""
-    taken = lowering.take_apart(*as_call(inputs))
+    taken = lowering.flatten_call(*as_call(inputs))
     shapes = [
         value if isinstance(value, jax.ShapeDtypeStruct) else shape_of(value)
         for value in taken.values
@@ -190,7 +190,7 @@ def _call(
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
         given = {**buffers, **params}
-        request = Request(
+        request = TraceRequest(
             method,
             {},  # from `given`
             key,

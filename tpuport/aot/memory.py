@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.aot.aot import Ahead
-from tpuport.aot.records import Held, Memory
+from tpuport.aot.records import HeldMemory, Memory
 from tpuport.cost.chips import chip_of
 from tpuport.cost.hlo.liveness import live_at_peak, parameter_bytes
-from tpuport.cost.hlo.parser import Program
+from tpuport.cost.hlo.parser import HloProgram
 from tpuport.cost.kernels import sub_jaxprs
 from tpuport.cost.modules import innermost, operation_names, scope_names
 from tpuport.foundation.errors import UsageError
@@ -43,7 +43,7 @@ def available_bytes(device: Any) -> int:
     return round(_AVAILABLE.get(chip.name, chip.hbm_bytes / _GIB) * _GIB)
 
 
-def read_memory(ahead: Ahead, program: Program | None, device: Any) -> Memory:
+def read_memory(ahead: Ahead, program: HloProgram | None, device: Any) -> Memory:
     """Return the bytes of each category, on one chip.
 
     Args:
@@ -85,7 +85,7 @@ def bytes_a_chip(shape: jax.ShapeDtypeStruct) -> int:
     return math.prod(dims) * shape.dtype.itemsize
 
 
-def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]:
+def held_at_peak(program: HloProgram, modules: Collection[str]) -> tuple[HeldMemory, ...]:
     """Return the temporaries of a program at their peak, similar ones grouped."""
     found = []
     for live in live_at_peak(program):
@@ -96,12 +96,12 @@ def held_at_peak(program: Program, modules: Collection[str]) -> tuple[Held, ...]
     return _grouped(found)
 
 
-def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[Held, ...]:
+def listed_by_compiler(largest: Any, modules: Collection[str]) -> tuple[HeldMemory, ...]:
     """Group the buffers that libtpu lists in its message about a program that does not fit."""
     return _grouped((*_place(name, modules), shape, size) for size, shape, name in largest)
 
 
-def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[Held, ...]:
+def largest_computed(jaxpr: Any, modules: Collection[str]) -> tuple[HeldMemory, ...]:
     """Return the largest arrays that a traced program computes, on all chips together.
 
     These may have to be held, if the compiler says nothing more. Arrays of one shape in one module
@@ -141,11 +141,11 @@ def _outside(names: Iterable[str]) -> str:
     return OPTIMIZER if OPTIMIZER in names else ""
 
 
-def _grouped(found: Iterable[tuple[str, str, str, int]]) -> tuple[Held, ...]:
+def _grouped(found: Iterable[tuple[str, str, str, int]]) -> tuple[HeldMemory, ...]:
     groups: dict[tuple[str, str, str], tuple[int, int]] = {}
     for module, operation, shape, size in found:
         key = (generalised(module), operation, shape)
         count, total = groups.get(key, (0, 0))
         groups[key] = (count + 1, total + size)
-    held = [Held(*key, count, total) for key, (count, total) in groups.items()]
+    held = [HeldMemory(*key, count, total) for key, (count, total) in groups.items()]
     return tuple(sorted(held, key=lambda one: -one.bytes)[:_NUM_HELD])

@@ -69,7 +69,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """Arrays of one kind in HBM at the peak, or among the largest that the program computes.
 
     Attributes:
@@ -126,7 +126,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionUse:
     """Attention of one kind in the program.
 
     Attributes:
@@ -167,7 +167,7 @@ class Work:
     products: tuple[Product, ...] = ()
     fp32_products: tuple[Product, ...] = ()
     collectives: tuple[Moved, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[AttentionUse, ...] = ()
     copied_bytes: int = 0
     padding_bytes: int = 0
     unknown: tuple[str, ...] = ()

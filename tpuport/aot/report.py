@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tpuport.aot.records import Captured, Held, Memory, Seconds, Work
+from tpuport.aot.records import Captured, HeldMemory, Memory, Seconds, Work
 from tpuport.cost.records import Estimate
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.reporting.json_codec import decoded, encoded
@@ -49,7 +49,7 @@ class CompileReport(SavedReport):
     rules: str
     memory: Memory
     seconds: Seconds
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldMemory, ...] = ()
     held_is_whole: bool = False
     work: Work | None = None
     estimate: Estimate | None = None

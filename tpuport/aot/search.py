@@ -20,7 +20,7 @@ from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.kernels.attention import BlockSizes
 from tpuport.model.ported_model import PortedModel
 from tpuport.reports import wording as fmt
-from tpuport.sharding.layer_roles import Role, uses_of
+from tpuport.sharding.layer_roles import LayerRole, uses_of
 from tpuport.sharding.leaves import module_of
 from tpuport.sharding.strategies import preset
 from tpuport.sharding.topology import find_topology
@@ -37,7 +37,7 @@ _AXES: dict[str, tuple[str, ...]] = {
     "expert_parallel": ("fsdp", "expert"),
 }
 # Sequence-parallel strategies to try in addition to the default.
-_WAYS = ("heads", "ring")
+_STRATEGIES = ("ulysses", "ring")
 # Attention tiles to try with the best mesh: queries, keys, keys of one product.
 _BLOCKS = ((3072, 2048, 1024), (2048, 2048, 1024), (1024, 2048, 1024), (1024, 1024, 512))
 
@@ -51,7 +51,8 @@ class Trial:
         rules: name of the preset.
         report: report of the compilation; None if it failed, or has not been tried.
         error: why it failed, in one line.
-        sequence: sequence-parallel strategy (`tpuport.attention_options`), "" for the default.
+        sequence_parallel: strategy for a sharded sequence (`tpuport.attention_options`), or
+            "" for the default.
         blocks: tiles of the attention kernel, () for those of the table.
     """
 
@@ -59,7 +60,7 @@ class Trial:
     rules: str
     report: CompileReport | None = None
     error: str = ""
-    sequence: str = ""
+    sequence_parallel: str = ""
     blocks: tuple[int, ...] = ()
 
     @property
@@ -80,7 +81,9 @@ class Trial:
     def attention(self) -> str:
         """Return the options of attention: `by heads`, `blocks 2048 x 1024 x 512`; "" if none."""
         blocks = f"blocks {' x '.join(map(str, self.blocks))}" if self.blocks else ""
-        return " ".join(filter(None, (self.sequence and f"by {self.sequence}", blocks)))
+        return " ".join(
+            filter(None, (self.sequence_parallel and f"by {self.sequence_parallel}", blocks))
+        )
 
     @property
     def has_kernel(self) -> bool:
@@ -195,8 +198,8 @@ def search(
 def _other_ways(trial: Trial) -> Iterator[Trial]:
     """Yield the same mesh with the other sequence-parallel strategies."""
     if trial.has_kernel and trial.mesh.get("sequence", 1) > 1 and not trial.attention:
-        for way in _WAYS:
-            yield Trial(trial.mesh, trial.rules, sequence=way)
+        for strategy in _STRATEGIES:
+            yield Trial(trial.mesh, trial.rules, sequence_parallel=strategy)
 
 
 def _other_blocks(best: Trial | None) -> Iterator[Trial]:
@@ -218,7 +221,8 @@ def candidates(
     """
     seen = set()
     has_experts = any(
-        use.role is Role.EXPERTS or use.one_expert for use in uses_of(module_of(ported)).values()
+        use.role is LayerRole.EXPERTS or use.one_expert
+        for use in uses_of(module_of(ported)).values()
     )
     for rules, axes in (presets or _AXES).items():
         if rules == "expert_parallel" and not has_experts:
@@ -264,7 +268,9 @@ def _try(
 
 
 def _attention_of(trial: Trial) -> Any:
-    given: dict[str, Any] = {"sequence": trial.sequence} if trial.sequence else {}
+    given: dict[str, Any] = (
+        {"sequence_parallel": trial.sequence_parallel} if trial.sequence_parallel else {}
+    )
     if trial.blocks:
         given["blocks"] = BlockSizes(*trial.blocks)
     return attention_options(**given) if given else contextlib.nullcontext()

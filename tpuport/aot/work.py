@@ -7,7 +7,7 @@ from typing import Any
 
 from tpuport.aot.abstract_model import num_slices
 from tpuport.aot.aot import Ahead
-from tpuport.aot.records import Attention, Captured, Moved, Product, Work
+from tpuport.aot.records import AttentionUse, Captured, Moved, Product, Work
 from tpuport.cost import chip_of, count_jaxpr, estimate_step, read_compiled
 from tpuport.cost.modules import innermost, scope_names
 from tpuport.cost.records import Collective, CompiledCost, Dot, Estimate, JaxprCost
@@ -127,7 +127,7 @@ def _products(dots: Iterable[Dot], place: Callable[[Dot], str]) -> tuple[Product
     return tuple(sorted(made, key=lambda one: -one.flops)[:_NUM_ROWS])
 
 
-def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
+def _attention(traced: JaxprCost) -> tuple[AttentionUse, ...]:
     groups: dict[tuple[str, str, str], tuple[int, int]] = {}
     for kernel in traced.kernels:
         key = (generalised(kernel.module), kernel.name, "")
@@ -142,7 +142,7 @@ def _attention(traced: JaxprCost) -> tuple[Attention, ...]:
         key = (generalised(score.module), FULL_SCORES, shape)
         count, total = groups.get(key, (0, 0))
         groups[key] = (count + 1, total + score.bytes)
-    made = [Attention(*key, count, total) for key, (count, total) in groups.items()]
+    made = [AttentionUse(*key, count, total) for key, (count, total) in groups.items()]
     return tuple(sorted(made, key=lambda one: -one.bytes)[:_NUM_ROWS])
 
 

@@ -10,7 +10,7 @@ from tpuport.cli._common import FAILED, printable
 from tpuport.foundation.version import __version__
 
 if TYPE_CHECKING:
-    from tpuport.doctor.finding import Finding
+    from tpuport.doctor.finding import Check
 
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 Timeout = Annotated[
@@ -37,7 +37,7 @@ def doctor(as_json: AsJson = False, timeout: Timeout = 60.0) -> None:
         raise typer.Exit(FAILED)
 
 
-def _as_text(found: "list[Finding]") -> str:
+def _as_text(found: "list[Check]") -> str:
     width = max(len(one.topic) for one in found)
     lines = [f"tpuport {__version__}"]
     for one in found:

@@ -9,7 +9,7 @@ import typer
 from tpuport.cli._common import errors_as_exit_codes
 
 if TYPE_CHECKING:
-    from tpuport.lint.catalogue import Entry
+    from tpuport.lint.catalogue import CatalogueEntry
 
 Format = Annotated[Literal["text", "json"], typer.Option("--format", help="Output format.")]
 Code = Annotated[
@@ -63,7 +63,7 @@ def _indented(source: str) -> str:
     return textwrap.indent(textwrap.dedent(source).strip(), "    ")
 
 
-def _fields(entry: "Entry") -> dict[str, str]:
+def _fields(entry: "CatalogueEntry") -> dict[str, str]:
     return {
         "code": entry.code,
         "name": entry.name,

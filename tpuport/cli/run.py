@@ -164,11 +164,11 @@ def run(
     the script's own status.
     """
     with errors_as_exit_codes("tpuport run"):
-        from tpuport.compat.runner.run import Program
+        from tpuport.compat.runner.run import RunTarget
         from tpuport.compat.runner.run import run as run_program
 
         status = run_program(
-            Program(script, module, args or ()),
+            RunTarget(script, module, args or ()),
             packages=package or (),
             paths=path or (),
             rewrite=not no_rewrite,

@@ -17,7 +17,7 @@ from tpuport.compat.emulated import programs
 from tpuport.compat.emulated.device import emulated
 from tpuport.compat.emulated.installed import InForce
 from tpuport.compat.emulated.process_group import ended_afterwards
-from tpuport.compat.emulated.settings import _ACTIVE, _EVERYWHERE, Settings
+from tpuport.compat.emulated.settings import _ACTIVE, _EVERYWHERE, PortingSettings
 from tpuport.compat.import_stubs import STAND_INS
 from tpuport.compat.imports.import_hook import hook
 from tpuport.compat.packages._package import find_packages
@@ -36,7 +36,7 @@ def porting(
     rtol: float | None = None,
     port_modules: bool = True,
     **options: Any,
-) -> Iterator[Settings]:
+) -> Iterator[PortingSettings]:
     """Make code written for CUDA import, build and run unedited inside the block.
 
     Blocks may be nested and may run in several threads. An inner block has what its outer one says
@@ -65,7 +65,9 @@ def porting(
     """
     _check_options(options)
     folders = tuple(Path(path).resolve() for path in paths)
-    own = Settings(packages, folders, tuple(absent), tuple(eager), tuple(methods), options=options)
+    own = PortingSettings(
+        packages, folders, tuple(absent), tuple(eager), tuple(methods), options=options
+    )
     settings = replace(
         own.inside(_ACTIVE.get()), verify=verify, rtol=rtol, port_modules=port_modules
     )
@@ -94,10 +96,10 @@ def _check_options(options: dict[str, Any]) -> None:
         raise UsageError(msg)
 
 
-_OWN_NAMES = tuple(f.name for f in fields(Settings))
+_OWN_NAMES = tuple(f.name for f in fields(PortingSettings))
 
 
-def _forget(settings: Settings) -> None:
+def _forget(settings: PortingSettings) -> None:
     # Not `remove`: equal settings of another context are another entry.
     for index, one in enumerate(_EVERYWHERE):
         if one is settings:

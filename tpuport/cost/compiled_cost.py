@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from tpuport.cost.hlo.collectives import collective_id, collective_kind
-from tpuport.cost.hlo.parser import Array, Computation, Instruction, Program, read_program
+from tpuport.cost.hlo.parser import Array, Computation, HloProgram, Instruction, read_program
 from tpuport.cost.hlo_products import product_flops
 from tpuport.cost.hlo_runs import Runs, count_runs
 from tpuport.cost.hlo_traffic import traffic
@@ -56,7 +56,7 @@ def read_compiled(text: str, *, modules: Collection[str] | None = None) -> Compi
 class _Reader:
     """Collector of work and buffers, computation by computation."""
 
-    def __init__(self, program: Program, runs: Runs, modules: Collection[str] | None):
+    def __init__(self, program: HloProgram, runs: Runs, modules: Collection[str] | None):
         self.program = program
         self.runs = runs
         self.modules = modules

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from tpuport.cost.hlo.parser import Computation, Instruction, Program
+from tpuport.cost.hlo.parser import Computation, HloProgram, Instruction
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLS = ("calls", "to_apply", "branch_computations", "true_computation", "false_computation")
@@ -26,14 +26,16 @@ class Runs:
     unknown: list[str] = field(default_factory=list)
 
 
-def count_runs(program: Program) -> Runs:
+def count_runs(program: HloProgram) -> Runs:
     """Count how often each computation of a program runs."""
     runs = Runs()
     _visit(program, program.entry, 1, False, runs)
     return runs
 
 
-def _visit(program: Program, computation: Computation, times: int, fused: bool, runs: Runs) -> None:
+def _visit(
+    program: HloProgram, computation: Computation, times: int, fused: bool, runs: Runs
+) -> None:
     runs.times[computation.name] = runs.times.get(computation.name, 0) + times
     if fused:
         runs.fused.add(computation.name)
@@ -55,12 +57,14 @@ def _visit(program: Program, computation: Computation, times: int, fused: bool, 
                 _enter(program, name, times, inside, runs)
 
 
-def _enter(program: Program, name: str, times: int, fused: bool, runs: Runs) -> None:
+def _enter(program: HloProgram, name: str, times: int, fused: bool, runs: Runs) -> None:
     if name in program.computations:
         _visit(program, program.computations[name], times, fused, runs)
 
 
-def _trip_count(program: Program, outer: Computation, loop: Instruction, runs: Runs) -> int | None:
+def _trip_count(
+    program: HloProgram, outer: Computation, loop: Instruction, runs: Runs
+) -> int | None:
     """Return a loop's trip count: XLA's own, or one from a condition that compares a counter.
 
     A counter does not always count by one: if a product overlaps with the gathering of its operand,
@@ -84,7 +88,7 @@ def _trip_count(program: Program, outer: Computation, loop: Instruction, runs: R
 
 
 def _compared(
-    program: Program, condition: Computation | None
+    program: HloProgram, condition: Computation | None
 ) -> list[tuple[Computation, str]] | None:
     """Return both sides of a condition's "less than", each with the computation that holds it.
 
@@ -127,7 +131,7 @@ def _value(outer: Computation, loop: Instruction, where: Computation, name: str)
     return _constant(outer, start.operands[index])
 
 
-def _step(program: Program, loop: Instruction, index: int) -> int | None:
+def _step(program: HloProgram, loop: Instruction, index: int) -> int | None:
     """Return by how much a round increases a value that the loop carries; None if unclear."""
     body = program.computations.get((loop.called("body") or [""])[0])
     if body is None or body.root is None or body.root.opcode != "tuple":

@@ -6,7 +6,7 @@ sliced counts as its slices; one that is updated in place counts as the update.
 """
 
 from tpuport.cost.hlo.collectives import collective_kind
-from tpuport.cost.hlo.parser import Array, Computation, Instruction, Program
+from tpuport.cost.hlo.parser import Array, Computation, HloProgram, Instruction
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATE = "dynamic-update-slice"
@@ -15,14 +15,14 @@ _UPDATE = "dynamic-update-slice"
 _STEP = "async_collective_fusion"
 
 
-def traffic(program: Program, computation: Computation, one: Instruction) -> int:
+def traffic(program: HloProgram, computation: Computation, one: Instruction) -> int:
     """Return the bytes of HBM that one run of an instruction reads and writes."""
     inner = _fused(program, one)
     read = sum(_read(program, computation, one, place, inner) for place in range(len(one.operands)))
     return read + _written(computation, one, inner)
 
 
-def _fused(program: Program, one: Instruction) -> Computation | None:
+def _fused(program: HloProgram, one: Instruction) -> Computation | None:
     if one.opcode != "fusion":
         return None
     return program.computations.get((one.called("calls") or [""])[0])
@@ -33,7 +33,7 @@ def _in_memory(held: list[Array]) -> int:
 
 
 def _read(
-    program: Program,
+    program: HloProgram,
     computation: Computation,
     one: Instruction,
     place: int,
@@ -56,7 +56,7 @@ def _parameter(inner: Computation, place: int) -> Instruction | None:
     return next((i for i in found if i.arguments.strip() == str(place)), None)
 
 
-def _part(program: Program, inner: Computation, source: Instruction) -> int | None:
+def _part(program: HloProgram, inner: Computation, source: Instruction) -> int | None:
     """Return the bytes of `source` that its users read; None if some user reads all of it."""
     total = 0
     for user in inner.instructions.values():
@@ -70,7 +70,9 @@ def _part(program: Program, inner: Computation, source: Instruction) -> int | No
     return total
 
 
-def _used(program: Program, computation: Computation, user: Instruction, place: int) -> int | None:
+def _used(
+    program: HloProgram, computation: Computation, user: Instruction, place: int
+) -> int | None:
     """Return the bytes that one user reads of its operand; None for all of it."""
     # Asynchronous slices too, such as `slice-start`.
     if user.opcode.removesuffix("-start") in _SLICES and place == 0:

@@ -16,7 +16,7 @@ from tpuport.demo.planner import BatchFeature, DiffusionPlanner
 
 
 @dataclass(frozen=True)
-class Example:
+class DemoModel:
     """A model with example inputs.
 
     Attributes:
@@ -35,7 +35,7 @@ class Example:
     inputs: dict[str, torch.Tensor]
     methods: tuple[str, ...]
     bind: Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    differences: Callable[["Example"], list[Difference]]
+    differences: Callable[["DemoModel"], list[Difference]]
 
     def call(
         self, model: Any, method: str = "forward", inputs: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Example:
         return (model if method == "forward" else getattr(model, method))(*args, **kwargs)
 
 
-def make_video_transformer(seed: int = 0) -> Example:
+def make_video_transformer(seed: int = 0) -> DemoModel:
     """Make a small HunyuanVideo-1.5 transformer of diffusers for text to video: 2 of 54 blocks.
 
     The prompts are padded to one length, the second text encoder is empty for the first prompt, and
@@ -70,7 +70,7 @@ def make_video_transformer(seed: int = 0) -> Example:
         "encoder_attention_mask_2": torch.arange(16)[None] < torch.tensor([[0], [6]]),
         "image_embeds": torch.zeros(2, 25, 64),
     }
-    return Example(
+    return DemoModel(
         title=type(model).__name__,
         story=(
             "The HunyuanVideo-1.5 transformer of diffusers: the real class with 2 of its 54 blocks,"
@@ -84,7 +84,7 @@ def make_video_transformer(seed: int = 0) -> Example:
     )
 
 
-def make_planner(seed: int = 0) -> Example:
+def make_planner(seed: int = 0) -> DemoModel:
     """Make the diffusion planner in training mode, with one sample that has no context."""
     torch.manual_seed(seed)
     model = DiffusionPlanner(depth=2)
@@ -98,7 +98,7 @@ def make_planner(seed: int = 0) -> Example:
         "valid": torch.arange(model.horizon)[None]
         < torch.tensor([[8], [8], [5], [8], [8], [3], [8], [8]]),
     }
-    return Example(
+    return DemoModel(
         title=type(model).__name__,
         story=(
             "A diffusion planner written the way research code is (tpuport/demo/planner.py):"
@@ -113,7 +113,7 @@ def make_planner(seed: int = 0) -> Example:
     )
 
 
-def _video_differences(example: Example) -> list[Difference]:
+def _video_differences(example: DemoModel) -> list[Difference]:
     names = ("encoder_hidden_states", "timestep", "encoder_attention_mask")
     values = [example.inputs[name] for name in names]
 
@@ -132,7 +132,7 @@ def _video_differences(example: Example) -> list[Difference]:
     ]
 
 
-def _planner_differences(example: Example) -> list[Difference]:
+def _planner_differences(example: DemoModel) -> list[Difference]:
     model = copy.deepcopy(example.model)
     assert isinstance(model, DiffusionPlanner)
     status, action, mask = (example.inputs[name] for name in ("status", "action", "context_mask"))

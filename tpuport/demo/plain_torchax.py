@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "torchax", "jax", "jaxlib")
 
 
 @dataclass(frozen=True)
-class Failure:
+class TorchaxFailure:
     """An exception of plain torchax, and the line of the model that raised it."""
 
     error: str
@@ -72,7 +72,7 @@ def run_plain(
 
 def failure_of(
     model: torch.nn.Module, call: Callable[[Any, Any], Any], inputs: Any
-) -> Failure | None:
+) -> TorchaxFailure | None:
     """Return how plain torchax fails on a call of the model; None if it runs."""
 
     def as_dict(model: torch.nn.Module, inputs: Any) -> Any:
@@ -86,7 +86,7 @@ def failure_of(
     return None
 
 
-def _described(error: Exception) -> Failure:
+def _described(error: Exception) -> TorchaxFailure:
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_model_code(f.filename)]
     place, source = (
@@ -94,7 +94,7 @@ def _described(error: Exception) -> Failure:
         if frames
         else ("", "")
     )
-    return Failure(f"{type(error).__name__}: {first}", place, source)
+    return TorchaxFailure(f"{type(error).__name__}: {first}", place, source)
 
 
 def _is_model_code(file: str) -> bool:

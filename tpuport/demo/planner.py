@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
         return x * self.cos[positions] + turned * self.sin[positions]
 
 
-class Attention(nn.Module):
+class PlannerAttention(nn.Module):
     """Multi-head self-attention, or cross-attention if a context is given."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -88,13 +88,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class PlannerBlock(nn.Module):
     """Self-attention, cross-attention and an MLP, each modulated and gated by the condition."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=False) for _ in range(3))
-        self.itself, self.context = Attention(width, heads), Attention(width, heads)
+        self.itself, self.context = PlannerAttention(width, heads), PlannerAttention(width, heads)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -156,7 +156,7 @@ class DiffusionPlanner(nn.Module):
         self.context_encoder = nn.Linear(context_width, width)
         self.action_encoder = nn.Linear(3, width)
         self.rope = RotaryEmbedding(width // heads)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(PlannerBlock(width, heads) for _ in range(depth))
         self.action_decoder = nn.Linear(width, 3)
         steps = torch.linspace(0, 1, train_steps + 1)
         level = torch.cos((steps + 0.008) / 1.008 * math.pi / 2).square()

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tpuport.demo.models import Example, make_planner, make_video_transformer
+from tpuport.demo.models import DemoModel, make_planner, make_video_transformer
 from tpuport.demo.page import to_page
 from tpuport.demo.plain_torchax import failure_of
 from tpuport.demo.planner import BatchFeature
@@ -61,8 +61,8 @@ def run(*, out: Path, console: Console | None = None) -> bool:
 
 def _tell(
     console: Console,
-    make: Callable[[], Example],
-    speed: Callable[[Example, PortedModel], tuple[str, float]],
+    make: Callable[[], DemoModel],
+    speed: Callable[[DemoModel, PortedModel], tuple[str, float]],
     *,
     seed_matters: bool,
 ) -> tuple[PortReport, bool]:
@@ -86,7 +86,7 @@ def _tell(
     return ported.report, untouched and fresh
 
 
-def _tell_plain(console: Console, example: Example) -> None:
+def _tell_plain(console: Console, example: DemoModel) -> None:
     _heading(console, "Plain torchax, the same model under jax.jit")
     for name in example.methods:
         with _working(console, f"running {name} on plain torchax"):
@@ -110,7 +110,7 @@ def _tell_plain(console: Console, example: Example) -> None:
     console.print(Padding(table, (1, 0, 0, 4)))
 
 
-def _port(console: Console, example: Example) -> PortedModel:
+def _port(console: Console, example: DemoModel) -> PortedModel:
     """Port a model and compare each method, and the gradients, with eager PyTorch."""
     _heading(console, "tpuport.convert(model)")
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def _tell_parity(console: Console, report: PortReport) -> None:
             _line(console, ok, f"{what}; worst relative error {number(max(sizable))}")
 
 
-def _tell_noise(console: Console, example: Example, ported: PortedModel) -> bool:
+def _tell_noise(console: Console, example: DemoModel, ported: PortedModel) -> bool:
     """Print and return whether two calls differ and the same seed repeats them."""
 
     def plans() -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ def _tell_noise(console: Console, example: Example, ported: PortedModel) -> bool
     return fresh and repeats
 
 
-def _video_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
+def _video_speed(example: DemoModel, ported: PortedModel) -> tuple[str, float]:
     def jitted() -> None:
         jax.block_until_ready(example.call(ported).sample.jax())
 
@@ -169,7 +169,7 @@ def _video_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
     return "the jitted forward", _ratio(jitted, eager)
 
 
-def _planner_speed(example: Example, ported: PortedModel) -> tuple[str, float]:
+def _planner_speed(example: DemoModel, ported: PortedModel) -> tuple[str, float]:
     ported.train()
     arrays = {name: jax.numpy.asarray(value.numpy()) for name, value in example.inputs.items()}
 

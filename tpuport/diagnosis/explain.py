@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tpuport.diagnosis import causes
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised
 from tpuport.foundation.errors import TpuportError
-from tpuport.foundation.user_frames import Place, is_inside, passes_through, user_places
+from tpuport.foundation.user_frames import CodePlace, is_inside, passes_through, user_places
 
 if TYPE_CHECKING:
     from tpuport.source.rewrite.finding import Finding
@@ -90,12 +90,12 @@ def explain_error(error: BaseException) -> Diagnosis | None:
     return None
 
 
-def _caller() -> tuple[Place, ...]:
+def _caller() -> tuple[CodePlace, ...]:
     """Return the user's line that is running now, which the traceback does not reach yet."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_inside(frame.f_code.co_filename):
         frame = frame.f_back
-    return () if frame is None else (Place.at(frame.f_code.co_filename, frame.f_lineno),)
+    return () if frame is None else (CodePlace.at(frame.f_code.co_filename, frame.f_lineno),)
 
 
 @contextlib.contextmanager
@@ -137,15 +137,15 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _chain(
-    error: BaseException, caller: tuple[Place, ...] = ()
-) -> Iterator[tuple[BaseException, tuple[Place, ...]]]:
+    error: BaseException, caller: tuple[CodePlace, ...] = ()
+) -> Iterator[tuple[BaseException, tuple[CodePlace, ...]]]:
     """Yield the exception and those that led to it, each with the user's lines, innermost first.
 
     An exception that was raised and caught inside a library has no line of the user's. It takes the
     lines of the exception that it led to.
     """
     seen: set[int] = set()
-    waiting: list[tuple[BaseException, tuple[Place, ...]]] = [(error, caller)]
+    waiting: list[tuple[BaseException, tuple[CodePlace, ...]]] = [(error, caller)]
     while waiting:
         one, outer = waiting.pop(0)
         if id(one) in seen:
@@ -159,7 +159,7 @@ def _chain(
         waiting += ((other, places) for other in behind if other is not None)
 
 
-def _explain(error: BaseException, places: tuple[Place, ...]) -> Diagnosis | None:
+def _explain(error: BaseException, places: tuple[CodePlace, ...]) -> Diagnosis | None:
     raised = Raised(
         tuple(f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__),
         str(error),
@@ -174,7 +174,7 @@ def _explain(error: BaseException, places: tuple[Place, ...]) -> Diagnosis | Non
 
 
 def _diagnosis(
-    cause: str, found: Explanation, place: Place | None, codes: tuple[str, ...]
+    cause: str, found: Explanation, place: CodePlace | None, codes: tuple[str, ...]
 ) -> Diagnosis:
     finding = None if place is None else _finding_at(place, codes)
     remedies = found.remedies
@@ -207,7 +207,7 @@ def find_causes() -> dict[str, Cause]:
     return found
 
 
-def _finding_at(place: Place, codes: tuple[str, ...]) -> "Finding | None":
+def _finding_at(place: CodePlace, codes: tuple[str, ...]) -> "Finding | None":
     """Return the finding at a line of the first of these rules that has one."""
     if not codes:
         return None

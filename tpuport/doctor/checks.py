@@ -9,7 +9,7 @@ from shlex import quote
 from tpuport.aot.cache import cache_folder
 from tpuport.diagnosis.causes._cause import Raised
 from tpuport.diagnosis.causes.tpu_unavailable import TpuUnavailable
-from tpuport.doctor.finding import Finding, note, ok, problem
+from tpuport.doctor.finding import Check, note, ok, problem
 from tpuport.doctor.machine import Answer, Machine
 from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
 
@@ -41,7 +41,7 @@ _VARIABLES = {
 }
 
 
-def check(machine: Machine) -> list[Finding]:
+def check(machine: Machine) -> list[Check]:
     """Run all checks on a machine, and return the findings, including those without a problem."""
     installed = all(machine.versions.get(name) for name in NEEDED)
     with ThreadPoolExecutor(2) as pool:
@@ -55,7 +55,7 @@ def check(machine: Machine) -> list[Finding]:
     return [*found, *_environment(machine), *_cache(machine), *_room(machine)]
 
 
-def _torchax(answer: Answer, machine: Machine) -> Finding:
+def _torchax(answer: Answer, machine: Machine) -> Check:
     topic = "torchax runs"
     if answer.timed_out:
         text = f"importing it and adding two tensors took more than {machine.timeout:.0f} s"
@@ -67,7 +67,7 @@ def _torchax(answer: Answer, machine: Machine) -> Finding:
     return ok(topic, "imported, and two tensors added")
 
 
-def _devices(answer: Answer, machine: Machine) -> Finding:
+def _devices(answer: Answer, machine: Machine) -> Check:
     topic = "devices"
     if answer.timed_out:
         return problem(
@@ -91,7 +91,7 @@ def _devices(answer: Answer, machine: Machine) -> Finding:
     return ok(topic, text)
 
 
-def _environment(machine: Machine) -> Iterator[Finding]:
+def _environment(machine: Machine) -> Iterator[Check]:
     chosen = machine.environment.get("JAX_PLATFORMS")
     if chosen:
         yield note("JAX_PLATFORMS", f"{chosen}: jax uses nothing else")
@@ -103,7 +103,7 @@ def _environment(machine: Machine) -> Iterator[Finding]:
         yield note("XLA_FLAGS", "--xla_dump_to writes files for each program that is compiled")
 
 
-def _cache(machine: Machine) -> Iterator[Finding]:
+def _cache(machine: Machine) -> Iterator[Check]:
     topic, folder = "compile cache", machine.cache
     if not folder.is_dir():
         yield note(topic, f"{folder} does not exist yet: tpuport.compile_cache() makes it")
@@ -119,7 +119,7 @@ def _cache(machine: Machine) -> Iterator[Finding]:
     yield from _cache_problems(folder)
 
 
-def _cache_problems(folder: Path) -> Iterator[Finding]:
+def _cache_problems(folder: Path) -> Iterator[Check]:
     topic, name = "compile cache", quote(str(folder))
     if not cache_folder.is_writable(folder):
         yield problem(topic, f"{folder} cannot be written to", f"sudo chown -R $USER {name}")
@@ -133,7 +133,7 @@ def _cache_problems(folder: Path) -> Iterator[Finding]:
         yield problem(topic, f"{count} compiled anew in every process", f"rm {files}")
 
 
-def _room(machine: Machine) -> Iterator[Finding]:
+def _room(machine: Machine) -> Iterator[Check]:
     disk = f"{machine.disk / _GIB:.1f} GiB free for the compile cache"
     little = machine.disk < _LITTLE_DISK
     yield note("disk", f"{disk}, which is little") if little else ok("disk", disk)

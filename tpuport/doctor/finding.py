@@ -13,7 +13,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """The result of one check.
 
     Attributes:
@@ -29,16 +29,16 @@ class Finding:
     fix: str | None = None
 
 
-def ok(topic: str, text: str) -> Finding:
+def ok(topic: str, text: str) -> Check:
     """Make a finding without a problem."""
-    return Finding(Status.OK, topic, text)
+    return Check(Status.OK, topic, text)
 
 
-def note(topic: str, text: str, fix: str | None = None) -> Finding:
+def note(topic: str, text: str, fix: str | None = None) -> Check:
     """Make a finding that is worth knowing."""
-    return Finding(Status.NOTE, topic, text, fix)
+    return Check(Status.NOTE, topic, text, fix)
 
 
-def problem(topic: str, text: str, fix: str) -> Finding:
+def problem(topic: str, text: str, fix: str) -> Check:
     """Make a finding of something that does not work until the command is run."""
-    return Finding(Status.PROBLEM, topic, text, fix)
+    return Check(Status.PROBLEM, topic, text, fix)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from tpuport.doctor.finding import Finding, note, ok, problem
+from tpuport.doctor.finding import Check, note, ok, problem
 
 # The same as in constraints.txt; a test compares the two.
 TESTED = {
@@ -34,7 +34,7 @@ _VISION_AHEAD = 15
 Versions = Mapping[str, str | None]
 
 
-def check_python(version: tuple[int, ...]) -> Finding:
+def check_python(version: tuple[int, ...]) -> Check:
     """Check Python's version."""
     shown = ".".join(map(str, version[:3]))
     if version[:2] < PYTHON:
@@ -47,7 +47,7 @@ def check_python(version: tuple[int, ...]) -> Finding:
     return ok("Python", shown)
 
 
-def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Finding]:
+def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Check]:
     """Check each package against the version that tpuport is tested with.
 
     Args:
@@ -74,7 +74,7 @@ def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Finding]:
             yield make(name, f"{installed[name]} {harm}", f"pip uninstall -y {name}")
 
 
-def _missing(name: str, *, on_tpu: bool) -> Finding:
+def _missing(name: str, *, on_tpu: bool) -> Check:
     if name in NEEDED:
         text = "not installed: there is no porting without it (linting and rewriting work)"
         return problem(name, text, 'pip install "tpuport[jax]"')
@@ -85,7 +85,7 @@ def _missing(name: str, *, on_tpu: bool) -> Finding:
     return note(name, "not installed; some models need it", 'pip install "tpuport[recipes]"')
 
 
-def _pairs(installed: Versions) -> Iterator[Finding]:
+def _pairs(installed: Versions) -> Iterator[Check]:
     """Check packages that have to fit each other."""
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax and jaxlib and _numbers(jax) != _numbers(jaxlib):

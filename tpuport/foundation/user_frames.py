@@ -38,7 +38,7 @@ def is_inside(file: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """A line of code.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
     source: str | None
 
     @classmethod
-    def at(cls, file: str, line: int) -> "Place":
+    def at(cls, file: str, line: int) -> "CodePlace":
         """Make a place with the code that the file has there now."""
         return cls(file, line, linecache.getline(file, line).strip() or None)
 
@@ -60,11 +60,11 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def user_places(trace: TracebackType | None) -> Iterator[Place]:
+def user_places(trace: TracebackType | None) -> Iterator[CodePlace]:
     """Yield the lines of a traceback that are the user's, the innermost first."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if not is_inside(frame.f_code.co_filename):
-            yield Place.at(frame.f_code.co_filename, line)
+            yield CodePlace.at(frame.f_code.co_filename, line)
 
 
 def passes_through(trace: TracebackType | None, file: str) -> bool:

@@ -20,7 +20,7 @@ NO_FIX = "none"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One rule.
 
     Attributes:
@@ -40,9 +40,9 @@ class Entry:
 
 
 @cache
-def catalogue() -> tuple[Entry, ...]:
+def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return every rule, ordered by code."""
-    own = Entry(
+    own = CatalogueEntry(
         code=UnusedIgnore.CODE,
         name=UnusedIgnore.__name__,
         message=UnusedIgnore.MESSAGE,
@@ -63,7 +63,7 @@ def known_codes(cache: "Cache") -> list[str]:
     return codes
 
 
-def entry_named(wanted: str) -> Entry:
+def entry_named(wanted: str) -> CatalogueEntry:
     """Return the rule with a code, or with a name in any spelling.
 
     Raises:
@@ -79,8 +79,8 @@ def entry_named(wanted: str) -> Entry:
     raise UsageError(f"There is no rule {wanted}.{hint} `tpuport rules` lists them all.")
 
 
-def _entry(rule: "type[Rule]") -> Entry:
-    return Entry(
+def _entry(rule: "type[Rule]") -> CatalogueEntry:
+    return CatalogueEntry(
         code=rule.CODE,
         name=rule.__name__,
         message=rule.MESSAGE,

@@ -22,7 +22,7 @@ STEPS = {
 
 
 @dataclass(frozen=True)
-class Step:
+class PortingStep:
     """One step of the work.
 
     Attributes:
@@ -60,7 +60,7 @@ class PortingSummary:
     setup: int
     severities: dict[str, int]
     safeties: dict[str, int]
-    steps: tuple[Step, ...]
+    steps: tuple[PortingStep, ...]
 
     @property
     def share(self) -> float:
@@ -99,10 +99,10 @@ def summarise(outcome: Outcome) -> PortingSummary:
     )
 
 
-def _step(start: str, title: str, findings: tuple[Reported, ...]) -> Step:
+def _step(start: str, title: str, findings: tuple[Reported, ...]) -> PortingStep:
     own = [finding for finding in findings if finding.code.startswith(start)]
     codes = Counter(finding.code for finding in own)
-    return Step(
+    return PortingStep(
         start=start,
         title=title,
         count=len(own),

@@ -14,7 +14,7 @@ from tpuport.model.program_cache import Signature, compile_times
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import unused_key
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 if TYPE_CHECKING:
     from tpuport.model.ported_model import PortedModel
@@ -50,7 +50,7 @@ def lower(
         UsageError: the model has no weights, or the program needs the value of an argument of
             which only the shape is given.
     """
-    call = take_apart(args, kwargs)
+    call = flatten_call(args, kwargs)
     values, metas, paths, spec = call.values, call.metas, call.paths, call.spec
     values = ported._program.placement.arguments(values, paths)
     state = ported._values()
@@ -80,15 +80,15 @@ def shapes_of(
     Raises:
         PortError: the code cannot be ported exactly.
     """
-    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    leaves, spec, paths = arguments.flatten_call((args, kwargs))
     metas = [arguments.meta_argument(*pair) for pair in zip(leaves, paths, strict=True)]
     shapes = [
         jax.ShapeDtypeStruct(tuple(meta.shape), backend.jax_dtype(meta.dtype)) for meta in metas
     ]
-    held: dict[str, Outcome] = {}
+    held: dict[str, TraceResult] = {}
 
     def pure(state: Any, key: Any, values: Any) -> Any:
-        request = Request(
+        request = TraceRequest(
             method, stacked_params.unstack(state), key, values, metas, spec, checks=False
         )
         held["outcome"] = ported._program.trace(request)
@@ -116,13 +116,13 @@ class Shapes:
     spec: pytree.TreeSpec
 
 
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Flatten a call's arguments: tensors, arrays, meta tensors and `jax.ShapeDtypeStruct`.
 
     Raises:
         UsageError: a leaf is of another kind.
     """
-    leaves, spec, paths = arguments.take_apart(_as_meta((args, kwargs)))
+    leaves, spec, paths = arguments.flatten_call(_as_meta((args, kwargs)))
     return Shapes(*_values(leaves, paths), paths, spec)
 
 

@@ -19,9 +19,9 @@ from tpuport.model.parity import verify
 from tpuport.model.parity.bisect import fail
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
-    Compiled,
-    Executable,
-    Prepared,
+    BoundCall,
+    CachedProgram,
+    JittedProgram,
     Signature,
     compile_times,
     release,
@@ -36,7 +36,7 @@ from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.keys import fresh_key, unused_key
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 
 class PortedModel(PortedState):
@@ -61,7 +61,7 @@ class PortedModel(PortedState):
         self.methods = methods
         self._checks = checks
         self._precision = precision
-        self._cache: dict[Signature, Compiled] = {}
+        self._cache: dict[Signature, CachedProgram] = {}
         self._verifier: Any = None
 
     # -- calls -------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ class PortedModel(PortedState):
 
     def _prepare(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
-    ) -> Prepared:
+    ) -> BoundCall:
         """Find or compile the program for a call, and collect its inputs."""
-        leaves, spec, paths = arguments.take_apart((args, kwargs))
+        leaves, spec, paths = arguments.flatten_call((args, kwargs))
         values, metas = arguments.argument_arrays(leaves, paths)
         values = self._program.placement.arguments(values, paths)
         state = self._values()
@@ -134,9 +134,9 @@ class PortedModel(PortedState):
             timing = contextlib.nullcontext()
         if key is None:
             key = fresh_key() if compiled.outcome.uses_key else unused_key()
-        return Prepared(compiled, leaves, spec, paths, values, state, key, timing)
+        return BoundCall(compiled, leaves, spec, paths, values, state, key, timing)
 
-    def _finish(self, call: Prepared, results: Any) -> Any:
+    def _finish(self, call: BoundCall, results: Any) -> Any:
         """Apply a program's results: failed checks, changed arguments, new state, output."""
         outs, new_state, mutated, put, code = results
         compiled, outcome = call.compiled, call.compiled.outcome
@@ -150,7 +150,7 @@ class PortedModel(PortedState):
         given = self._sharing(call, list(map(self._result, outs, outcome.out_metas)))
         return pytree.unflatten(outcome.out_spec, given)
 
-    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+    def _sharing(self, call: BoundCall, given: list[Any]) -> list[Any]:
         return given
 
     def _result(self, value: Any, meta: Any) -> Any:
@@ -287,16 +287,16 @@ class PortedModel(PortedState):
         values: list[Any],
         metas: list[Any],
         spec: pytree.TreeSpec,
-    ) -> Compiled:
+    ) -> CachedProgram:
         self._refuse_meta(state)
         hoisted = Hoisted()
-        held: dict[str, Outcome] = {}
+        held: dict[str, TraceResult] = {}
         # When compiling ahead of time, an argument may be only a shape.
         given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
         concrete = dict(state)
 
         def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
-            request = Request(
+            request = TraceRequest(
                 signature.method,
                 stacked_params.unstack(state),
                 key,
@@ -325,11 +325,11 @@ class PortedModel(PortedState):
             closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
         traced = time.perf_counter()
         closed = self._program.rolled(closed)
-        run = Executable(closed, shape, f"{self.report.model}_{signature.method}")
+        run = JittedProgram(closed, shape, f"{self.report.model}_{signature.method}")
         run.hoisted = self._program.placement.constants(run.hoisted)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = Compiled(run, outcome, signature, list(state), baked)
+        compiled = CachedProgram(run, outcome, signature, list(state), baked)
         self._note(outcome, hoisted.tensors(run.hoisted), traced - start)
         release(outcome)
         return compiled
@@ -377,12 +377,12 @@ class PortedModel(PortedState):
         causes = causes if outside is None else (outside,)
         self.report.retraces.append(Retrace(signature.method, len(earlier), causes))
 
-    def _note(self, outcome: Outcome, hoisted: list[torch.Tensor], seconds: float) -> None:
+    def _note(self, outcome: TraceResult, hoisted: list[torch.Tensor], seconds: float) -> None:
         report_builder.record(self.report, outcome, hoisted)
         timing = self.report.timing
         self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
 
-    def _raise_failed_check(self, compiled: Compiled, code: jax.Array) -> None:
+    def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array) -> None:
         checks = compiled.outcome.trace.checks
         if checks and self._checks:
             failed = int(code)

@@ -14,12 +14,12 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import weights
-from tpuport.model.program_cache import Compiled
+from tpuport.model.program_cache import CachedProgram
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.session.tracer import Program
+from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.weights.checkpoint import Checkpoint
 from tpuport.weights.load import Place, Progress
@@ -43,7 +43,7 @@ class PortedState:
         if is_module:
             master, _ = clone_module(target, lambda t: t)
             self._load_state(master)
-        self._program = Program(
+        self._program = Tracer(
             None if is_module else target, master, patches=find_shims(patches), rules=live_rules()
         )
         self._state_version = 0
@@ -253,7 +253,7 @@ class PortedState:
 
     # -- after a call ------------------------------------------------------------------------------
 
-    def _advance(self, compiled: Compiled, new_state: dict[str, jax.Array]) -> None:
+    def _advance(self, compiled: CachedProgram, new_state: dict[str, jax.Array]) -> None:
         for name, value in new_state.items():
             target = self.params if name in self.params else self.buffers
             if name not in target:
@@ -263,7 +263,7 @@ class PortedState:
         if changes:
             self._apply_python_state(compiled, changes)
 
-    def _apply_python_state(self, compiled: Compiled, changes: Any) -> None:
+    def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
         self._new_version()
         master = self.module
         for name in changes.causes:

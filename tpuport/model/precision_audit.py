@@ -19,7 +19,7 @@ from tpuport.foundation.user_frames import inside_prefixes
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import unused_key
-from tpuport.tracing.state.request import Request
+from tpuport.tracing.state.request import TraceRequest
 
 Kind = Literal["product", "change", "sum"]
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -32,7 +32,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Place:
+class AuditPlace:
     """The operations of one kind on one line of the user's code.
 
     Attributes:
@@ -75,15 +75,15 @@ class PrecisionAudit:
     """The places of a program that matter for precision; `str()` shows the largest of `places`."""
 
     name: str
-    places: tuple[Place, ...] = field(repr=False)
+    places: tuple[AuditPlace, ...] = field(repr=False)
 
     @property
-    def flags(self) -> tuple[Place, ...]:
+    def flags(self) -> tuple[AuditPlace, ...]:
         """Return float32 products, mixed products, and sums in few bits, the largest first."""
         found = [place for place in self.places if place.flag is not None]
         return tuple(sorted(found, key=lambda p: (-p.flops, -p.bytes)))
 
-    def of(self, kind: Kind) -> tuple[Place, ...]:
+    def of(self, kind: Kind) -> tuple[AuditPlace, ...]:
         """Return the places of one kind, the largest first."""
         found = [place for place in self.places if place.kind == kind]
         return tuple(sorted(found, key=lambda p: (-p.flops, -p.bytes)))
@@ -148,12 +148,12 @@ def _modules(ported: PortedModel) -> frozenset[str]:
 
 
 def _traced(ported: PortedModel, method: str, args: Any, kwargs: Any) -> Any:
-    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    leaves, spec, paths = arguments.flatten_call((args, kwargs))
     metas = [arguments.meta_argument(*pair) for pair in zip(leaves, paths, strict=True)]
     shapes = [jax.ShapeDtypeStruct(tuple(m.shape), backend.jax_dtype(m.dtype)) for m in metas]
 
     def pure(state: Any, key: Any, values: Any) -> Any:
-        request = Request(method, state, key, values, metas, spec, checks=False)
+        request = TraceRequest(method, state, key, values, metas, spec, checks=False)
         return ported._program.trace(request).out_leaves
 
     with ported._precision_scope():
@@ -168,7 +168,7 @@ def audit_jaxpr(closed: Any, name: str, modules: frozenset[str] = frozenset()) -
         name: The name of the program.
         modules: The fqns of the user's modules, as they appear in the name stacks.
     """
-    found: dict[Any, Place] = {}
+    found: dict[Any, AuditPlace] = {}
     for place in _places(closed.jaxpr, None, 1, modules):
         key = (place.kind, place.dtypes, place.module, place.line)
         known = found.get(key)
@@ -176,14 +176,14 @@ def audit_jaxpr(closed: Any, name: str, modules: frozenset[str] = frozenset()) -
     return PrecisionAudit(name, tuple(found.values()))
 
 
-def _sum(a: Place, b: Place) -> Place:
+def _sum(a: AuditPlace, b: AuditPlace) -> AuditPlace:
     total = {"count": a.count + b.count, "flops": a.flops + b.flops, "bytes": a.bytes + b.bytes}
     return replace(a, **total)
 
 
 def _places(
     jaxpr: Any, outer: tuple[str, str] | None, times: int, modules: frozenset[str]
-) -> Iterator[Place]:
+) -> Iterator[AuditPlace]:
     """Yield the places in a program and in the programs inside it."""
     for eqn in jaxpr.eqns:
         here = _site(eqn.source_info, modules)
@@ -210,19 +210,19 @@ def _inside(params: Any) -> Iterator[Any]:
             yield from _inside(value)
 
 
-def _place(eqn: Any) -> Place | None:
+def _place(eqn: Any) -> AuditPlace | None:
     """Classify an equation; its module and line are still empty."""
     name = eqn.primitive.name
     ins: list[Any] = [getattr(var.aval, "dtype", None) for var in eqn.invars]
     out = eqn.outvars[0].aval if eqn.outvars else None
     if name in _PRODUCTS and out is not None:
-        return Place("product", _names(ins[:2]), "", "", 1, _flops(eqn), _bytes(out))
+        return AuditPlace("product", _names(ins[:2]), "", "", 1, _flops(eqn), _bytes(out))
     if out is None or not ins or not _is_floating(ins[0]):
         return None
     if name == "convert_element_type" and _is_floating(out.dtype) and out.dtype != ins[0]:
-        return Place("change", _names([ins[0], out.dtype]), "", "", 1, 0, _bytes(out))
+        return AuditPlace("change", _names([ins[0], out.dtype]), "", "", 1, 0, _bytes(out))
     if name in _SUMS and ins[0].itemsize < 4:
-        return Place("sum", _names(ins[:1]), "", "", 1, 0, _bytes(eqn.invars[0].aval))
+        return AuditPlace("sum", _names(ins[:1]), "", "", 1, 0, _bytes(eqn.invars[0].aval))
     return None
 
 

@@ -19,7 +19,7 @@ from tpuport.tracing.attention.options import choice
 from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
 from tpuport.tracing.core.constants import HOIST_BYTES, uniform
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
-from tpuport.tracing.state.request import Outcome
+from tpuport.tracing.state.request import TraceResult
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class Signature:
 
 
 @dataclass
-class Compiled:
+class CachedProgram:
     """A cached program, for one method and one signature of arguments and state."""
 
-    run: "Executable"
-    outcome: Outcome
+    run: "JittedProgram"
+    outcome: TraceResult
     signature: Signature
     names: list[str]
     baked: dict[str, jax.Array]
 
 
 @dataclass
-class Prepared:
+class BoundCall:
     """A call that is bound to its cached program, ready to run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Prepared:
         timing: a context that times the compilation, on the first call.
     """
 
-    compiled: Compiled
+    compiled: CachedProgram
     leaves: list[Any]
     spec: pytree.TreeSpec
     paths: list[str]
@@ -152,7 +152,7 @@ def _static_difference(was: Any, now: Any) -> str:
     return f"{was!r} -> {now!r}"
 
 
-class Executable:
+class JittedProgram:
     """A jitted callable of (state, key, values); large constants are arguments of it, not literals.
 
     Args:
@@ -204,7 +204,7 @@ def _literal(const: Any) -> Any:
     return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
 
 
-def release(outcome: Outcome) -> None:
+def release(outcome: TraceResult) -> None:
     """Drop the tracers that a finished trace still holds, keeping what later calls need."""
     outcome.out_leaves = []
     outcome.state = {}

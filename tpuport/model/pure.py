@@ -10,8 +10,8 @@ from tpuport.foundation import pytree
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import as_key
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.session.tracer import Program
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.session.tracer import Tracer
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 if TYPE_CHECKING:
     from tpuport.model.ported_model import PortedModel
@@ -29,12 +29,12 @@ def apply(
     """Run a method as a pure function; see `PortedModel.apply`."""
     given = {**buffers, **params}
     values = ported._checked_values(stacked_params.unstack(params), stacked_params.unstack(buffers))
-    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    leaves, spec, paths = arguments.flatten_call((args, kwargs))
     arrays, metas = arguments.argument_arrays(leaves, paths)
     key = None if rng is None else as_key(rng)
     with ported._precision_scope():
         known = {n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)}
-        request = Request(method, values, key, arrays, metas, spec, checks=False, known=known)
+        request = TraceRequest(method, values, key, arrays, metas, spec, checks=False, known=known)
         request.known_leaves = {
             i: a for i, a in enumerate(arrays) if not isinstance(a, jax.core.Tracer)
         }
@@ -45,7 +45,7 @@ def apply(
     return out, {**buffers, **changed}
 
 
-def traced(program: Program, request: Request, given: dict[str, Any]) -> Outcome:
+def traced(program: Tracer, request: TraceRequest, given: dict[str, Any]) -> TraceResult:
     """Trace a call, with repeated blocks as loops where that pays.
 
     Args:
@@ -59,7 +59,7 @@ def traced(program: Program, request: Request, given: dict[str, Any]) -> Outcome
     Raises:
         PortError: The code cannot be ported exactly.
     """
-    held: dict[str, Outcome] = {}
+    held: dict[str, TraceResult] = {}
 
     def pure(given: dict[str, Any], key: Any, leaves: list[Any]) -> Any:
         request.values, request.key, request.leaves = stacked_params.unstack(given), key, leaves

@@ -9,7 +9,7 @@ from tpuport.foundation.interop import name_patterns
 from tpuport.foundation.reporting.markup import plural
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.core.context import no_policy
-from tpuport.tracing.core.remat_policy import Table
+from tpuport.tracing.core.remat_policy import PolicyTable
 
 
 class RematPlan(dict[str, str]):
@@ -57,7 +57,7 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
                 f"{type(ported.module).__name__} has no ModuleList or Sequential, so it has no"
                 " blocks to be found; name its modules: {'encoder.*': 'full'}"
             )
-    table = Table(policies)
+    table = PolicyTable(policies)
     name_patterns.refuse_unmatched(policies, names, f"module of {type(ported.module).__name__}")
     plan = RematPlan()
     for fqn in names:

@@ -14,7 +14,7 @@ MAX_WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Block:
+class StatementBlock:
     """Statements and their text.
 
     Attributes:
@@ -66,7 +66,7 @@ class Layout:
         """Return the indentation of a nested function's body."""
         return self.indent + self.unit
 
-    def body(self, *, nested: bool = True) -> Block:
+    def body(self, *, nested: bool = True) -> StatementBlock:
         """Return the block that runs if the test is true.
 
         Args:
@@ -77,11 +77,11 @@ class Layout:
         end = self._else_line() - 1 if orelse else body[-1].end_lineno or body[-1].lineno
         return self._block(body, self.colon, end, nested)
 
-    def orelse(self, *, nested: bool = True) -> Block:
+    def orelse(self, *, nested: bool = True) -> StatementBlock:
         """Return the block after `else:`, empty if there is none; an `elif` becomes an `if`."""
         orelse = self.node.orelse
         if not orelse:
-            return Block((), None, self.inner)
+            return StatementBlock((), None, self.inner)
         end = orelse[-1].end_lineno or orelse[-1].lineno
         if self._has_elif():
             start = self.text.line_start(orelse[0].lineno)
@@ -89,23 +89,25 @@ class Layout:
             new = Passage.of("if", self.module.origin(orelse[0]))
             edits = [Edit(keyword, keyword + len("elif"), new), *self._edits(orelse, nested)]
             passage = self._copy(start, self.text.line_end(end), edits)
-            return Block(tuple(orelse), passage, self.indent)
+            return StatementBlock(tuple(orelse), passage, self.indent)
         offset = self.module.token_after(self.text.line_start(self._else_line()), "else")
         return self._block(orelse, self.module.token_after(offset, ":"), end, nested)
 
-    def rest(self) -> Block:
+    def rest(self) -> StatementBlock:
         """Return the statements after this one in its block, and make them part of the edit."""
         block, index = self.module.block(self.node)
         following = block[index + 1 :]
         if not following:
-            return Block((), None, self.inner)
+            return StatementBlock((), None, self.inner)
         start = self.text.line_start(self.last_line + 1)
         self.last_line = following[-1].end_lineno or following[-1].lineno
         end = self.text.line_end(self.last_line)
         passage = self._copy(start, end, self._edits(following, nested=True))
-        return Block(tuple(following), _without_blank_ends(passage), self.indent)
+        return StatementBlock(tuple(following), _without_blank_ends(passage), self.indent)
 
-    def _block(self, statements: list[ast.stmt], colon: int, end_line: int, nested: bool) -> Block:
+    def _block(
+        self, statements: list[ast.stmt], colon: int, end_line: int, nested: bool
+    ) -> StatementBlock:
         colon_line = self.text.line_at(colon)
         first = statements[0]
         end = self.text.line_end(end_line)
@@ -119,7 +121,7 @@ class Layout:
             indent = self.text.indentation(first.lineno)
             passage = self._copy(self.text.line_start(colon_line + 1), end, edits)
         staying = tuple(statement for statement in statements if statement not in self.dropped)
-        return Block(staying, _without_blank_ends(passage), indent)
+        return StatementBlock(staying, _without_blank_ends(passage), indent)
 
     def _copy(self, start: int, end: int, edits: Sequence[Edit]) -> Passage:
         self.kept.append((start, end))

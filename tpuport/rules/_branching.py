@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._blocks import Block, Layout
+from tpuport.rules._blocks import Layout, StatementBlock
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, refuse_loop_exits
 from tpuport.source.inference.liveness import NameSet
@@ -54,7 +54,7 @@ class BranchFix:
         call = layout.call("return " if self.ends else f"{result} = ", f"{OPS}.cond", arguments)
         return layout.edit([*functions, call], expressions, gap=True)
 
-    def _sides(self) -> tuple[list[Block], list[Block]]:
+    def _sides(self) -> tuple[list[StatementBlock], list[StatementBlock]]:
         """Return the blocks that make up each side."""
         body, orelse = self.node.body, self.node.orelse
         for side in (body, orelse):
@@ -66,7 +66,7 @@ class BranchFix:
             return self._continuing_sides()
         return [self.layout.body()], [self.layout.orelse()]
 
-    def _returning_sides(self) -> tuple[list[Block], list[Block]]:
+    def _returning_sides(self) -> tuple[list[StatementBlock], list[StatementBlock]]:
         """Return the sides of an `if` of which a side returns: then both have to return.
 
         The side that does not return takes along the statements that follow the `if`.
@@ -90,7 +90,7 @@ class BranchFix:
             sides[falls.index(True)].append(self.layout.rest())
         return sides
 
-    def _continuing_sides(self) -> tuple[list[Block], list[Block]]:
+    def _continuing_sides(self) -> tuple[list[StatementBlock], list[StatementBlock]]:
         """Return the sides of an `if` of which one ends in `continue`.
 
         The other side takes along the rest of the loop's body, so that no `continue` is needed.

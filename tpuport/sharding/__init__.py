@@ -1,7 +1,7 @@
 """Sharding of a ported model over a mesh by a readable table of rules."""
 
 from tpuport.cost.hlo.collectives import count_collectives
-from tpuport.sharding.checks import Kind, ShardingNote
+from tpuport.sharding.checks import NoteKind, ShardingNote
 from tpuport.sharding.constraints import Activations
 from tpuport.sharding.converters import from_logical_axes, from_parallelize_plan, from_tp_plan
 from tpuport.sharding.mesh import MeshAxis, make_mesh
@@ -28,8 +28,8 @@ __all__ = [
     "TABLES",
     "TOPOLOGIES",
     "Activations",
-    "Kind",
     "MeshAxis",
+    "NoteKind",
     "ShardingNote",
     "ShardingPlan",
     "ShardingRules",

@@ -20,7 +20,7 @@ LARGE_BYTES = 2**20
 _SPREADING = (MeshAxis.FSDP, MeshAxis.TENSOR, MeshAxis.EXPERT)
 
 
-class Kind(enum.StrEnum):
+class NoteKind(enum.StrEnum):
     """Kinds of findings."""
 
     UNMATCHED = "matches nothing"
@@ -61,7 +61,7 @@ class ShardingNote:
         message: complete sentence to show.
     """
 
-    kind: Kind
+    kind: NoteKind
     name: str
     message: str
 
@@ -84,7 +84,7 @@ def find(rules: RuleTable, leaves: Mapping[str, Leaf], mesh: Any) -> list[Shardi
                 f"dim {dim} of {name} has size {leaf.shape[dim]}, which {count} does not divide"
                 f" (rule {rule}): it stays unsharded along {' and '.join(axes)}"
             )
-            found.append(ShardingNote(Kind.UNEVEN, name, message))
+            found.append(ShardingNote(NoteKind.UNEVEN, name, message))
         found += _large(name, leaf, rule, num_shards(kept, sizes), sizes)
     return found
 
@@ -104,10 +104,10 @@ def _idle(
                 f"the rule {rule} is shadowed: {plural(len(matched), 'name')} that it matches"
                 f" ({_some(matched)}) went to an earlier rule ({first})"
             )
-            found.append(ShardingNote(Kind.SHADOWED, rule.pattern, message))
+            found.append(ShardingNote(NoteKind.SHADOWED, rule.pattern, message))
         elif not rule.optional:
             message = f"the rule {rule} matches no parameter or buffer"
-            found.append(ShardingNote(Kind.UNMATCHED, rule.pattern, message))
+            found.append(ShardingNote(NoteKind.UNMATCHED, rule.pattern, message))
     return found
 
 
@@ -117,7 +117,7 @@ def _costly(
     """Report rules known to cost communication, if the mesh has their axes."""
     used = {id(rule) for rule in taken.values()}
     return [
-        ShardingNote(Kind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
+        ShardingNote(NoteKind.COSTLY, rule.pattern, f"the rule {rule}: {rule.cost}")
         for rule in rules
         if rule.cost and id(rule) in used and num_shards(rule.spec, sizes) > 1
     ]
@@ -136,7 +136,7 @@ def _large(
         f"{name} ({leaf.dtype}{list(leaf.shape)}, {leaf.num_bytes / 2**20:.1f} MiB) is replicated"
         f" on every chip: {why}"
     )
-    return [ShardingNote(Kind.REPLICATED, name, message)]
+    return [ShardingNote(NoteKind.REPLICATED, name, message)]
 
 
 def refuse(found: Sequence[ShardingNote], name: str) -> None:

@@ -40,7 +40,7 @@ _BESIDE_COST = (
 _VOCABULARY = 1024
 
 
-class Role(enum.StrEnum):
+class LayerRole(enum.StrEnum):
     """Roles of parameters."""
 
     COLUMN = "column"
@@ -68,7 +68,7 @@ class Layer:
     outs: int
     out_dim: int
     in_dim: int
-    role: Role = Role.OTHER
+    role: LayerRole = LayerRole.OTHER
     reason: str = ""
     heads: int | None = None
     closed: bool = False
@@ -84,7 +84,7 @@ class Use:
     all-reduce.
     """
 
-    role: Role
+    role: LayerRole
     reason: str
     out_dim: int = 0
     in_dim: int = 1
@@ -98,7 +98,7 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
     layers: dict[str, Layer] = {}
     _visit(module, "", module, layers, set())
     for layer in layers.values():
-        if layer.role is Role.OTHER:
+        if layer.role is LayerRole.OTHER:
             _left_over(layer)
     uses: dict[str, Use] = {}
     for fqn, owner in module.named_modules():
@@ -123,18 +123,18 @@ def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> di
         layer = layers.get(path)
         if layer is not None:
             latest = layer
-            columns += [layer] if layer.role is Role.COLUMN else []
+            columns += [layer] if layer.role is LayerRole.COLUMN else []
         column = None
         if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
             column = latest
         elif _QK_NORM.search(name):
             column = columns[0] if columns else None
-        if column is None or column.role is not Role.COLUMN:
+        if column is None or column.role is not LayerRole.COLUMN:
             continue
         reason = f"follows {column.fqn.rpartition('.')[2]}"
         for leaf, value in (*child.named_parameters(), *child.named_buffers()):
             if tuple(value.shape) == (column.outs,):
-                found[f"{path}.{leaf}"] = Use(Role.COLUMN, reason, heads=column.heads)
+                found[f"{path}.{leaf}"] = Use(LayerRole.COLUMN, reason, heads=column.heads)
     return found
 
 
@@ -206,12 +206,12 @@ def _name(layer: Layer, parent: torch.nn.Module) -> None:
     parts = [part for part in layer.fqn.split(".") if not part.isdecimal()]
     last = parts[-1] if parts else ""
     if _FUSED.search(last):
-        layer.role, layer.reason = Role.FUSED, "several projections in one, by name"
+        layer.role, layer.reason = LayerRole.FUSED, "several projections in one, by name"
     elif _QKV.search(last):
-        layer.role, layer.reason = Role.COLUMN, "attention projection, by name"
+        layer.role, layer.reason = LayerRole.COLUMN, "attention projection, by name"
         layer.heads = heads_of(parent, last, layer.outs)
     elif _OUT.search(last):
-        layer.role, layer.reason, layer.closed = Role.ROW, "attention output, by name", True
+        layer.role, layer.reason, layer.closed = LayerRole.ROW, "attention output, by name", True
 
 
 def _pair(inside: list[Layer]) -> None:
@@ -220,14 +220,14 @@ def _pair(inside: list[Layer]) -> None:
     A layer is the row of the earlier layers whose output it takes, unless another pair is between
     them.
     """
-    free = sum(layer.role is Role.OTHER for layer in inside)
+    free = sum(layer.role is LayerRole.OTHER for layer in inside)
     start = 0
     if any(layer.kind == "convolution" and layer.closed for layer in inside):
         return  # the remaining layers connect units
     for index, layer in enumerate(inside):
-        if layer.role is Role.ROW:
+        if layer.role is LayerRole.ROW:
             start = index + 1
-        elif layer.role is Role.OTHER:
+        elif layer.role is LayerRole.OTHER:
             sources = _sources(inside[start:index], layer, free)
             if sources:
                 _close(sources, layer)
@@ -237,21 +237,27 @@ def _pair(inside: list[Layer]) -> None:
 
 def _pair_side_by_side(inside: list[Layer]) -> None:
     """Find a row that takes two columns' outputs concatenated: attention parallel to an MLP."""
-    open_ones = [s for s in inside if s.role in (Role.OTHER, Role.COLUMN) and not s.closed]
-    for row in [layer for layer in open_ones if layer.role is Role.OTHER]:
+    open_ones = [
+        s for s in inside if s.role in (LayerRole.OTHER, LayerRole.COLUMN) and not s.closed
+    ]
+    for row in [layer for layer in open_ones if layer.role is LayerRole.OTHER]:
         same = [s for s in open_ones if s is not row and s.ins == row.outs]
-        attention = [s for s in same if s.role is Role.COLUMN]
-        beside = [s for s in same if s.role is Role.OTHER]
+        attention = [s for s in same if s.role is LayerRole.COLUMN]
+        beside = [s for s in same if s.role is LayerRole.OTHER]
         fits = [s for s in beside if attention and s.outs + attention[-1].outs == row.ins]
         if fits:
             _close([*attention, fits[0]], row)
-            fits[0].role, row.cost = Role.COLUMN, _BESIDE_COST
+            fits[0].role, row.cost = LayerRole.COLUMN, _BESIDE_COST
             return
 
 
 def _sources(before: list[Layer], layer: Layer, free: int) -> list[Layer]:
     """Return the layers whose outputs a layer takes."""
-    before = [s for s in before if s.role in (Role.OTHER, Role.COLUMN, Role.FUSED) and not s.closed]
+    before = [
+        s
+        for s in before
+        if s.role in (LayerRole.OTHER, LayerRole.COLUMN, LayerRole.FUSED) and not s.closed
+    ]
     if layer.kind == "convolution":
         last = before[-1:]
         return [s for s in last if s.outs == layer.ins and not _is_patch(s)]
@@ -262,7 +268,7 @@ def _sources(before: list[Layer], layer: Layer, free: int) -> list[Layer]:
 
 def _widths(source: Layer) -> tuple[int, ...]:
     """Return the widths that a layer's output can have after it is split into equal parts."""
-    parts = (1, 2, 3) if source.role in (Role.OTHER, Role.FUSED) else (1,)
+    parts = (1, 2, 3) if source.role in (LayerRole.OTHER, LayerRole.FUSED) else (1,)
     return tuple(source.outs // n for n in parts if source.outs % n == 0)
 
 
@@ -273,29 +279,29 @@ def _is_patch(layer: Layer) -> bool:
 
 
 def _close(sources: list[Layer], row: Layer) -> None:
-    row.role, row.closed = Role.ROW, True
+    row.role, row.closed = LayerRole.ROW, True
     row.reason = (
         f"takes the output of {', '.join(s.fqn.rpartition('.')[2] or s.fqn for s in sources)}"
     )
     for source in sources:
         source.closed = True
-        if source.role is Role.OTHER:
+        if source.role is LayerRole.OTHER:
             fused = source.kind == "linear" and source.outs != row.ins
-            source.role = Role.FUSED if fused else Role.COLUMN
+            source.role = LayerRole.FUSED if fused else LayerRole.COLUMN
             source.reason = f"its output goes to {row.fqn.rpartition('.')[2] or row.fqn}"
 
 
 def _left_over(layer: Layer) -> None:
     """Set the role of a layer that belongs to no pair."""
     if layer.kind == "linear" and _HEADS.search(layer.fqn):
-        layer.role, layer.reason = Role.VOCABULARY, "output over the vocabulary"
+        layer.role, layer.reason = LayerRole.VOCABULARY, "output over the vocabulary"
     elif (
         layer.kind == "linear"
         and _MODULATION.search(layer.fqn)
         and layer.outs >= 2 * layer.ins
         and layer.outs % layer.ins == 0
     ):
-        layer.role = Role.MODULATION
+        layer.role = LayerRole.MODULATION
         layer.reason = "modulation: one vector a sample, so gathering its output costs little"
 
 
@@ -307,19 +313,19 @@ def _use(
     layer: Layer | None,
 ) -> Use:
     if _EXPERTS.search(fqn) and parameter.ndim == 3:
-        return Use(Role.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
+        return Use(LayerRole.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
     one = re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn) is not None
     if layer is not None:
         dims = (layer.out_dim, layer.in_dim) if parameter.ndim > 1 else (0, 0)
         reason = layer.reason if parameter.ndim > 1 else f"follows its layer, {layer.role}"
-        cost = layer.cost or (_FUSED_COST if layer.role is Role.FUSED else "")
+        cost = layer.cost or (_FUSED_COST if layer.role is LayerRole.FUSED else "")
         cost = cost if parameter.ndim > 1 else ""
         return Use(layer.role, reason, *dims, layer.heads, cost, one)
     if isinstance(owner, torch.nn.MultiheadAttention) and name.startswith("in_proj"):
         cost = _FUSED_COST if parameter.ndim > 1 else ""
-        return Use(Role.FUSED, "several projections in one, by name", cost=cost)
+        return Use(LayerRole.FUSED, "several projections in one, by name", cost=cost)
     if isinstance(owner, torch.nn.Embedding) and parameter.shape[0] >= _VOCABULARY:
-        return Use(Role.VOCABULARY, "embedding over the vocabulary")
+        return Use(LayerRole.VOCABULARY, "embedding over the vocabulary")
     if "norm" in type(owner).__name__.lower():
-        return Use(Role.NORM, "norm")
-    return Use(Role.OTHER, "")
+        return Use(LayerRole.NORM, "norm")
+    return Use(LayerRole.OTHER, "")

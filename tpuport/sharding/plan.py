@@ -124,7 +124,7 @@ def _activation_findings(rules: checks.RuleTable, model: Any) -> list[checks.Sha
     names = [name for name, _ in module_of(model).named_modules()]
     return [
         checks.ShardingNote(
-            checks.Kind.UNMATCHED,
+            checks.NoteKind.UNMATCHED,
             pattern,
             f"the pattern of activations {pattern!r} matches no module",
         )

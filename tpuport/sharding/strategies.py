@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.name_patterns import generalised, matches
 from tpuport.sharding.constraints import Activations
-from tpuport.sharding.layer_roles import Role, Use, blocks_of, uses_of
+from tpuport.sharding.layer_roles import LayerRole, Use, blocks_of, uses_of
 from tpuport.sharding.leaves import Leaf, module_of, shapes_of
 from tpuport.sharding.mesh import MeshAxis, sizes_of
 from tpuport.sharding.rule_table import ShardingRules
@@ -87,7 +87,7 @@ def fsdp_tensor_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -
         use = uses.get(name)
         spec, reason, cost = _tensor_spec(use, leaf, sizes)
         both = (MeshAxis.TENSOR.value, MeshAxis.FSDP.value)
-        if use is not None and use.role is Role.VOCABULARY and any(spec[:1]):
+        if use is not None and use.role is LayerRole.VOCABULARY and any(spec[:1]):
             # With both of its dims sharded, the rows that are looked up would be exchanged.
             num = math.prod(sizes.get(axis, 1) for axis in both)
             return (P(both, None) if leaf.shape[0] % num == 0 else spec), reason, cost
@@ -116,7 +116,7 @@ def expert_parallel(model: Any, mesh: Sizes, *, min_size: int = MIN_SIZE) -> Sha
     def choose(name: str, leaf: Leaf) -> _Choice:
         use, spec, reason = uses.get(name), P(), ""
         if use is not None and num > 1:
-            if use.role is Role.EXPERTS and leaf.shape[0] % num == 0:
+            if use.role is LayerRole.EXPERTS and leaf.shape[0] % num == 0:
                 spec, reason = P(MeshAxis.EXPERT.value), use.reason
             elif use.one_expert:
                 spec, reason = _along(MeshAxis.EXPERT, P(), leaf, num, min_size)
@@ -148,7 +148,7 @@ def sequence_activations(model: Any) -> Activations:
     rows = (
         generalised(name.rpartition(".")[0])
         for name, use in uses_of(module).items()
-        if use.role is Role.ROW and name.endswith(".weight")
+        if use.role is LayerRole.ROW and name.endswith(".weight")
     )
     inputs = {row: entering for row in rows if any(matches(f"{block}.**", row) for block in table)}
     return Activations(table, inputs=inputs).optional()
@@ -205,9 +205,9 @@ def _batch_activations(model: Any) -> Activations:
     free = P(BATCH, P.UNCONSTRAINED)
     for name, use in uses_of(module).items():
         owner = generalised(name.rpartition(".")[0])
-        if use.role is Role.MODULATION:
+        if use.role is LayerRole.MODULATION:
             table[owner] = P(BATCH)
-        elif use.role is not Role.NORM:
+        elif use.role is not LayerRole.NORM:
             table.setdefault(owner, free)
     table.pop("", None)
     return Activations(table).optional()
@@ -242,11 +242,11 @@ def _tensor_spec(use: Use | None, leaf: Leaf, sizes: Mapping[str, int]) -> _Choi
     if use is None or num == 1:
         return P(), "", ""
     if dim is None:
-        meant = use.role in (Role.NORM, Role.ROW, Role.VOCABULARY)
+        meant = use.role in (LayerRole.NORM, LayerRole.ROW, LayerRole.VOCABULARY)
         return P(), use.reason if meant else "", ""
     if use.heads is not None and use.heads % num:
         return P(), f"{use.heads} heads are not divided by tensor={num}", ""
-    if leaf.shape[dim] % num and use.role is Role.VOCABULARY and len(leaf.shape) == 2:
+    if leaf.shape[dim] % num and use.role is LayerRole.VOCABULARY and len(leaf.shape) == 2:
         dim = 1
     if leaf.shape[dim] % num:
         return P(), "", ""
@@ -255,9 +255,15 @@ def _tensor_spec(use: Use | None, leaf: Leaf, sizes: Mapping[str, int]) -> _Choi
 
 def _tensor_dim(use: Use, leaf: Leaf) -> int | None:
     """Return the dim of a parameter that is sharded over tensor, if any."""
-    if use.role in (Role.COLUMN, Role.FUSED, Role.MODULATION, Role.VOCABULARY, Role.EXPERTS):
+    if use.role in (
+        LayerRole.COLUMN,
+        LayerRole.FUSED,
+        LayerRole.MODULATION,
+        LayerRole.VOCABULARY,
+        LayerRole.EXPERTS,
+    ):
         return use.out_dim if len(leaf.shape) > 1 else 0
-    if use.role is Role.ROW and len(leaf.shape) > 1:
+    if use.role is LayerRole.ROW and len(leaf.shape) > 1:
         return use.in_dim
     return None
 

@@ -25,7 +25,7 @@ class DifferenceError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The observable effects of a call.
 
     Attributes:
@@ -43,7 +43,7 @@ class Outcome:
     arguments: Inputs
 
 
-def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
+def observe(function: Callable[..., Any], args: Inputs) -> CaseOutcome:
     """Call a function with copies of the arguments and record its effects."""
     copies = tuple(_copied(arg) for arg in args)
     value, error = None, None
@@ -61,7 +61,7 @@ def observe(function: Callable[..., Any], args: Inputs) -> Outcome:
             unbound = isinstance(raised, NameError)
             error = (NameError, "") if unbound else (type(raised), str(raised))
     messages = tuple((w.category, str(w.message)) for w in warned)
-    return Outcome(value, error, printed.getvalue(), messages, copies)
+    return CaseOutcome(value, error, printed.getvalue(), messages, copies)
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def _tensor_difference(expected: torch.Tensor, got: torch.Tensor, rtol: float) -
     return None
 
 
-def compare(expected: Outcome, got: Outcome, *, rtol: float = 0.0) -> str | None:
+def compare(expected: CaseOutcome, got: CaseOutcome, *, rtol: float = 0.0) -> str | None:
     """Describe how two outcomes differ: exception, output, warnings, result, arguments."""
     for name in ("error", "printed", "warned"):
         first, second = getattr(expected, name), getattr(got, name)

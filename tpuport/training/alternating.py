@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
 from tpuport.training.call import PlacedArguments
-from tpuport.training.input.sources import Share
+from tpuport.training.input.sources import HostShard
 from tpuport.training.state import TrainState
 from tpuport.training.step import Metrics, TrainStep
 
@@ -58,11 +58,11 @@ class Alternating:
         """Return whether one of the programs has unweighted parts (`accumulate`)."""
         return any(step.counts_parts_alike for step in self.steps.values())
 
-    def share(self) -> Share:
+    def share(self) -> HostShard:
         """Return which rows of a batch this process's chips hold."""
         return next(iter(self.steps.values())).share()
 
-    def place(self, *args: Any, share: Share | None = None, **kwargs: Any) -> PlacedArguments:
+    def place(self, *args: Any, share: HostShard | None = None, **kwargs: Any) -> PlacedArguments:
         """Place the arguments of a round on the devices, see `TrainStep.place`."""
         return next(iter(self.steps.values())).place(*args, share=share, **kwargs)
 
@@ -79,9 +79,9 @@ class Alternating:
             ema={n: v for state in states.values() for n, v in state.ema.items()},
         )
 
-    def put(self, state: TrainState, *, ema: bool = False) -> PortedModel:
+    def load_state(self, state: TrainState, *, ema: bool = False) -> PortedModel:
         """Load the weights and buffers of a state into the model, and return it."""
-        return next(iter(self.steps.values())).put(state, ema=ema)
+        return next(iter(self.steps.values())).load_state(state, ema=ema)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, Metrics]:
         """Take one step of each, in order; see `TrainStep.__call__`.

@@ -13,7 +13,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.core import arguments
-from tpuport.training.input.sources import Share
+from tpuport.training.input.sources import HostShard
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def placed(ported: PortedModel, given: Any) -> PlacedArguments:
         ported: the model, whose mesh the arguments are placed on.
         given: (args, kwargs).
     """
-    leaves, spec, paths = arguments.take_apart(given)
+    leaves, spec, paths = arguments.flatten_call(given)
     values, metas = arguments.argument_arrays(leaves, paths)
     values = ported._program.placement.arguments(values, paths)
     return PlacedArguments(values, metas, spec, paths)
 
 
-def placed_part(ported: PortedModel, given: Any, share: Share) -> PlacedArguments:
+def placed_part(ported: PortedModel, given: Any, share: HostShard) -> PlacedArguments:
     """Place the arguments of a call of which this process has only its own rows.
 
     Args:
@@ -69,7 +69,7 @@ def placed_part(ported: PortedModel, given: Any, share: Share) -> PlacedArgument
     Raises:
         UsageError: the mesh would have other rows here.
     """
-    leaves, spec, paths = arguments.take_apart(given)
+    leaves, spec, paths = arguments.flatten_call(given)
     placement: Any = ported._program.placement
     values: list[Any] = []
     metas: list[torch.Tensor] = []
@@ -103,14 +103,14 @@ def placed_part(ported: PortedModel, given: Any, share: Share) -> PlacedArgument
     return PlacedArguments(values, metas, spec, paths)
 
 
-def share_of(ported: PortedModel) -> Share:
+def share_of(ported: PortedModel) -> HostShard:
     """Return which rows of a batch this process's devices hold.
 
     Raises:
         UsageError: there are several processes and no mesh over them, or their rows overlap.
     """
     if jax.process_count() == 1:
-        return Share()
+        return HostShard()
     placement: Any = ported._program.placement
     if placement.mesh is None:
         raise UsageError(
@@ -125,14 +125,14 @@ def share_of(ported: PortedModel) -> Share:
     return process_share(NamedSharding(placement.mesh, PartitionSpec(*rows)), size)
 
 
-def process_share(where: NamedSharding, size: int) -> Share:
+def process_share(where: NamedSharding, size: int) -> HostShard:
     """Return which part of `size` rows this process's devices hold under a sharding.
 
     Raises:
         UsageError: processes have rows in common, but not all.
     """
     if jax.process_count() == 1:
-        return Share()
+        return HostShard()
     held: dict[int, set[int]] = {}
     first = NamedSharding(where.mesh, PartitionSpec(*where.spec[:1]))
     for device, index in first.devices_indices_map((size,)).items():
@@ -146,4 +146,4 @@ def process_share(where: NamedSharding, size: int) -> Share:
             f" {dict(where.mesh.shape)}. What to do: make the axes of data the outermost ones of"
             " the mesh"
         )
-    return Share(groups.index(mine), len(groups))
+    return HostShard(groups.index(mine), len(groups))

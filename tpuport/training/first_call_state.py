@@ -14,7 +14,7 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.scan_layers.jaxpr_equal import same_program
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 Result = TypeVar("Result")
 
@@ -33,8 +33,8 @@ def settled(trace: Callable[[], Result]) -> Result:
 
 def settle(
     ported: PortedModel,
-    outcome: Outcome,
-    request: Callable[[Any, list[Any]], Request],
+    outcome: TraceResult,
+    request: Callable[[Any, list[Any]], TraceRequest],
     given: dict[str, Any],
     key: Any,
     values: list[Any],
@@ -62,7 +62,7 @@ def settle(
     inputs = jax.tree.map(
         lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values)
     )
-    held: list[Outcome] = []
+    held: list[TraceResult] = []
 
     def once_more() -> Any:
         # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.

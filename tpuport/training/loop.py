@@ -86,7 +86,7 @@ def fit(
         peak_flops: peak FLOP/s of one device, for MFU; known for TPUs. MFU counts recomputation.
 
     Returns:
-        The state after the last step; `step.put(state)` loads it into the model.
+        The state after the last step; `step.load_state(state)` loads it into the model.
 
     Raises:
         Preempted: the process was asked to end.
@@ -104,7 +104,9 @@ def fit(
         given = _as_batches(batches)
         begun: Any = _begun(step, given, state, seed, checkpoints)
         shown = Shown(steps, int(begun.step), on=progress and first)
-        loop = _Loop(step, given, times, checkpoints, evaluate, outlets, profile, shown, peak_flops)
+        loop = _RunLoop(
+            step, given, times, checkpoints, evaluate, outlets, profile, shown, peak_flops
+        )
         return loop.run(begun)
 
 
@@ -167,7 +169,7 @@ def _begun(
 
 
 @dataclass
-class _Loop:
+class _RunLoop:
     """One call of `fit`."""
 
     step: Any
@@ -198,7 +200,7 @@ class _Loop:
                 sink.start(self.first)
             if self.first:
                 self.shown.note(f"resuming after step {self.first}")
-            with Preemption() as preemption, self.batches.on(self.step) as given:
+            with Preemption() as preemption, self.batches.device_iterator(self.step) as given:
                 state = self._steps(state, given, preemption)
             if self.checkpoints is not None:
                 self.checkpoints.wait()

@@ -14,13 +14,13 @@ from tpuport.cost import count_jaxpr
 from tpuport.diagnosis.explain import explaining
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
-from tpuport.model.program_cache import Executable, Signature, release, retrace_causes
+from tpuport.model.program_cache import JittedProgram, Signature, release, retrace_causes
 from tpuport.sharding.shard import argument_name
 from tpuport.tracing.core.keys import unused_key
-from tpuport.tracing.state.request import Outcome
+from tpuport.tracing.state.request import TraceResult
 from tpuport.training.call import PlacedArguments, placed, placed_part, share_of
 from tpuport.training.first_call_state import settled
-from tpuport.training.input.sources import Share
+from tpuport.training.input.sources import HostShard
 from tpuport.training.optimizer_state import as_optimizer, optimizer_state
 from tpuport.training.state import TrainState, ema_of
 from tpuport.training.step_function import Batch, Metrics, Training, known_values, train
@@ -37,8 +37,8 @@ _NUMBERS = itertools.count()
 class _Compiled:
     """A compiled step for one signature of arguments."""
 
-    run: Executable
-    outcome: Outcome
+    run: JittedProgram
+    outcome: TraceResult
     signature: Signature
     causes: tuple[str, ...]
     paths: list[str]
@@ -52,10 +52,10 @@ class TrainStep:
         state = step.init(seed=0)
         for batch in batches:
             state, metrics = step(state, batch)
-        step.put(state)  # into the ported model, to save or to evaluate
+        step.load_state(state)  # into the ported model, to save or to evaluate
 
     Attributes:
-        ported: the model, whose own `params` do not change until `put`.
+        ported: the model, whose own `params` do not change until `load_state`.
         optimizer: the optax optimizer, without clipping.
         retraces: the number of programs compiled after the first.
         trained: the names of the parameters that it changes.
@@ -128,7 +128,7 @@ class TrainStep:
         Args:
             seed: random seed of all numbers that steps draw.
             copy: if False, use the model's own arrays, which are donated to the first step. Until
-                `put` the model then has no values, and the weights are in memory once.
+                `load_state` the model then has no values, and the weights are in memory once.
         """
         take: Callable[[Any], Any] = jnp.copy if copy else lambda value: value
         params, frozen, buffers = (jax.tree.map(take, part) for part in self._training.split())
@@ -151,7 +151,7 @@ class TrainStep:
             key=counts[2],
         )
 
-    def put(self, state: TrainState, *, ema: bool = False) -> PortedModel:
+    def load_state(self, state: TrainState, *, ema: bool = False) -> PortedModel:
         """Load the weights and buffers of a state into the model, and return it.
 
         Args:
@@ -166,7 +166,7 @@ class TrainStep:
         self.ported.buffers = jax.tree.map(jnp.copy, {**source.buffers, **frozen})
         return self.ported
 
-    def share(self) -> Share:
+    def share(self) -> HostShard:
         """Return which rows of a batch this process's chips hold, for `place`.
 
         Raises:
@@ -175,7 +175,7 @@ class TrainStep:
         return share_of(self.ported)
 
     @explaining()
-    def place(self, *args: Any, share: Share | None = None, **kwargs: Any) -> PlacedArguments:
+    def place(self, *args: Any, share: HostShard | None = None, **kwargs: Any) -> PlacedArguments:
         """Place the arguments of a step on the devices; call the step with the result instead.
 
         Args:
@@ -243,7 +243,7 @@ class TrainStep:
                 state, unused_key(), call.values
             )
         name = f"train_{self.ported.report.model}"
-        run = Executable(closed, shape, name, donate_state=True)
+        run = JittedProgram(closed, shape, name, donate_state=True)
         run.hoisted = self.ported._program.placement.constants(run.hoisted)
         outcome = batch.outcomes[-1]
         release(outcome)

@@ -15,7 +15,7 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 from tpuport.training.first_call_state import settle
 from tpuport.training.losses import WEIGHT, loss_and_metrics
 from tpuport.training.microbatches import in_parts
@@ -107,7 +107,7 @@ class Batch:
     paths: list[str]
     known: dict[int, Any]
     hoisted: Hoisted = field(default_factory=Hoisted)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[TraceResult] = field(default_factory=list)
     weighted: list[bool] = field(default_factory=list)
 
 
@@ -176,8 +176,8 @@ def _measured(
     given = {**frozen, **buffers, **params}
     metas = batch.metas if training.accumulate == 1 else _metas_of_part(batch.metas, values)
 
-    def request(key: Any, values: list[Any]) -> Request:
-        return Request(
+    def request(key: Any, values: list[Any]) -> TraceRequest:
+        return TraceRequest(
             training.method,
             {},  # from `given`
             key,
@@ -252,7 +252,7 @@ def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
 
 
 def _changed_buffers(
-    outcome: Outcome, buffers: Any, params: Any, frozen: Any
+    outcome: TraceResult, buffers: Any, params: Any, frozen: Any
 ) -> dict[str, jax.Array]:
     """Return the buffers that a call changed.
 

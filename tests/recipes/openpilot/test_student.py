@@ -123,7 +123,7 @@ def test_a_step_is_that_of_eager_peft(policy: Path):
     assert sorted(step.trained) == sorted(trained)
     state, metrics = step(step.init(), batch)
     assert float(metrics["loss"]) == pytest.approx(expected.item(), rel=1e-5)
-    after: Any = step.put(state).to_torch()
+    after: Any = step.load_state(state).to_torch()
     found = dict(after.named_parameters())
     for name, parameter in eager.named_parameters():
         if name not in trained:

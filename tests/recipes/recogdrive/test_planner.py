@@ -145,7 +145,7 @@ def test_the_infinite_eta_is_not_trained_and_actions_stay_finite():
     for number in range(2):
         state, _ = step(state, scenes(seed=number))
     assert np.isinf(state.frozen["eta.eta_logit"]).all()
-    ported = step.put(state)
+    ported = step.load_state(state)
     first, second = (tpuport.to_torch(ported.sampled(scenes())) for _ in range(2))
     assert first.isfinite().all()
     assert not torch.equal(first, second)

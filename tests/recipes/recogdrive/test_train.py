@@ -104,7 +104,7 @@ def test_rewards_of_a_validation_are_of_its_scenes(tmp_path):
     make_cache(tmp_path, count=4, tokens=4, width=12)
     dataset, scored = CacheDataset(tmp_path), []
     step = mock.Mock()
-    step.put().sampled = lambda batch: tpuport.to_torch(batch["trajectory"])
+    step.load_state().sampled = lambda batch: tpuport.to_torch(batch["trajectory"])
 
     def score(token, trajectories, true):
         scored.append(token)

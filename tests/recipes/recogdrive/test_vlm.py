@@ -121,7 +121,7 @@ def trained(step: Any, given: list[dict[str, torch.Tensor]]) -> tuple[list[float
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert step.retraces == 0
-    return losses, step.put(state).to_torch().state_dict()
+    return losses, step.load_state(state).to_torch().state_dict()
 
 
 @pytest.mark.parametrize("frozen", [(), ("freeze_llm", "freeze_backbone")])
@@ -146,7 +146,7 @@ def test_five_steps_are_those_of_torch(small: Small, frozen: tuple[str, ...]):
         np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-4)
         np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-4)
     assert step.retraces == 0
-    after = step.put(state).to_torch().state_dict()
+    after = step.load_state(state).to_torch().state_dict()
     before = small.model.state_dict()
     for name, expected in eager.state_dict().items():
         moved = (expected - before[name]).abs().max()

@@ -20,7 +20,7 @@ _RIGHT_AFTER = 1_000_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One compiled program in the folder.
 
     Attributes:
@@ -51,7 +51,7 @@ def default_directory(environment: Mapping[str, str] | None = None) -> Path:
     return home / "tpuport" / "compiled"
 
 
-def entries(directory: Path) -> list[Entry]:
+def entries(directory: Path) -> list[CacheEntry]:
     """Return the programs in a folder, by name; none if there is no such folder."""
     found = []
     for path in sorted(directory.glob(f"*{_PROGRAM}")):
@@ -60,7 +60,7 @@ def entries(directory: Path) -> list[Entry]:
         except FileNotFoundError:
             # Another process has made room since.
             continue
-        found.append(Entry(path, path.name.removesuffix(_PROGRAM).rpartition("-")[0], size))
+        found.append(CacheEntry(path, path.name.removesuffix(_PROGRAM).rpartition("-")[0], size))
     return found
 
 
@@ -124,7 +124,7 @@ def _time_of(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(_PROGRAM) + _USED)
 
 
-def was_used(entry: Entry) -> bool:
+def was_used(entry: CacheEntry) -> bool:
     """Return whether an entry was loaded after it was written; known only with a size limit."""
     try:
         used = int.from_bytes(_time_of(entry.path).read_bytes(), "little")

@@ -26,7 +26,7 @@ _DONE = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True)
-class CachedProgram:
+class CacheRecord:
     """One program that was needed.
 
     Attributes:
@@ -54,7 +54,7 @@ class CacheReport:
     """
 
     directory: str
-    programs: list[CachedProgram] = field(default_factory=list)
+    programs: list[CacheRecord] = field(default_factory=list)
     saved: float = 0.0
 
     @property
@@ -108,7 +108,7 @@ def watching(report: CacheReport) -> Iterator[None]:
         elif event == _DONE:
             name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             hit, here.hit = getattr(here, "hit", False), False
-            report.programs.append(CachedProgram(name, hit, duration_secs, threading.get_ident()))
+            report.programs.append(CacheRecord(name, hit, duration_secs, threading.get_ident()))
 
     jax.monitoring.register_event_listener(happened)
     jax.monitoring.register_event_duration_secs_listener(lasted)

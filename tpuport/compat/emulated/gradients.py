@@ -12,7 +12,7 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
-from tpuport.model.program_cache import Prepared
+from tpuport.model.program_cache import BoundCall
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -121,10 +121,10 @@ def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Arr
 
 
 @dataclass
-class Call:
+class DifferentiatedCall:
     """One call that is to be differentiated, and its results."""
 
-    prepared: Prepared
+    prepared: BoundCall
     wanted: Wanted
     pull: Any = None
     rest: Any = None
@@ -181,7 +181,9 @@ class Through(torch.autograd.Function):
     """The node of a ported call in torch's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: DifferentiatedCall, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Run the program; `tensors` are the inputs to differentiate, in the order of `call`."""
         ctx.like = [(t.dtype, t.shape) for t in tensors]
         flows = call.run()
@@ -204,7 +206,10 @@ class Through(torch.autograd.Function):
 
 
 def _back(
-    call: Call, gradients: list[torch.Tensor], like: list[Any], needed: tuple[bool, ...]
+    call: DifferentiatedCall,
+    gradients: list[torch.Tensor],
+    like: list[Any],
+    needed: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
     state, leaves = call.pulled_back(gradients)
     found = [*(state[name] for name in call.wanted[0]), *leaves]
@@ -222,7 +227,9 @@ class _Back(torch.autograd.Function):
     """The node of a backward pass that is differentiated in turn, as for a gradient penalty."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, needed: Any, *given: torch.Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, call: DifferentiatedCall, needed: Any, *given: torch.Tensor
+    ) -> tuple[Any, ...]:
         """Return the gradients; `given` are the call's tensors, then the outputs' gradients."""
         count = len(needed)
         ctx.like = [(t.dtype, t.shape) for t in given]

@@ -17,10 +17,10 @@ from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.model.convert import check_signature
 from tpuport.model.parity import verify
 from tpuport.model.ported_model import PortedModel
-from tpuport.model.program_cache import Prepared
+from tpuport.model.program_cache import BoundCall
 from tpuport.model.report_builder import new_report
 from tpuport.tracing.core import arguments
-from tpuport.tracing.guards.global_state import Outside
+from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.module_changes import (
     changed_names,
     changed_numbers,
@@ -56,7 +56,7 @@ class LiveModel(PortedModel):
         self._drew = False
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
-        self._outside = Outside(module)
+        self._outside = GlobalState(module)
         self._outside_values = self._outside.values(module)
         self._tree = self._taken_apart(module)
         self._frame = frame_of(self._tree, module)
@@ -141,7 +141,7 @@ class LiveModel(PortedModel):
         if frame != self._frame or outside != self._outside_values:
             changed = changed_names(self._outside_values, outside)
             self._state_changes.update(dict.fromkeys(changed, 1))
-            self._outside = Outside(self._user)
+            self._outside = GlobalState(self._user)
             self._outside_values = self._outside.values(self._user)
             tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
@@ -289,7 +289,7 @@ class LiveModel(PortedModel):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
 
-    def _sharing(self, call: Prepared, given: list[Any]) -> list[Any]:
+    def _sharing(self, call: BoundCall, given: list[Any]) -> list[Any]:
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
         for index, alias in call.compiled.outcome.out_aliases.items():
             at = alias.of
@@ -314,7 +314,7 @@ class LiveModel(PortedModel):
             with prepared.timing:
                 results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
             return self._finish(prepared, results), prepared.state
-        call = gradients.Call(prepared, wanted)
+        call = gradients.DifferentiatedCall(prepared, wanted)
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
@@ -347,7 +347,7 @@ class LiveModel(PortedModel):
         """Return the names and numbers of the inputs that require grad, and their tensors."""
         if not torch.is_grad_enabled():
             return ((), ()), []
-        leaves, _, _ = arguments.take_apart((args, kwargs))
+        leaves, _, _ = arguments.flatten_call((args, kwargs))
         named = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         indices = [
             i for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad
@@ -360,7 +360,7 @@ class LiveModel(PortedModel):
 
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Other sizes take the same path; the other training mode or another option does not.
-        spec = arguments.take_apart((args, kwargs))[1]
+        spec = arguments.flatten_call((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
     def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:

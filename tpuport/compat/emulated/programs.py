@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from tpuport.compat.emulated import captured_outputs
 from tpuport.compat.emulated.live_module import LiveModel
 from tpuport.compat.emulated.report import Descended
-from tpuport.compat.emulated.settings import Settings, active
+from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError
 from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.tracing.core.context import current
@@ -112,7 +112,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return any((*held, module._backward_pre_hooks))
 
 
-def _forget_if_empty(module: torch.nn.Module, settings: Settings) -> None:
+def _forget_if_empty(module: torch.nn.Module, settings: PortingSettings) -> None:
     """Drop a module without any program, so that the report lists its submodules instead."""
     model = _PROGRAMS.get(module)
     if model is not None and not model.methods_compiled:
@@ -122,7 +122,7 @@ def _forget_if_empty(module: torch.nn.Module, settings: Settings) -> None:
 
 
 def _say_descended(
-    module: torch.nn.Module, method: str, error: PortError, settings: Settings
+    module: torch.nn.Module, method: str, error: PortError, settings: PortingSettings
 ) -> None:
     name = type(module).__name__
     what = name if method == "forward" else f"{name}.{method}"
@@ -132,7 +132,7 @@ def _say_descended(
     )
 
 
-def program_methods(settings: Settings, cls: type) -> list[str]:
+def program_methods(settings: PortingSettings, cls: type) -> list[str]:
     """Return the methods of a class that were named as programs (`Class.method`)."""
     found = []
     for entry in settings.methods:

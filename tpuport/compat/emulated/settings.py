@@ -9,7 +9,7 @@ from tpuport.compat.emulated.report import RunReport
 
 
 @dataclass(frozen=True)
-class Settings:
+class PortingSettings:
     """The settings of one `porting()` block.
 
     Attributes:
@@ -36,7 +36,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
 
-    def inside(self, outer: "Settings | None") -> "Settings":
+    def inside(self, outer: "PortingSettings | None") -> "PortingSettings":
         """Return these settings with the names and options of an enclosing block added."""
         if outer is None:
             return self
@@ -51,11 +51,11 @@ class Settings:
 
 # Contexts of this thread, and all of the process: a thread that user code starts inside a block has
 # no context of its own, and works in the one that was entered last.
-_ACTIVE: ContextVar[Settings | None] = ContextVar("active", default=None)
-_EVERYWHERE: list[Settings] = []
+_ACTIVE: ContextVar[PortingSettings | None] = ContextVar("active", default=None)
+_EVERYWHERE: list[PortingSettings] = []
 
 
-def active() -> Settings | None:
+def active() -> PortingSettings | None:
     """Return the settings of the innermost porting context, or None outside of all."""
     settings = _ACTIVE.get()
     if settings is not None:

@@ -17,7 +17,7 @@ from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskRule:
     """The keys that a query sees, and the changes of its scores before the softmax.
 
     Attributes:
@@ -60,7 +60,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rule: Rule,
+    rule: MaskRule,
     *,
     distance: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
@@ -145,7 +145,7 @@ def _attend_by_hand(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rule: Rule,
+    rule: MaskRule,
     bias: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,7 +200,7 @@ def attend_packed(
     key: torch.Tensor,
     value: torch.Tensor,
     starts: tuple[torch.Tensor, torch.Tensor],
-    rule: Rule,
+    rule: MaskRule,
     *,
     with_lse: bool = False,
     used: torch.Tensor | None = None,

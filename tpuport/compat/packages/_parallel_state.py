@@ -61,7 +61,7 @@ class OnlyGroup:
         )
 
 
-class Table:
+class GroupTable:
     """A builder of the functions of a parallel-state module.
 
     Args:

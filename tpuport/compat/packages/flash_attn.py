@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tpuport.compat.packages import _flash_attn_parts as parts
-from tpuport.compat.packages._attention import Rule, attend, attend_packed
+from tpuport.compat.packages._attention import MaskRule, attend, attend_packed
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -105,7 +105,7 @@ def flash_attn_func(
     float32, and an empty tensor in place of the weights, which exist for dropout only.
     """
     del deterministic
-    rule = Rule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+    rule = MaskRule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     _check_weights(return_attn_probs, dropout_p)
     out, lse = attend(*_heads_first(q, k, v), rule, with_lse=return_attn_probs)
     return _answer(out.transpose(1, 2), lse)
@@ -146,7 +146,7 @@ def flash_attn_varlen_func(
     """
     del max_seqlen_q, max_seqlen_k, deterministic
     _refuse_pages(block_table)
-    rule = Rule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+    rule = MaskRule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     _check_weights(return_attn_probs, dropout_p)
     starts = (cu_seqlens_q, cu_seqlens_k)
     return _answer(*attend_packed(q, k, v, starts, rule, with_lse=return_attn_probs))
@@ -218,7 +218,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + k.shape[1]
     at = torch.arange(rows, device=q.device)
     own = torch.arange(q.shape[1], device=q.device) + (lengths[:, None] - q.shape[1])
-    rule = Rule(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    rule = MaskRule(softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, lse = attend(
         *_heads_first(q, k_cache, v_cache),
         rule,
@@ -247,7 +247,7 @@ def flash_attn_3_func(
     The result is [B, L, H, Dv], with the logarithm of the softmax denominators if asked for.
     """
     _refuse_rest(rest)
-    rule = Rule(softmax_scale, causal, window_size, softcap)
+    rule = MaskRule(softmax_scale, causal, window_size, softcap)
     out, lse = attend(*_heads_first(q, k, v), rule, with_lse=return_attn_probs)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
 
@@ -273,7 +273,7 @@ def flash_attn_3_varlen_func(
     """Compute attention in sequences laid end to end: q [T, H, D], k [U, G, D], v [U, G, Dv]."""
     del max_seqlen_q, max_seqlen_k
     _refuse_rest({"seqused_q": seqused_q, **rest})
-    rule = Rule(softmax_scale, causal, window_size, softcap)
+    rule = MaskRule(softmax_scale, causal, window_size, softcap)
     starts = (cu_seqlens_q, cu_seqlens_k)
     out, lse = attend_packed(q, k, v, starts, rule, with_lse=return_attn_probs, used=seqused_k)
     return (out, lse) if return_attn_probs else out

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tpuport.compat.packages._package import Package
-from tpuport.compat.packages._parallel_state import Table
+from tpuport.compat.packages._parallel_state import GroupTable
 
 DIMENSIONS = (
     *("tensor_model_parallel", "pipeline_model_parallel", "model_parallel", "data_parallel"),
@@ -32,7 +32,7 @@ class Megatron(Package):
     IF_MISSING = True
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        table = Table("megatron", self.options().get("sizes", {}))
+        table = GroupTable("megatron", self.options().get("sizes", {}))
         table.dimensions(DIMENSIONS)
         table.answers(None, "get_virtual_pipeline_model_parallel_world_size")
         table.answers(None, "get_virtual_pipeline_model_parallel_rank")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.packages._attention import Rule, attend, attend_packed
+from tpuport.compat.packages._attention import MaskRule, attend, attend_packed
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -56,7 +56,7 @@ def sageattn(
     if mask is not None and mask.dtype is not torch.bool:
         raise UsageError("sageattn: an attn_mask of numbers is not provided; pass a boolean one")
     _check_causal(is_causal, q.shape[2], k.shape[2])
-    rule = Rule(sm_scale, is_causal, dropout=float(kwargs.get("dropout_p") or 0.0))
+    rule = MaskRule(sm_scale, is_causal, dropout=float(kwargs.get("dropout_p") or 0.0))
     out, lse = attend(q, k, v, rule, seen=mask, with_lse=return_lse)
     if tensor_layout == "NHD":
         out = out.transpose(1, 2)
@@ -80,7 +80,7 @@ def sageattn_varlen(
     del max_seqlen_q, max_seqlen_k, smooth_k, kwargs
     if is_causal and cu_seqlens_q is not cu_seqlens_k:
         _check_causal(is_causal, q.shape[0], k.shape[0])
-    rule = Rule(sm_scale, is_causal)
+    rule = MaskRule(sm_scale, is_causal)
     return attend_packed(q, k, v, (cu_seqlens_q, cu_seqlens_k), rule)[0]
 
 

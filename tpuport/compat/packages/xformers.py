@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tpuport.compat.packages import _xformers_masks as masks
-from tpuport.compat.packages._attention import Packed, Rule, attend
+from tpuport.compat.packages._attention import MaskRule, Packed, attend
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -77,7 +77,7 @@ def memory_efficient_attention(
             q, k, v, attn_mask=_cast(attn_bias, query), dropout_p=p, scale=scale
         )
     elif isinstance(attn_bias, masks.AttentionBias):
-        out = _masked(q, k, v, attn_bias, Rule(scale, dropout=p))
+        out = _masked(q, k, v, attn_bias, MaskRule(scale, dropout=p))
     else:
         raise UsageError(
             f"memory_efficient_attention: attn_bias of type {type(attn_bias).__name__} is not"
@@ -116,7 +116,7 @@ def _masked(
     key: torch.Tensor,
     value: torch.Tensor,
     bias: "masks.AttentionBias",
-    rule: Rule,
+    rule: MaskRule,
 ) -> torch.Tensor:
     rows = torch.arange(query.shape[2], device=query.device)
     columns = torch.arange(key.shape[2], device=query.device)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tpuport.compat.packages._package import Package
-from tpuport.compat.packages._parallel_state import OnlyGroup, Table
+from tpuport.compat.packages._parallel_state import GroupTable, OnlyGroup
 
 DIMENSIONS = (
     *("sequence_parallel", "ulysses_parallel", "ring_parallel", "pipeline_parallel"),
@@ -27,7 +27,7 @@ class Xfuser(Package):
     IF_MISSING = True
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        table = Table("xfuser", self.options().get("sizes", {}))
+        table = GroupTable("xfuser", self.options().get("sizes", {}))
         table.dimensions(DIMENSIONS)
         for name in GROUPS:
             table.answers(OnlyGroup("xfuser", name), name)

@@ -23,7 +23,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Program:
+class RunTarget:
     """The script or module to run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Program:
 
 
 def run(
-    program: Program,
+    program: RunTarget,
     *,
     packages: Sequence[str] = (),
     paths: Sequence[str | Path] = (),
@@ -112,7 +112,7 @@ def run(
         return status
 
 
-def _check(program: Program, report: Path | None) -> None:
+def _check(program: RunTarget, report: Path | None) -> None:
     if not program.is_module:
         if not os.path.exists(program.name):
             raise UsageError(f"There is no file {program.name} to run.")
@@ -122,7 +122,7 @@ def _check(program: Program, report: Path | None) -> None:
         raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
 
 
-def _execute(program: Program, full_traceback: bool) -> int:
+def _execute(program: RunTarget, full_traceback: bool) -> int:
     """Run the program, print what it raises as Python does, and return its exit status."""
     try:
         exec(_main_code(program), vars(sys.modules["__main__"]))
@@ -166,7 +166,7 @@ def _shown(error: BaseException, full_traceback: bool) -> int:
 # The module `__main__`.
 
 
-def _main_code(program: Program) -> CodeType:
+def _main_code(program: RunTarget) -> CodeType:
     """Return the code of the program, after setting up its module `__main__`."""
     main = sys.modules["__main__"]
     if program.is_module:
@@ -227,7 +227,7 @@ def _module_spec(name: str) -> ModuleSpec:
 
 
 @contextlib.contextmanager
-def _interpreter(program: Program) -> Iterator[None]:
+def _interpreter(program: RunTarget) -> Iterator[None]:
     """Set up `sys` in the block as Python does for a program."""
     kept = sys.argv, list(sys.path), sys.modules["__main__"], sys.excepthook
     sys.argv = ["-m" if program.is_module else program.name, *program.arguments]

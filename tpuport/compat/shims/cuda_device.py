@@ -55,7 +55,7 @@ def _can_access_peer(device: Any, peer_device: Any) -> bool:
     return False
 
 
-class CudaDevice(Shim):
+class CudaDeviceCalls(Shim):
     """One device a process, however many chips there are: the SPMD partitioner spreads programs
     over a mesh of them, not device indices.
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 
-from tpuport.cost.hlo.parser import Array, Computation, Instruction, Program
+from tpuport.cost.hlo.parser import Array, Computation, HloProgram, Instruction
 
 HBM = 0
 _ALIASED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
@@ -53,14 +53,14 @@ _Value = list[_Buffer | None]
 class _Sweep:
     """The walk over one computation."""
 
-    program: Program
+    program: HloProgram
     values: dict[str, _Value] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     buffers: list[_Buffer] = field(default_factory=list)
     inner: dict[int, list[Live]] = field(default_factory=dict)
 
 
-def live_at_peak(program: Program) -> list[Live]:
+def live_at_peak(program: HloProgram) -> list[Live]:
     """Return the temporaries of a program at their peak, the largest first.
 
     Arguments, results and arrays in on-chip memory are left out. A loop counts with the temporaries
@@ -70,7 +70,7 @@ def live_at_peak(program: Program) -> list[Live]:
     return sorted(_peak(program, program.entry), key=lambda one: -one.bytes)
 
 
-def _peak(program: Program, computation: Computation) -> list[Live]:
+def _peak(program: HloProgram, computation: Computation) -> list[Live]:
     sweep = _Sweep(program)
     for time, one in enumerate(computation.instructions.values()):
         for operand in one.operands:
@@ -185,7 +185,7 @@ def _aliases(one: Instruction) -> dict[int, tuple[int, int]]:
     return {int(to or 0): (int(number), int(at or 0)) for to, number, at in found}
 
 
-def _updates_in_place(program: Program, one: Instruction, operand: _Value, time: int) -> bool:
+def _updates_in_place(program: HloProgram, one: Instruction, operand: _Value, time: int) -> bool:
     """Return whether it updates a part of its first operand, which nothing reads later."""
     opcode = one.opcode
     if opcode == "fusion":
@@ -198,7 +198,7 @@ def _updates_in_place(program: Program, one: Instruction, operand: _Value, time:
     return same and buffer is not None and buffer.dies == time
 
 
-def _inside(program: Program, one: Instruction) -> list[Live]:
+def _inside(program: HloProgram, one: Instruction) -> list[Live]:
     """Return the temporaries of a loop's body, or of the branch that has most."""
     names: list[str] = []
     if one.opcode == "while":
@@ -209,7 +209,7 @@ def _inside(program: Program, one: Instruction) -> list[Live]:
     return max(found, key=lambda live: sum(one.bytes for one in live), default=[])
 
 
-def parameter_bytes(program: Program) -> dict[str, tuple[int, int]]:
+def parameter_bytes(program: HloProgram) -> dict[str, tuple[int, int]]:
     """Return bytes and padded bytes of each argument that the program takes, by its name."""
     found: dict[str, tuple[int, int]] = {}
     for one in program.entry.instructions.values():

@@ -149,7 +149,7 @@ class Computation:
 
 
 @dataclass
-class Program:
+class HloProgram:
     """All computations by name, and the entry computation."""
 
     computations: dict[str, Computation]
@@ -161,7 +161,7 @@ class Program:
             yield from computation.instructions.values()
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> HloProgram:
     """Parse `compiled.as_text()`; text without a computation is a program that does nothing."""
     computations: dict[str, Computation] = {}
     entry = current = Computation("")
@@ -173,7 +173,7 @@ def read_program(text: str) -> Program:
             instruction = _instruction(line, left)
             if instruction is not None:
                 current.instructions[instruction.name] = instruction
-    return Program(computations, entry)
+    return HloProgram(computations, entry)
 
 
 def _instruction(line: str, left: re.Match[str]) -> Instruction | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tpuport.foundation.user_frames import Place
+from tpuport.foundation.user_frames import CodePlace
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Raised:
 
     names: tuple[str, ...]
     message: str
-    place: Place | None = None
+    place: CodePlace | None = None
     ported: bool = False
 
     def is_a(self, *wanted: str) -> bool:

@@ -19,7 +19,7 @@ from tpuport.kernels.attention.full import grouped, scores_of
 from tpuport.kernels.attention.problem import Gradients, Local, is_float
 
 
-class Rows(NamedTuple):
+class RowBlock(NamedTuple):
     """`size` rows from `start`, of which the first `stale` belong to the tile before."""
 
     start: Any
@@ -39,8 +39,8 @@ class Tile(NamedTuple):
     """One tile of one chip's attention: the rows of its queries and of its keys."""
 
     local: Local
-    q: Rows
-    k: Rows
+    q: RowBlock
+    k: RowBlock
 
     def places(self) -> tuple[Any, Any]:
         """Return the tile's first query and first key as positions in the unsharded sequences."""
@@ -125,10 +125,10 @@ def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
 
     def row(carry: tuple[jax.Array, jax.Array], at: tuple[Any, Any]) -> tuple[Any, None]:
         out, lse = carry
-        q_rows = Rows(*at, q_size)
+        q_rows = RowBlock(*at, q_size)
 
         def column(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
-            tile = Tile(local, q_rows, Rows(*at, k_size))
+            tile = Tile(local, q_rows, RowBlock(*at, k_size))
             return tile.run_if_seen(lambda c: _step(tile, c, q_grouped, k, v), carry), None
 
         first = (
@@ -176,10 +176,10 @@ def backward(
     q_size, k_size = tile_sizes(local, q.shape[2], k.shape[2])
 
     def row(carry: Gradients, at: tuple[Any, Any]) -> tuple[Gradients, None]:
-        q_rows = Rows(*at, q_size)
+        q_rows = RowBlock(*at, q_size)
 
         def column(carry: Gradients, at: tuple[Any, Any]) -> tuple[Gradients, None]:
-            tile = Tile(local, q_rows, Rows(*at, k_size))
+            tile = Tile(local, q_rows, RowBlock(*at, k_size))
             return tile.run_if_seen(lambda c: _step_back(tile, c, rows, k, v), carry), None
 
         return lax.scan(column, carry, _starts(k.shape[2], k_size))[0], None

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpuport.kernels.attention import splash
-from tpuport.kernels.attention.problem import Local, Problem
+from tpuport.kernels.attention.problem import AttentionProblem, Local
 from tpuport.kernels.attention.tiles import DenseTiles
 
 backward = splash.backward
@@ -188,7 +188,7 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
 
 
 def _call(
-    problem: Problem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
+    problem: AttentionProblem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), in full blocks."""
     batch, heads, num_q, head_dim = q.shape

@@ -18,7 +18,7 @@ from tpuport.kernels.attention.blocks import chip_of, choose_tiles
 from tpuport.kernels.attention.full import attend_full
 from tpuport.kernels.attention.mask import Mask
 from tpuport.kernels.attention.options import AttentionOptions, Shards
-from tpuport.kernels.attention.problem import Parts, Problem, hoist
+from tpuport.kernels.attention.problem import AttentionProblem, Parts, hoist
 from tpuport.kernels.attention.sharded import attention
 from tpuport.kernels.attention.tiles import DenseTiles, KernelTiles
 
@@ -30,7 +30,7 @@ CHOSEN, ANY_MASK = "chosen", "an arbitrary mask or bias"
 
 
 class AttentionWarning(UserWarning):
-    """Attention runs by a slower way than was asked for. The result is right."""
+    """Attention runs by a slower kernel than was asked for. The result is right."""
 
 
 def attend(
@@ -81,12 +81,12 @@ def attend(
     kernel, reasons = choose_kernel(q.dtype, mask, dropout, options, shards)
     _say_why(kernel, reasons, options, shards)
     low, high = mask.band()
-    problem = Problem(
+    problem = AttentionProblem(
         *(kernel, scale, softcap, low, high, q.shape[2], k.shape[2], _BLOCKWISE),
         interpret=options.interpret,
         dropout=dropout,
         shards=shards,
-        way=options.sequence,
+        sequence_parallel=options.sequence_parallel,
         precision=_precision(q),
     )
     out = _attend(problem, q, k, v, mask, key, options)
@@ -106,7 +106,7 @@ def _precision(q: jax.Array) -> str | None:
 
 
 def _attend(
-    problem: Problem,
+    problem: AttentionProblem,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -145,20 +145,24 @@ def _attend(
     return _over_sequence(problem, out)[:, :, :num_queries]
 
 
-def _over_sequence(problem: Problem, out: jax.Array) -> jax.Array:
-    """Shard the output over the sequence again, where "heads" had it sharded over heads.
+def _over_sequence(problem: AttentionProblem, out: jax.Array) -> jax.Array:
+    """Shard the output over the sequence again, where "ulysses" had it sharded over heads.
 
     A sequence that the chips do not divide gets no constraint: the partitioner chooses better
     how to split it again.
     """
     shards = problem.shards
-    if shards is None or problem.way != "heads" or out.shape[2] % _sequence_size(problem):
+    if (
+        shards is None
+        or problem.sequence_parallel != "ulysses"
+        or out.shape[2] % _sequence_size(problem)
+    ):
         return out
     spec = P(shards.batch, shards.heads, shards.sequence)
     return jax.lax.with_sharding_constraint(out, NamedSharding(shards.mesh, spec))
 
 
-def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
+def _known_keys(problem: AttentionProblem, mask: Mask) -> tuple[AttentionProblem, Any]:
     """Shorten the sequence where the keys' padding is static and at the end: it needs no mask."""
     valid: Any = mask.key_valid
     if not isinstance(valid, np.ndarray):
@@ -171,7 +175,12 @@ def _known_keys(problem: Problem, mask: Mask) -> tuple[Problem, Any]:
 
 
 def _choose_tiles(
-    problem: Problem, q: jax.Array, mask: Mask, options: AttentionOptions, own_q: int, own_k: int
+    problem: AttentionProblem,
+    q: jax.Array,
+    mask: Mask,
+    options: AttentionOptions,
+    own_q: int,
+    own_k: int,
 ) -> KernelTiles:
     """Choose the tile sizes for one chip's share of the sequences."""
     if problem.kernel in ("splash", "dense"):
@@ -194,17 +203,17 @@ def _choose_tiles(
     return KernelTiles(sizes.q, sizes.kv, sizes.kv_compute, sizes.q, sizes.kv)
 
 
-def _own_lengths(problem: Problem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
+def _own_lengths(problem: AttentionProblem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
     """Return how many queries one chip handles, and how many keys at a time."""
-    return num_q // pieces, num_k // pieces if problem.way == "ring" else num_k
+    return num_q // pieces, num_k // pieces if problem.sequence_parallel == "ring" else num_k
 
 
-def _sequence_pieces(problem: Problem) -> int:
+def _sequence_pieces(problem: AttentionProblem) -> int:
     """Return the number of pieces that the sequence is split into while the kernel runs."""
-    return 1 if problem.way == "heads" else _sequence_size(problem)
+    return 1 if problem.sequence_parallel == "ulysses" else _sequence_size(problem)
 
 
-def _sequence_size(problem: Problem) -> int:
+def _sequence_size(problem: AttentionProblem) -> int:
     """Return how many chips share the sequence."""
     if problem.shards is None:
         return 1
@@ -289,8 +298,8 @@ def dense_tiles(
         chip=_chip(options, shards),
         head_dims=(q.shape[3], v.shape[3]),
         dtype=q.dtype.name,
-        num_queries=q.shape[2] // (1 if options.sequence == "heads" else across),
-        num_keys=k.shape[2] // (across if options.sequence == "ring" else 1),
+        num_queries=q.shape[2] // (1 if options.sequence_parallel == "ulysses" else across),
+        num_keys=k.shape[2] // (across if options.sequence_parallel == "ring" else 1),
     )
 
 

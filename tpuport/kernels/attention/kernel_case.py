@@ -14,7 +14,7 @@ from tpuport.kernels.attention.blocks import choose_tiles
 from tpuport.kernels.attention.dispatch import attend
 from tpuport.kernels.attention.mask import Mask
 from tpuport.kernels.attention.options import AttentionOptions, BlockSizes
-from tpuport.kernels.attention.schedule import NOBODY, Band, Piece, SegmentIds, make_pieces
+from tpuport.kernels.attention.schedule import NOBODY, Piece, ScheduleBand, SegmentIds, make_pieces
 from tpuport.kernels.attention.splash import FEW_BLOCKS
 from tpuport.kernels.attention.tiles import KernelTiles
 
@@ -164,17 +164,17 @@ def _steps(piece: Piece, rows: int, heads: int, all_masked: bool) -> CallSteps:
     )
 
 
-def _band(case: KernelCase) -> Band:
+def _band(case: KernelCase) -> ScheduleBand:
     """Return the band of keys that the queries see; the last query stands at the last key."""
     shift = case.num_keys - case.num_queries
     low = -(case.num_keys // 8) if case.mask == "window" else None
     high = 0 if case.mask in ("causal", "window") else None
     # Keys that may be padding: the last block is masked, as it is when the program runs.
     num_keys = case.num_keys - 1 if case.mask == "padding" else case.num_keys
-    return Band(low, high, shift, case.num_queries, num_keys)
+    return ScheduleBand(low, high, shift, case.num_queries, num_keys)
 
 
-def _seen(band: Band) -> int:
+def _seen(band: ScheduleBand) -> int:
     """Count the pairs of a query and a key that attend."""
     places = np.arange(band.num_queries, dtype=np.int64) + band.shift
     last = np.full_like(places, band.num_keys - 1)

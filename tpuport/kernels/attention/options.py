@@ -6,7 +6,7 @@ from typing import Any, Literal
 from tpuport.foundation.errors import UsageError
 
 Kernel = Literal["auto", "splash", "blockwise", "full"]
-SequenceWay = Literal["gather", "ring", "heads"]
+SequenceParallel = Literal["all_gather", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class AttentionOptions:
             reference.
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: tile sizes instead of those of the table.
-        sequence: sequence-parallel strategy: "gather" keys and values on every chip, pass them
-            round a "ring", or exchange the sequence for "heads" (all-to-all).
+        sequence_parallel: "all_gather" keys and values on every chip, pass them round a "ring"
+            (Ring Attention), or exchange the sequence for heads by all-to-all ("ulysses", as in
+            DeepSpeed-Ulysses).
         platform: where the program will run ("tpu", "cpu"); by default that of the mesh's devices,
             or of jax's default backend.
         chip: kind of TPU that block sizes are chosen for, such as "v6e"; by default the mesh's.
@@ -47,13 +48,13 @@ class AttentionOptions:
     kernel: Kernel = "auto"
     interpret: bool = False
     blocks: BlockSizes | None = None
-    sequence: SequenceWay = "gather"
+    sequence_parallel: SequenceParallel = "all_gather"
     platform: str | None = None
     chip: str | None = None
 
     def __post_init__(self) -> None:
         _check("kernel", self.kernel, Kernel)
-        _check("sequence", self.sequence, SequenceWay)
+        _check("sequence_parallel", self.sequence_parallel, SequenceParallel)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 
 from tpuport.kernels.attention.mask import Blocks
-from tpuport.kernels.attention.options import SequenceWay, Shards
+from tpuport.kernels.attention.options import SequenceParallel, Shards
 from tpuport.kernels.attention.tiles import DenseTiles, KernelTiles
 
 # A tile of a further mask or bias, its captured arrays given: (arrays, q_start, k_start) -> tile.
@@ -18,7 +18,7 @@ Further = Callable[[Sequence[jax.Array], Any, Any], jax.Array]
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """The static part of one attention, known when the program is compiled.
 
     Args:
@@ -35,7 +35,7 @@ class Problem:
         dropout: share of dropped weights; only blockwise.
         further: further mask or bias by tile; only blockwise.
         shards: the mesh and its axes, or None.
-        way: sequence-parallel strategy: "gather", "ring" or "heads" (all-to-all).
+        sequence_parallel: strategy for a sharded sequence: "all_gather", "ring" or "ulysses".
         keys_whole: whether the chips' keys together are `num_keys`; else the last ones are padding.
         precision: precision of float32 products, as `jax.default_matmul_precision` takes it. It is
             kept here because gradients are traced after the caller's setting has ended.
@@ -54,7 +54,7 @@ class Problem:
     dropout: float = 0.0
     further: Further | None = None
     shards: Shards | None = None
-    way: SequenceWay = "gather"
+    sequence_parallel: SequenceParallel = "all_gather"
     keys_whole: bool = True
     precision: str | None = None
 
@@ -99,7 +99,7 @@ class Origin:
 class Local:
     """The work of one chip: the problem, its local arrays, and their origin."""
 
-    problem: Problem
+    problem: AttentionProblem
     parts: Parts = Parts()
     origin: Origin = Origin()
 

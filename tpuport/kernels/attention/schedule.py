@@ -69,7 +69,7 @@ def without_nobody(q: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True)
-class Band:
+class ScheduleBand:
     """The keys that a query sees: from `low` to `high` after it, among the first `num_keys`.
 
     Args:
@@ -156,7 +156,7 @@ class Piece:
 
 
 def make_pieces(
-    band: Band,
+    band: ScheduleBand,
     num_blocks: tuple[int, int],
     sizes: tuple[int, int],
     *,
@@ -201,13 +201,15 @@ def make_pieces(
     return pieces
 
 
-def _widths(band: Band, seen: Any, whole: Any, most_edge: int, axis: int) -> tuple[int, int]:
+def _widths(
+    band: ScheduleBand, seen: Any, whole: Any, most_edge: int, axis: int
+) -> tuple[int, int]:
     """Return the most blocks of a row that are seen completely, and the most at the band's edge."""
     edge = _width(band, seen & ~whole, axis)
     return _width(band, whole, axis), edge if band.is_known else min(edge, most_edge)
 
 
-def _width(band: Band, chosen: Any, axis: int) -> int:
+def _width(band: ScheduleBand, chosen: Any, axis: int) -> int:
     """Return the most chosen blocks along an axis, or all of them if only the run will tell."""
     return int(chosen.sum(axis).max()) if band.is_known else chosen.shape[axis]
 
@@ -222,7 +224,7 @@ def _compare_ids(ids: SegmentIds, sizes: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def _classify(
-    xp: Any, band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
+    xp: Any, band: ScheduleBand, num_blocks: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[Any, Any]:
     """Return which blocks (queries, keys) are seen at all, and which are seen completely.
 
@@ -246,7 +248,7 @@ def _classify(
 
 
 def _most_edge_blocks(
-    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int], by_key: bool
+    band: ScheduleBand, num_blocks: tuple[int, int], sizes: tuple[int, int], by_key: bool
 ) -> int:
     """Return how many blocks of a row (of a column if `by_key`) can be seen in part."""
     (q_size, k_size), (num_q, num_k) = sizes, num_blocks
@@ -276,7 +278,7 @@ def _order(xp: Any, chosen: Any, width: int, by_key: bool) -> tuple[Any, Any]:
 
 
 def _mask_function(
-    band: Band, num_blocks: tuple[int, int], sizes: tuple[int, int]
+    band: ScheduleBand, num_blocks: tuple[int, int], sizes: tuple[int, int]
 ) -> tuple[InBand | UpTo, Any]:
     """Return the kernel's mask function, and the number that it takes for each query."""
     num_rows = num_blocks[0] * sizes[0]

@@ -3,8 +3,8 @@
 The gradient is written by hand around `shard_map`, not taken through it. So the backward pass sends
 what the forward pass sends, in reverse, and sums nothing over axes that hold copies.
 
-Where the sequence is sharded, "gather" brings all keys to every chip. "heads" asks for arrays that
-are sharded over heads instead (Jacobs et al., arxiv.org/abs/2309.14509): the partitioner inserts
+Where the sequence is sharded, "all_gather" brings all keys to every chip. "ulysses" asks for arrays
+that are sharded over heads instead (Jacobs et al., arxiv.org/abs/2309.14509): the partitioner inserts
 one all-to-all for each array that they are concatenated from. "ring" passes keys round (Liu et al.,
 arxiv.org/abs/2310.01889).
 """
@@ -20,7 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from tpuport.kernels.attention import blockwise, dense, ring, splash
-from tpuport.kernels.attention.problem import Gradients, Local, Origin, Parts, Problem, is_float
+from tpuport.kernels.attention.problem import (
+    AttentionProblem,
+    Gradients,
+    Local,
+    Origin,
+    Parts,
+    is_float,
+)
 
 KERNELS = {"splash": splash, "dense": dense, "blockwise": blockwise}
 # Names the results for `jax.checkpoint_policies.save_only_these_names`.
@@ -28,14 +35,16 @@ OUTPUT_NAME = "tpuport_attention"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts) -> Any:
+def attention(
+    problem: AttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
+) -> Any:
     """Compute attention (B, Hq, Sq, Dv) of global arrays, on one chip or over a mesh."""
     with jax.default_matmul_precision(problem.precision):
         return _forward(problem, q, k, v, parts)[0]
 
 
 def _attention_forward(
-    problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
+    problem: AttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
 ) -> tuple[jax.Array, Any]:
     with jax.default_matmul_precision(problem.precision):
         out, lse = _forward(problem, q, k, v, parts)
@@ -43,7 +52,7 @@ def _attention_forward(
     return out, (q, k, v, parts, out, lse)
 
 
-def _attention_backward(problem: Problem, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
+def _attention_backward(problem: AttentionProblem, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     parts: Parts = saved[3]
     with jax.default_matmul_precision(problem.precision):
         found = _backward(problem, saved, grad)
@@ -55,7 +64,7 @@ def _attention_backward(problem: Problem, saved: Any, grad: jax.Array) -> tuple[
 attention.defvjp(_attention_forward, _attention_backward)
 
 
-class Layout(NamedTuple):
+class ShardedLayout(NamedTuple):
     """The PartitionSpecs of one attention's arrays, and how each chip handles its heads.
 
     Args:
@@ -81,7 +90,7 @@ class Layout(NamedTuple):
     head_axes: tuple[str, ...]
 
 
-def make_layout(problem: Problem, num_kv_heads: int, num_keys: int) -> Layout:
+def make_layout(problem: AttentionProblem, num_kv_heads: int, num_keys: int) -> ShardedLayout:
     """Return the layout of a problem over its mesh.
 
     Args:
@@ -92,19 +101,19 @@ def make_layout(problem: Problem, num_kv_heads: int, num_keys: int) -> Layout:
     shards = problem.shards
     assert shards is not None
     batch, heads, sequence = shards.batch, shards.heads, shards.sequence
-    exchanged = bool(sequence) and problem.way == "heads"
+    exchanged = bool(sequence) and problem.sequence_parallel == "ulysses"
     inner = heads + sequence if exchanged else heads
     picked = num_kv_heads % _size(shards.mesh, inner) != 0
     kv_heads = None if picked else heads
     if exchanged:
         kv = P(batch, None if picked else inner)
     else:
-        kv = P(batch, kv_heads, sequence if problem.way == "ring" else None)
-    gathered = sequence and (picked if exchanged else problem.way == "gather")
+        kv = P(batch, kv_heads, sequence if problem.sequence_parallel == "ring" else None)
+    gathered = sequence and (picked if exchanged else problem.sequence_parallel == "all_gather")
     divides = num_keys % _size(shards.mesh, sequence) == 0
     d_kv = P(batch, kv[1], sequence) if gathered and divides else kv
-    whole = exchanged or problem.way != "ring"
-    return Layout(
+    whole = exchanged or problem.sequence_parallel != "ring"
+    return ShardedLayout(
         q=P(batch, inner, None if exchanged else sequence),
         kv=kv,
         d_kv=d_kv,
@@ -125,7 +134,7 @@ def _size(mesh: Any, axes: tuple[str, ...]) -> int:
     return size
 
 
-def _parts_layout(layout: Layout, parts: Parts) -> Parts:
+def _parts_layout(layout: ShardedLayout, parts: Parts) -> Parts:
     return Parts(
         q_segments=layout.q_ids,
         kv_segments=layout.k_ids,
@@ -146,7 +155,7 @@ def _only_given(specs: Parts, parts: Parts) -> Parts:
 
 
 def _forward(
-    problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
+    problem: AttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
 ) -> tuple[jax.Array, jax.Array]:
     kernel, shards = KERNELS[problem.kernel], problem.shards
     if shards is None:
@@ -174,7 +183,7 @@ def _forward(
     return mapped(q, k, v, parts)
 
 
-def _backward(problem: Problem, saved: tuple[Any, ...], grad: jax.Array) -> Gradients:
+def _backward(problem: AttentionProblem, saved: tuple[Any, ...], grad: jax.Array) -> Gradients:
     q, k, v, parts, out, lse = saved
     kernel, shards = KERNELS[problem.kernel], problem.shards
     if shards is None:
@@ -218,11 +227,17 @@ class Inside:
     """
 
     def __init__(
-        self, problem: Problem, layout: Layout, parts: Parts, batch: int, heads: int, queries: int
+        self,
+        problem: AttentionProblem,
+        layout: ShardedLayout,
+        parts: Parts,
+        batch: int,
+        heads: int,
+        queries: int,
     ) -> None:
         assert problem.shards is not None
         self.shards, self.layout = problem.shards, layout
-        self.is_ring = bool(self.shards.sequence) and problem.way == "ring"
+        self.is_ring = bool(self.shards.sequence) and problem.sequence_parallel == "ring"
         self.num_heads = heads
         self.first_head = _index(layout.head_axes) * self.num_heads
         self.per_kv_head = 1

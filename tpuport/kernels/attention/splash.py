@@ -19,9 +19,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from tpuport.kernels.attention.problem import Gradients, Local, Parts
 from tpuport.kernels.attention.schedule import (
     NOBODY,
-    Band,
     MaskInfo,
     Piece,
+    ScheduleBand,
     SegmentIds,
     make_pieces,
     without_nobody,
@@ -35,7 +35,7 @@ FEW_BLOCKS = 2
 _LANES = 128
 
 
-class Example(NamedTuple):
+class TileExample(NamedTuple):
     """One example of the batch: (heads, sequence, size), padded to full blocks.
 
     Args:
@@ -111,13 +111,13 @@ class Prepared:
         by_ids: whether ids decide which blocks are visited, not only what is seen of them.
     """
 
-    examples: Example
-    band: Band
+    examples: TileExample
+    band: ScheduleBand
     sorting: Sorting | None
     sizes: tuple[int, int]
     by_ids: bool
 
-    def pieces(self, example: Example, by_key: bool) -> list[Piece]:
+    def pieces(self, example: TileExample, by_key: bool) -> list[Piece]:
         """Return the schedules of one example."""
         band = self.band
         if example.num_keys is not None:
@@ -128,7 +128,7 @@ class Prepared:
         ids = SegmentIds(example.q_segments, example.kv_segments) if self.by_ids else None
         return make_pieces(band, num_blocks, self.sizes, by_key=by_key, ids=ids)
 
-    def ids_of(self, example: Example, piece: Piece) -> kernels.SegmentIds | None:
+    def ids_of(self, example: TileExample, piece: Piece) -> kernels.SegmentIds | None:
         """Return the ids that the kernel compares in the blocks of a piece, or None."""
         if example.q_segments is None or (self.by_ids and not piece.at_edge):
             return None
@@ -221,9 +221,9 @@ def _prepare(
     ):
         ids = _make_ids(parts, q, k, num_keys, (q_block, kv_block))
         num_keys = ids.kv.shape[1]
-    band = Band(problem.low, problem.high, origin.q - origin.k, q.shape[2], num_keys)
+    band = ScheduleBand(problem.low, problem.high, origin.q - origin.k, q.shape[2], num_keys)
     scaled = (q.astype(jnp.float32) * problem.scale).astype(q.dtype)
-    examples = Example(
+    examples = TileExample(
         _pad(scaled, 2, q_block),
         _pad(k, 2, kv_block),
         _pad(v, 2, kv_block),
@@ -274,7 +274,9 @@ def _pad(x: jax.Array, axis: int, block: int) -> jax.Array:
     return jnp.pad(x, [(0, more if a == axis else 0) for a in range(x.ndim)])
 
 
-def _forward_one(local: Local, prepared: Prepared, example: Example) -> tuple[jax.Array, jax.Array]:
+def _forward_one(
+    local: Local, prepared: Prepared, example: TileExample
+) -> tuple[jax.Array, jax.Array]:
     """Return output (Hq, Sq, Dv) and logsumexp (Hq, Sq) of one example."""
     problem = local.problem
     tiles = problem.tiles
@@ -314,7 +316,7 @@ def _forward_one(local: Local, prepared: Prepared, example: Example) -> tuple[ja
     return out.astype(example.q.dtype), lse
 
 
-def _nothing(example: Example) -> tuple[jax.Array, jax.Array]:
+def _nothing(example: TileExample) -> tuple[jax.Array, jax.Array]:
     """Return the output and logsumexp of no keys at all."""
     shape = example.q.shape[:2]
     out = jnp.zeros((*shape, example.v.shape[-1]), example.q.dtype)
@@ -335,7 +337,7 @@ def merge(
 def _backward_one(
     local: Local,
     prepared: Prepared,
-    example: Example,
+    example: TileExample,
     out: jax.Array,
     lse: jax.Array,
     grad: jax.Array,

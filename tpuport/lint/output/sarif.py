@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from tpuport.foundation.version import __version__
-from tpuport.lint.catalogue import Entry, catalogue
+from tpuport.lint.catalogue import CatalogueEntry, catalogue
 from tpuport.lint.output import Style
 from tpuport.lint.records import Outcome, Problem, Reported, Trouble
 from tpuport.source.rewrite.finding import Severity
@@ -53,7 +53,7 @@ def to_sarif(outcome: Outcome, style: Style) -> str:
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _rule(entry: Entry) -> dict[str, Any]:
+def _rule(entry: CatalogueEntry) -> dict[str, Any]:
     page = inspect.cleandoc(entry.page)
     return {
         "id": entry.code,

@@ -17,7 +17,7 @@ from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.reentrancy import part_of_program
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.state.request import Request
+from tpuport.tracing.state.request import TraceRequest
 
 
 def first_difference(
@@ -47,12 +47,12 @@ def first_difference(
     with torch.no_grad(), mode, part_of_program(), casting.in_force():
         ported._program.method(module, method)(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
-    leaves, spec, paths = arguments.take_apart((args, kwargs))
+    leaves, spec, paths = arguments.flatten_call((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
     ported._program.on_module = lambda m: _record(m, got)
     try:
         state = stacked_params.unstack(before)
-        request = Request(method, state, key, values, metas, spec, checks=False, known=state)
+        request = TraceRequest(method, state, key, values, metas, spec, checks=False, known=state)
         request.known_leaves = dict(enumerate(values))
         ported._program.trace(request)
     except TpuportError:

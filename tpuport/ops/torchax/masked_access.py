@@ -1,4 +1,4 @@
-"""`masked(x)[mask]` in a program of plain torchax: reads give `Rows`, writes select by position."""
+"""`masked(x)[mask]` under plain torchax: reads give `MaskedRows`, writes select by position."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.ops.torchax.masked_rows import (
-    Piece,
-    Rows,
+    MaskedRows,
+    RowPiece,
     array_of,
     compact,
     fixed,
@@ -29,7 +29,7 @@ class Inverse:
 
 
 @dataclass(frozen=True)
-class Place:
+class SelectedPlace:
     """The elements that an index with a mask selects.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
     axis: int
     rank: int
     keep: jax.Array
-    piece: Piece
+    piece: RowPiece
 
 
 class Access:
@@ -80,7 +80,7 @@ def _plain(index: Any) -> Any:
     return made if isinstance(index, tuple) else made[0]
 
 
-def find_place(tensor: Any, index: Any) -> Place | None:
+def find_place(tensor: Any, index: Any) -> SelectedPlace | None:
     """Return what an index with a traced mask selects; None if it has no such mask."""
     items = list(index) if isinstance(index, tuple | list) else [index]
     masks = [n for n, item in enumerate(items) if _is_traced_mask(item)]
@@ -110,9 +110,11 @@ def find_place(tensor: Any, index: Any) -> Place | None:
         )
     negated = isinstance(item, Inverse)
     keep = flags.reshape(-1)
-    piece = Piece(_key(mask), negated, keep.shape[0])
+    piece = RowPiece(_key(mask), negated, keep.shape[0])
     trivial = all(isinstance(part, slice) and part == slice(None) for part in basic)
-    return Place(() if trivial else basic, axis, flags.ndim, ~keep if negated else keep, piece)
+    return SelectedPlace(
+        () if trivial else basic, axis, flags.ndim, ~keep if negated else keep, piece
+    )
 
 
 def _is_traced_mask(item: Any) -> bool:
@@ -134,7 +136,7 @@ def _key(mask: Any) -> tuple[Any, ...]:
     return (array_of(mask),)
 
 
-def select(array: jax.Array, place: Place) -> Rows:
+def select(array: jax.Array, place: SelectedPlace) -> MaskedRows:
     """Return the rows of an array that a mask selects."""
     part = array[place.basic]
     joined = _joined(part, place)
@@ -147,10 +149,10 @@ def select(array: jax.Array, place: Place) -> Rows:
         filler = jnp.where(jnp.any(keep), filler, jnp.ones_like(filler))
         flags = keep.reshape((-1,) + (1,) * (right - 1))
         joined = jnp.where(flags, joined, filler)
-    return Rows(wrap(joined), keep, right, (place.piece,))
+    return MaskedRows(wrap(joined), keep, right, (place.piece,))
 
 
-def _joined(part: jax.Array, place: Place) -> jax.Array:
+def _joined(part: jax.Array, place: SelectedPlace) -> jax.Array:
     """Join the axes that the mask covers into one."""
     shape = part.shape
     return part.reshape(
@@ -166,7 +168,7 @@ def count(tensor: Any, mask: Any) -> torch.Tensor:
 
 
 def written(
-    part: jax.Array, place: Place, value: Any, *, cut: bool
+    part: jax.Array, place: SelectedPlace, value: Any, *, cut: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return an array after `part[mask] = value`, and whether the number of rows was wrong.
 
@@ -174,8 +176,8 @@ def written(
     notice it for the plain `x[mask] = rows` either.
     """
     joined = _joined(part, place)
-    target = Rows(wrap(joined), place.keep, joined.ndim - place.axis, (place.piece,))
-    if isinstance(value, Rows):
+    target = MaskedRows(wrap(joined), place.keep, joined.ndim - place.axis, (place.piece,))
+    if isinstance(value, MaskedRows):
         new, wrong = _matched(value, target)
     else:
         value = value if isinstance(value, torch.Tensor) else wrap(jnp.asarray(value, part.dtype))
@@ -196,7 +198,7 @@ def written(
     return made.reshape(part.shape), wrong
 
 
-def _matched(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
+def _matched(value: MaskedRows, target: MaskedRows) -> tuple[jax.Array, jax.Array | None]:
     """Put rows at the places that a mask selects."""
     if value.right != target.right:
         raise refuse("be written along another axis than the mask selects")
@@ -205,7 +207,7 @@ def _matched(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
     return _in_place(value, target)
 
 
-def _in_place(value: Rows, target: Rows) -> tuple[jax.Array, jax.Array | None]:
+def _in_place(value: MaskedRows, target: MaskedRows) -> tuple[jax.Array, jax.Array | None]:
     """Move rows to the places that another mask selects, in order."""
     if not value.bound:
         return array_of(target.values), target.count != 0

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.ops.torchax.masked_rows import (
-    Piece,
-    Rows,
+    MaskedRows,
+    RowPiece,
     align,
     any_of,
     array_of,
@@ -28,7 +28,7 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
-def method(rows: Rows, name: str) -> Any:
+def method(rows: MaskedRows, name: str) -> Any:
     """Return a method of a tensor, bound to rows.
 
     Raises:
@@ -86,12 +86,12 @@ def _function_of(module: torch.nn.Module, kwargs: Keywords) -> tuple[Callable[..
     return getattr(torch.nn.functional, name), {**given, **kwargs}
 
 
-def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> Rows:
+def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> MaskedRows:
     """Call a function that computes each row of its result from the same row of its arguments."""
     values = [*args, *kwargs.values()]
-    right = next(value.right for value in values if isinstance(value, Rows))
+    right = next(value.right for value in values if isinstance(value, MaskedRows))
     made = [_as_rows(value, right) for value in values]
-    places = [n for n, value in enumerate(made) if isinstance(value, Rows)]
+    places = [n for n, value in enumerate(made) if isinstance(value, MaskedRows)]
     aligned, model = align([made[n] for n in places])
     for n, rows in zip(places, aligned, strict=True):
         made[n] = rows.values
@@ -102,8 +102,8 @@ def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords)
 
 
 def _as_rows(value: Any, right: int) -> Any:
-    """Convert a tensor that has a row for each selected row to `Rows`; return others unchanged."""
-    if isinstance(value, Rows) or not isinstance(value, torch.Tensor):
+    """Convert a tensor with one row for each selected row to `MaskedRows`; pass on others."""
+    if isinstance(value, MaskedRows) or not isinstance(value, torch.Tensor):
         return value
     axis = value.ndim - right
     return fixed(value, right) if axis >= 0 and value.shape[axis] != 1 else value
@@ -113,7 +113,7 @@ def _as_rows(value: Any, right: int) -> Any:
 
 
 def reduce(
-    name: str, rows: Rows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    name: str, rows: MaskedRows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """Reduce the selected rows, over all axes or along one."""
     array = array_of(rows.values if dtype is None else rows.values.to(dtype))
@@ -208,10 +208,10 @@ def loss(
 
 def _cross_entropies(
     each: Callable[..., Any], input: Any, target: Any, options: Keywords
-) -> tuple[Rows, jax.Array]:
+) -> tuple[MaskedRows, jax.Array]:
     """Compute the cross entropy of each row; return it with the class of the row."""
-    scores = input if isinstance(input, Rows) else fixed(input, input.ndim)
-    classes = target if isinstance(target, Rows) else fixed(target, target.ndim)
+    scores = input if isinstance(input, MaskedRows) else fixed(input, input.ndim)
+    classes = target if isinstance(target, MaskedRows) else fixed(target, target.ndim)
     if scores.ndim != 2 or classes.ndim != 1 or scores.axis or classes.axis:
         raise refuse("be given to cross_entropy, except as scores of classes")
     (first, second), model = align([scores, replace(classes, right=scores.right)])
@@ -229,7 +229,7 @@ def join(tensors: Any, dim: int = 0) -> Any:
     The result is a tensor if both the rows that a mask selects and those that it leaves out are
     present, for each mask: it then has all rows, in another order.
     """
-    parts = [part if isinstance(part, Rows) else fixed(part, part.ndim) for part in tensors]
+    parts = [part if isinstance(part, MaskedRows) else fixed(part, part.ndim) for part in tensors]
     if dim % parts[0].ndim or any(part.axis for part in parts):
         raise refuse("be joined along another axis than their own")
     values = torch.cat([part.values for part in parts], dim=0)
@@ -237,16 +237,16 @@ def join(tensors: Any, dim: int = 0) -> Any:
     wrong = any_of([part.wrong for part in parts if part.wrong is not None])
     size = _whole_size(parts, tensors)
     if size is None:
-        return Rows(values, keep, values.ndim, None, wrong)
+        return MaskedRows(values, keep, values.ndim, None, wrong)
     order = jnp.argsort(~keep, stable=True)[:size]
     return wrap(poisoned(jnp.take(array_of(values), order, axis=0), wrong))
 
 
-def _whole_size(parts: list[Rows], tensors: Any) -> int | None:
+def _whole_size(parts: list[MaskedRows], tensors: Any) -> int | None:
     """Return how many rows there are; None if that depends on the masks."""
-    size, pieces = 0, list[Piece]()
+    size, pieces = 0, list[RowPiece]()
     for part, given in zip(parts, tensors, strict=True):
-        if not isinstance(given, Rows):
+        if not isinstance(given, MaskedRows):
             size += part.bound
         elif part.pieces is None:
             return None

@@ -1,8 +1,8 @@
 """Rows selected by a mask in a program of plain torchax, where no size can depend on data.
 
-`Rows` holds every row that might be selected, in order, and which of them are. A row that is not
-selected is a copy of the first selected one, so that no function, and no gradient of one, meets a
-value that it would not meet in eager PyTorch. Where two masks meet, a stable sort moves the
+`MaskedRows` holds every row that might be selected, in order, and which of them are. A row that is
+not selected is a copy of the first selected one, so that no function, and no gradient of one, meets
+a value that it would not meet in eager PyTorch. Where two masks meet, a stable sort moves the
 selected rows to the front: the first `count` rows are real. If two counts differ that eager PyTorch
 needs to be equal, the result is NaN.
 """
@@ -43,7 +43,7 @@ def array_of(value: Any) -> jax.Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RowPiece:
     """A run of rows: those of one mask, or with `negated` those that it leaves out.
 
     `key` identifies the mask: its array, or for a view the array of its source and the steps of the
@@ -54,18 +54,18 @@ class Piece:
     negated: bool
     size: int
 
-    def is_same(self, other: "Piece") -> bool:
+    def is_same(self, other: "RowPiece") -> bool:
         """Return whether both select the same rows."""
         return self.negated == other.negated and self.is_of_same_mask(other)
 
-    def is_of_same_mask(self, other: "Piece") -> bool:
+    def is_of_same_mask(self, other: "RowPiece") -> bool:
         """Return whether both come from one mask."""
         (array, *steps), (other_array, *other_steps) = self.key, other.key
         return array is other_array and steps == other_steps
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class MaskedRows:
     """Rows that a mask selects.
 
     Attributes:
@@ -79,7 +79,7 @@ class Rows:
     values: torch.Tensor
     keep: jax.Array
     right: int
-    pieces: tuple[Piece, ...] | None = None
+    pieces: tuple[RowPiece, ...] | None = None
     wrong: jax.Array | None = field(default=None)
 
     is_rows = True
@@ -140,7 +140,7 @@ class Rows:
         """Return one size, or all of them."""
         return self.shape if dim is None else self.shape[dim]
 
-    def reshape(self, *shape: Any) -> "Rows":
+    def reshape(self, *shape: Any) -> "MaskedRows":
         """Cut each row into several: the first size has to be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         if self.axis != 0 or not sizes or not isinstance(sizes[0], int) or sizes[0] != -1:
@@ -161,14 +161,14 @@ class Rows:
 
     view = reshape
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "Rows":
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "MaskedRows":
         """Join axes, beginning with the first."""
         end = end_dim % self.ndim
         if start_dim % self.ndim != 0:
             raise refuse("be flattened from another axis than the first")
         return self.reshape(-1, *self.values.shape[end + 1 :])
 
-    def __getitem__(self, index: Any) -> "Rows":
+    def __getitem__(self, index: Any) -> "MaskedRows":
         items = index if isinstance(index, tuple) else (index,)
         first, rest = items[0], items[1:]
         whole = first is Ellipsis or (isinstance(first, slice) and first == slice(None, first.stop))
@@ -181,7 +181,7 @@ class Rows:
         values = as_tensor(rows.values[(start, *rest)])
         return replace(rows, values=values, right=values.ndim)
 
-    def _first(self, stop: Any) -> "Rows":
+    def _first(self, stop: Any) -> "MaskedRows":
         rows = compact(self, self.bound)
         last = array_of(stop)
         last = jnp.where(last < 0, rows.count + last, last)
@@ -215,7 +215,7 @@ def as_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def apply(self: Rows, *others: Any) -> Any:
+    def apply(self: MaskedRows, *others: Any) -> Any:
         from tpuport.ops.torchax.masked_functions import elementwise
 
         return elementwise(function, (*others, self) if swapped else (self, *others), {})
@@ -229,10 +229,10 @@ def _install_operators() -> None:
     names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
     for name in names:
         function = getattr(operator, f"__{name}__")
-        setattr(Rows, f"__{name}__", _operator(function))
-        setattr(Rows, f"__r{name}__", _operator(function, swapped=True))
+        setattr(MaskedRows, f"__{name}__", _operator(function))
+        setattr(MaskedRows, f"__r{name}__", _operator(function, swapped=True))
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "pos"):
-        setattr(Rows, f"__{name}__", _operator(getattr(operator, f"__{name}__")))
+        setattr(MaskedRows, f"__{name}__", _operator(getattr(operator, f"__{name}__")))
 
 
 _install_operators()
@@ -241,13 +241,13 @@ _install_operators()
 # Several selections at once.
 
 
-def fixed(value: torch.Tensor, right: int) -> Rows:
-    """Convert a tensor to `Rows` that are all selected."""
+def fixed(value: torch.Tensor, right: int) -> MaskedRows:
+    """Convert a tensor to `MaskedRows` that are all selected."""
     size = value.shape[value.ndim - right]
-    return Rows(as_tensor(value), jnp.ones(size, bool), right)
+    return MaskedRows(as_tensor(value), jnp.ones(size, bool), right)
 
 
-def compact(rows: Rows, bound: int) -> Rows:
+def compact(rows: MaskedRows, bound: int) -> MaskedRows:
     """Move the selected rows to the front, in order, and pad to `bound` rows with copies."""
     order = jnp.argsort(~rows.keep, stable=True)
     order = jnp.pad(order, (0, bound - rows.bound), mode="constant")
@@ -260,7 +260,7 @@ def compact(rows: Rows, bound: int) -> Rows:
     return replace(rows, values=wrap(values), keep=keep, pieces=None)
 
 
-def align(parts: Sequence[Rows]) -> tuple[list[Rows], Rows]:
+def align(parts: Sequence[MaskedRows]) -> tuple[list[MaskedRows], MaskedRows]:
     """Line up the rows of several selections; return them, and a template for the result.
 
     As in eager PyTorch their counts must be equal, or one: a single row is broadcast to all of the
@@ -286,7 +286,7 @@ def align(parts: Sequence[Rows]) -> tuple[list[Rows], Rows]:
     return moved, replace(moved[0], keep=keep, wrong=any_of(wrongs))
 
 
-def _repeated(rows: Rows, count: jax.Array) -> Rows:
+def _repeated(rows: MaskedRows, count: jax.Array) -> MaskedRows:
     """Repeat the first row at all places, if `count` is one."""
     array = array_of(rows.values)
     if not rows.bound:
@@ -295,7 +295,7 @@ def _repeated(rows: Rows, count: jax.Array) -> Rows:
     return replace(rows, values=wrap(jnp.where(count == 1, single, array)))
 
 
-def is_same_selection(first: Rows, second: Rows) -> bool:
+def is_same_selection(first: MaskedRows, second: MaskedRows) -> bool:
     """Return whether two selections surely take the same rows of the same number of rows."""
     if first.keep is second.keep:
         return True

@@ -23,7 +23,7 @@ from tpuport.ops.torchax.values import (
 from tpuport.tracing.core.errors import port_error
 
 
-class _Side:
+class _TracedSide:
     """One run of a side on copies of the operands, so that none of its writes leave the trace."""
 
     def __init__(self, function: Callable[..., Any], operands: Any, key: jax.Array) -> None:
@@ -69,12 +69,12 @@ class Sides:
         self.kinds = self._common_kinds()
         self.written = self._written()
 
-    def _run(self, function: Callable[..., Any]) -> _Side:
-        return _Side(function, self.operands, self.key)
+    def _run(self, function: Callable[..., Any]) -> _TracedSide:
+        return _TracedSide(function, self.operands, self.key)
 
-    def _seen(self, function: Callable[..., Any]) -> _Side:
+    def _seen(self, function: Callable[..., Any]) -> _TracedSide:
         """Run a side abstractly, for its shapes and dtypes."""
-        sides: list[_Side] = []
+        sides: list[_TracedSide] = []
         jax.eval_shape(lambda: sides.append(self._run(function)))
         return sides[0]
 
@@ -164,7 +164,7 @@ def _write(tensor: Any, value: jax.Array) -> None:
         tensor._elem = value
 
 
-def _outline(side: _Side) -> str:
+def _outline(side: _TracedSide) -> str:
     text = ", ".join(f"{array.dtype}{list(array.shape)}" for array in side.arrays[:4])
     return f"({text}{', ...' if len(side.arrays) > 4 else ''})"
 

@@ -39,7 +39,7 @@ class Caller(Evaluator):
         keywords = {k.arg: self.expression(k.value) for k in node.keywords}
         if is_ops_call(node):
             return self._ops_call(node)
-        call = torch_library.Call(node, receiver, arguments, keywords, step=self.step)
+        call = torch_library.LibraryCall(node, receiver, arguments, keywords, step=self.step)
         # `tpuport.ops.rowwise(f)(x)` returns what `f(x)` returns.
         wrapped = node.func.args[:1] if is_ops_call(node.func) else []
         name = qualified_name(
@@ -57,13 +57,13 @@ class Caller(Evaluator):
             case _:
                 return torch_library.module_call(self.expression(node.func), call)
 
-    def _named_call(self, function: ast.Name, call: torch_library.Call) -> Value:
+    def _named_call(self, function: ast.Name, call: torch_library.LibraryCall) -> Value:
         value = self._name(function)
         if value is not UNKNOWN:
             return self._called(value, call)
         return torch_library.builtin_call(function.id, call)
 
-    def _called(self, value: Value, call: torch_library.Call) -> Value:
+    def _called(self, value: Value, call: torch_library.LibraryCall) -> Value:
         """Return the abstract value of the result of calling a value."""
         if value.form is Form.FUNCTION and value.function is not None:
             return self._own_call(value.function, value.owner, call, bound=value.owner is not None)
@@ -75,7 +75,7 @@ class Caller(Evaluator):
             return join(self.results[call.node.func.id])
         return torch_library.module_call(value, call)
 
-    def _instance_call(self, owner: ClassInfo, call: torch_library.Call) -> Value:
+    def _instance_call(self, owner: ClassInfo, call: torch_library.LibraryCall) -> Value:
         method = owner.method("__call__") or owner.method("forward")
         if method is None:
             return torch_library.module_call(MODULE if owner.is_module else UNKNOWN, call)
@@ -84,7 +84,7 @@ class Caller(Evaluator):
             return torch_library.module_call(MODULE, call)
         return result
 
-    def _method_call(self, function: ast.Attribute, call: torch_library.Call) -> Value:
+    def _method_call(self, function: ast.Attribute, call: torch_library.LibraryCall) -> Value:
         receiver, name = call.receiver, function.attr
         if receiver.form is Form.SEQUENCE and isinstance(function.value, ast.Name):
             self._grow(function.value.id, name, call)
@@ -97,7 +97,7 @@ class Caller(Evaluator):
             return UNKNOWN
         return torch_library.method_call(name, call)
 
-    def _grow(self, name: str, method: str, call: torch_library.Call) -> None:
+    def _grow(self, name: str, method: str, call: torch_library.LibraryCall) -> None:
         """Record what a list method, called on the list bound to `name`, added to it."""
         if method in ("append", "extend", "insert") and call.arguments:
             given = call.arguments[-1]
@@ -106,7 +106,9 @@ class Caller(Evaluator):
                 item = join(item_of(value) for value in (call.receiver, more) if value.items != ())
                 self.environment[name] = sequence_of(item)
 
-    def _call_on_instance(self, owner: ClassInfo, name: str, call: torch_library.Call) -> Value:
+    def _call_on_instance(
+        self, owner: ClassInfo, name: str, call: torch_library.LibraryCall
+    ) -> Value:
         method = owner.method(name)
         if method is not None:
             return self._own_call(method, owner, call, bound=True)
@@ -118,12 +120,12 @@ class Caller(Evaluator):
             return self._called_attribute(attribute, call)
         return torch_library.module_method_call(name, call)
 
-    def _called_attribute(self, attribute: Value, call: torch_library.Call) -> Value:
+    def _called_attribute(self, attribute: Value, call: torch_library.LibraryCall) -> Value:
         if attribute.form in (Form.FUNCTION, Form.CLASS, Form.INSTANCE):
             return self._called(attribute, call)
         return torch_library.module_call(attribute, call)
 
-    def _register(self, owner: ClassInfo, call: torch_library.Call) -> None:
+    def _register(self, owner: ClassInfo, call: torch_library.LibraryCall) -> None:
         name = call.node.args[0]
         value = call.argument(1, "tensor")
         if isinstance(name, ast.Constant) and isinstance(name.value, str):
@@ -133,7 +135,12 @@ class Caller(Evaluator):
             self.inference.set_attribute(owner, name.value, made)
 
     def _own_call(
-        self, function: Function, owner: ClassInfo | None, call: torch_library.Call, *, bound: bool
+        self,
+        function: Function,
+        owner: ClassInfo | None,
+        call: torch_library.LibraryCall,
+        *,
+        bound: bool,
     ) -> Value:
         """Bind a call's arguments to a function of this file and return the call's result."""
         parameters = [*function.args.posonlyargs, *function.args.args]

@@ -49,7 +49,7 @@ _HOST_LIBRARIES = ("os.", "sys.", "re.", "json.", "time.", "logging.", "warnings
 
 
 @dataclass(frozen=True)
-class Call:
+class LibraryCall:
     """A call whose parts have been evaluated.
 
     Attributes:
@@ -92,7 +92,7 @@ def is_static(function: Function) -> bool:
     return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in function.decorator_list)
 
 
-def library_call(name: str, call: Call) -> Value:
+def library_call(name: str, call: LibraryCall) -> Value:
     """Return the result of a function of an imported package."""
     root, _, last = name.rpartition(".")
     package = name.partition(".")[0]
@@ -114,7 +114,7 @@ def library_call(name: str, call: Call) -> Value:
     return UNKNOWN
 
 
-def _torch_call(name: str, root: str, last: str, call: Call) -> Value:
+def _torch_call(name: str, root: str, last: str, call: LibraryCall) -> Value:
     if name in ("torch.nn.Parameter", "torch.nn.parameter.Parameter"):
         return TRACED
     if name == "torch.nn.Buffer":
@@ -135,7 +135,7 @@ def _torch_call(name: str, root: str, last: str, call: Call) -> Value:
     return _operation(last, call)
 
 
-def _created(call: Call) -> Value:
+def _created(call: LibraryCall) -> Value:
     device = call.keyword("device")
     on_host = device is None or (isinstance(device, ast.Constant) and device.value == "cpu")
     # On the program's device a constant becomes an op of the program, with no value while tracing.
@@ -152,7 +152,7 @@ def _names_bool(node: ast.expr | None) -> bool:
             return False
 
 
-def _operation(last: str, call: Call) -> Value:
+def _operation(last: str, call: LibraryCall) -> Value:
     """Return the result of a function on tensors: traced if an argument is or may be in a step."""
     value = combine(call.passed)
     if value is UNKNOWN and call.step and not last[:1].isupper():
@@ -164,7 +164,7 @@ def _operation(last: str, call: Call) -> Value:
     return _shaped(last, value, _mask_result(last, call))
 
 
-def _mask_result(last: str, call: Call) -> bool:
+def _mask_result(last: str, call: LibraryCall) -> bool:
     if last in MASK_FUNCTIONS or _names_bool(call.keyword("dtype")):
         return True
     if last not in MASK_KEEPERS or call.keyword("dtype") is not None:
@@ -184,7 +184,7 @@ def _shaped(last: str, value: Value, mask: bool) -> Value:
     return value
 
 
-def method_call(name: str, call: Call) -> Value:
+def method_call(name: str, call: LibraryCall) -> Value:
     """Return the result of a method of a value that is no instance of a class of the file."""
     receiver = call.receiver
     if receiver.form is Form.MODULE:
@@ -204,7 +204,7 @@ def method_call(name: str, call: Call) -> Value:
     return structural(call.node)
 
 
-def _tensor_method(name: str, call: Call) -> Value:
+def _tensor_method(name: str, call: LibraryCall) -> Value:
     receiver = call.receiver
     if name in HOST_METHODS:
         return HOST
@@ -231,20 +231,20 @@ def _names_dtype(node: ast.expr) -> bool:
             return False
 
 
-def _changes_dtype(call: Call) -> bool:
+def _changes_dtype(call: LibraryCall) -> bool:
     """Return whether an argument names a dtype other than bool: `torch.float32`, `x.dtype`."""
     named = [k for k in call.node.keywords if k.arg == "dtype" and not _names_bool(k.value)]
     return bool(named) or any(_names_dtype(a) and not _names_bool(a) for a in call.node.args)
 
 
-def _moves(call: Call) -> bool:
+def _moves(call: LibraryCall) -> bool:
     """Return whether `.to(...)` or `.cuda()` moves a host tensor to the program's device."""
     if any(k.arg == "device" for k in call.node.keywords):
         return True
     return any(not _names_dtype(argument) for argument in call.node.args) or not call.passed
 
 
-def _host_method(name: str, call: Call) -> Value:
+def _host_method(name: str, call: LibraryCall) -> Value:
     receiver = call.receiver
     if receiver.is_tensor:
         if call.takes_traced:
@@ -264,7 +264,7 @@ def _host_method(name: str, call: Call) -> Value:
     return HOST if all(value.kind is Kind.HOST for value in call.passed) else UNKNOWN
 
 
-def module_call(value: Value, call: Call) -> Value:
+def module_call(value: Value, call: LibraryCall) -> Value:
     """Return the result of calling a value: traced for a module in a step, as its weights are."""
     if not call.step:
         return MODULE if value.form is Form.MODULE else UNKNOWN
@@ -273,7 +273,7 @@ def module_call(value: Value, call: Call) -> Value:
     return UNKNOWN
 
 
-def module_method_call(name: str, call: Call) -> Value:
+def module_method_call(name: str, call: LibraryCall) -> Value:
     """Return the result of a module's method that this file does not define."""
     if name == "forward":
         return TRACED if call.step else UNKNOWN
@@ -284,7 +284,7 @@ def module_method_call(name: str, call: Call) -> Value:
     return UNKNOWN
 
 
-def builtin_call(name: str, call: Call) -> Value:
+def builtin_call(name: str, call: LibraryCall) -> Value:
     """Return the result of a Python builtin."""
     arguments = call.arguments
     if name in HOST_BUILTINS or name in ("range", "print", "str", "repr", "format", "dict"):

@@ -28,7 +28,7 @@ from tpuport.tracing.lowerings.attention import attention
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionOperands:
     """The options of `F.scaled_dot_product_attention`, and more that some kernels take.
 
     Attributes:
@@ -53,7 +53,7 @@ class Call:
 
 
 def attention_call(
-    trace: Trace, query: jax.Array, key: jax.Array, value: jax.Array, call: Call
+    trace: Trace, query: jax.Array, key: jax.Array, value: jax.Array, call: AttentionOperands
 ) -> jax.Array:
     """Compute a traced call of attention, [..., heads, queries, size].
 
@@ -90,7 +90,7 @@ def structured_call(
     trace: Trace,
     operands: tuple[jax.Array, jax.Array, jax.Array],
     found: Structure,
-    call: Call,
+    call: AttentionOperands,
     options: AttentionOptions,
 ) -> jax.Array:
     """Compute attention [batch, heads, queries, size] with a mask whose structure is known.
@@ -166,7 +166,11 @@ _DROPPED_WHOLE = 1 << 26
 
 
 def _refused(
-    query: jax.Array, key: jax.Array, value: jax.Array, call: Call, options: AttentionOptions
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    call: AttentionOperands,
+    options: AttentionOptions,
 ) -> str:
     """Return why the matrix of scores is used after all; an empty string if it is not."""
     if not (query.size and key.size and value.size):
@@ -193,7 +197,7 @@ def _has_few_scores(q: jax.Array, k: jax.Array, v: jax.Array, shards: Shards | N
     return few and (shards is None or not shards.sequence)
 
 
-def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: Call) -> jax.Array:
+def _full(query: jax.Array, key: jax.Array, value: jax.Array, call: AttentionOperands) -> jax.Array:
     return attention(
         query,
         key,

@@ -10,14 +10,14 @@ import jax
 from tpuport.foundation.errors import UsageError
 from tpuport.kernels.attention import AttentionOptions, BlockSizes, Shards
 from tpuport.kernels.attention.dispatch import usable_shards
-from tpuport.kernels.attention.options import Kernel, SequenceWay
+from tpuport.kernels.attention.options import Kernel, SequenceParallel
 
 # The mesh axes (`tpuport.sharding.MeshAxis`) that shard each dim of queries and keys by default.
 _AXES = {"batch": ("data", "fsdp"), "heads": ("tensor",), "sequence": ("sequence",)}
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionChoice:
     """The options of one `attention_options` block; part of a program's signature.
 
     Attributes:
@@ -29,10 +29,10 @@ class Choice:
     axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-_CHOICE: ContextVar[Choice | None] = ContextVar("attention", default=None)
+_CHOICE: ContextVar[AttentionChoice | None] = ContextVar("attention", default=None)
 
 
-def choice() -> Choice | None:
+def choice() -> AttentionChoice | None:
     """Return the choice that is active now; None outside of every block."""
     return _CHOICE.get()
 
@@ -43,7 +43,7 @@ def attention_options(
     *,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-    sequence: SequenceWay = "gather",
+    sequence_parallel: SequenceParallel = "all_gather",
     axes: dict[str, Sequence[str]] | None = None,
 ) -> Iterator[AttentionOptions]:
     """Choose how attention is computed by the programs that are traced and called in the block.
@@ -59,22 +59,27 @@ def attention_options(
         interpret: run splash in Pallas' interpreter, on any platform: slow, for tests.
         blocks: sizes of splash's tiles, `kernels.attention.BlockSizes`, instead of those from
             its table.
-        sequence: strategy for a sharded sequence: "gather" keys and values, pass them round a
-            "ring", or exchange the sequence for "heads" (all-to-all).
+        sequence_parallel: strategy for a sharded sequence: "all_gather" keys and values, pass them
+            round a "ring", or exchange the sequence for heads by all-to-all ("ulysses").
         axes: names of the mesh axes that shard "batch", "heads" and "sequence" of the queries.
             The default is `{"batch": ("data", "fsdp"), "heads": ("tensor",),
             "sequence": ("sequence",)}`, for each key that is left out.
 
     Raises:
-        UsageError: `kernel`, `sequence` or a key of `axes` is unknown.
+        UsageError: `kernel`, `sequence_parallel` or a key of `axes` is unknown.
     """
     unknown = sorted({*(axes or {})} - {*_AXES})
     if unknown:
         known = ", ".join(map(repr, _AXES))
         raise UsageError(f"axes names {unknown[0]!r}: the dims of attention are {known}")
     given = tuple((name, tuple(names)) for name, names in sorted((axes or {}).items()))
-    options = AttentionOptions(kernel=kernel, interpret=interpret, blocks=blocks, sequence=sequence)
-    token = _CHOICE.set(Choice(options, given))
+    options = AttentionOptions(
+        kernel=kernel,
+        interpret=interpret,
+        blocks=blocks,
+        sequence_parallel=sequence_parallel,
+    )
+    token = _CHOICE.set(AttentionChoice(options, given))
     try:
         yield options
     finally:

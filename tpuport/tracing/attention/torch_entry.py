@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.kernels.attention import AttentionOptions
-from tpuport.tracing.attention.lower import Call, structured_call
+from tpuport.tracing.attention.lower import AttentionOperands, structured_call
 from tpuport.tracing.attention.masks.graph import Graph
 from tpuport.tracing.attention.masks.score_function import Changed, changed
 from tpuport.tracing.attention.masks.structure import Structure, read, with_conditions
@@ -68,7 +68,7 @@ def attend_tensors(
     if mask is not None:
         found = with_conditions(found, Graph(frozen=True).of(value_of(mask)))
     dropped = trace.next_key(None) if dropout > 0 else None
-    call = Call(scale=scale, softcap=softcap, dropout=dropout, key=dropped)
+    call = AttentionOperands(scale=scale, softcap=softcap, dropout=dropout, key=dropped)
     return _result(trace, (query, key, value), found, call, options)
 
 
@@ -109,7 +109,7 @@ def flex_attention(
             found = with_conditions(found, node)
     if mask_mod is not None:
         found = with_conditions(found, Graph(frozen=True).of(value_of(mask_mod(*indices))))
-    call = Call(scale=scale, softcap=softcap)
+    call = AttentionOperands(scale=scale, softcap=softcap)
     return _result(trace, (query, key, value), found, call, options)
 
 
@@ -128,7 +128,11 @@ def _change(trace: Trace, score_mod: Any, indices: list[Any], shape: Any) -> Cha
 
 
 def _result(
-    trace: Trace, operands: Any, found: Structure, call: Call, options: AttentionOptions
+    trace: Trace,
+    operands: Any,
+    found: Structure,
+    call: AttentionOperands,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     q, k, v = (value_of(x) for x in operands)
     out = structured_call(trace, (q, k, v), found, call, options)

@@ -15,7 +15,7 @@ from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.speculation import Plan, Restart, Undecided
+from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
 
 _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
@@ -34,7 +34,7 @@ class Unit:
 class Explorer:
     """The explorer of branches on traced values, in one trace."""
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: SpeculationLog) -> None:
         self.trace, self.plan = trace, plan
         self.calls: list[str] = ["<function>"]
         self.units: list[Unit] = []
@@ -54,8 +54,8 @@ class Explorer:
                 return unit.path[unit.position - 1]
             if prefix in unit.known:
                 return self._take(unit, unit.known[prefix])
-            raise Undecided(value, user_line())
-        raise Restart(explore=self.calls[-1])
+            raise UndecidedBranch(value, user_line())
+        raise RestartTrace(explore=self.calls[-1])
 
     def _take(self, unit: Unit, outcome: bool) -> bool:
         unit.path = (*unit.path[: unit.position], outcome)
@@ -111,7 +111,7 @@ class Explorer:
             with self.trace.recording() as effects:
                 try:
                     return thunk()
-                except Undecided as undecided:
+                except UndecidedBranch as undecided:
                     del self.calls[depth:]
                     self.trace.draws = draws
                     for storage, value, _ in effects.before.values():

@@ -15,7 +15,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 
 
-def take_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
+def flatten_call(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
     """Return the leaves, structure and paths of call arguments.
 
     Plain objects are flattened even if they hold no tensor: the call may put one there, and an
@@ -26,7 +26,7 @@ def take_apart(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
 
 def copies(value: Any) -> Any:
     """Copy call arguments: clone and detach the tensors, rebuild containers and objects."""
-    leaves, spec, _ = take_apart(value)
+    leaves, spec, _ = flatten_call(value)
     made = [
         leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
         for leaf in map(_detached, leaves)

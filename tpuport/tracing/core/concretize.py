@@ -8,7 +8,7 @@ import jax.core
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.errors import inside_try, port_error
-from tpuport.tracing.core.speculation import Restart
+from tpuport.tracing.core.speculation import RestartTrace
 
 
 def decide(value: jax.Array) -> bool:
@@ -57,7 +57,7 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
         plan.ask_for_rewrite()
         # It may depend on the state alone: trace again with small state kept concrete.
         if not plan.host_state:
-            raise Restart(host_state=True)
+            raise RestartTrace(host_state=True)
     raise port_error(
         f"a Python {kind.__name__} was made of a value that depends on the program's inputs",
         code="TPU103",

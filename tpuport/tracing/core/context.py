@@ -62,7 +62,7 @@ class Effects:
 
 
 @dataclass(frozen=True)
-class Check:
+class LiftedCheck:
     """An exception that the user's code raises on a traced condition, lifted out of the program."""
 
     error: BaseException
@@ -104,7 +104,7 @@ class Trace:
         self.counters = counters or Counters()
         self.hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
         self.explorer: Any = None
-        self.checks: list[Check] = []
+        self.checks: list[LiftedCheck] = []
         self.error_code: Storage | None = None
         self.refusal: Exception | None = None
         self.substitutes: dict[int, TracedTensor] = {}
@@ -239,7 +239,7 @@ class Trace:
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
         """Record that the program fails with `error` if `failed`; the first failing check wins."""
-        self.checks.append(Check(error, site))
+        self.checks.append(LiftedCheck(error, site))
         if self.error_code is not None:
             code = self.error_code.value
             self.error_code.set(jnp.where((code == 0) & failed, len(self.checks), code))

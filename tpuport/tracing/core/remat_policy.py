@@ -57,7 +57,7 @@ POLICIES: dict[str, Any] = {
 NAMES = ("none", *POLICIES)
 
 
-class Table:
+class PolicyTable:
     """Remat policies by module: the first pattern that matches decides.
 
     Args:

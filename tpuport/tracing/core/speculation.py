@@ -9,7 +9,7 @@ from tpuport.foundation.user_frames import user_frame
 from tpuport.source.rewrite.live import Site, site_of
 
 
-class Undecided(BaseException):
+class UndecidedBranch(BaseException):
     """The truth of a traced value was needed on a path that has no decision for it yet."""
 
     def __init__(self, value: jax.Array, site: str) -> None:
@@ -17,7 +17,7 @@ class Undecided(BaseException):
         self.value, self.site = value, site
 
 
-class Restart(BaseException):
+class RestartTrace(BaseException):
     """Restart of the trace from the beginning with more known.
 
     It carries what was learned: the code to rewrite, the module call to explore, the repeated
@@ -40,7 +40,7 @@ class Restart(BaseException):
 
 
 @dataclass
-class Plan:
+class SpeculationLog:
     """The knowledge that earlier attempts at this trace gained.
 
     `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
@@ -72,7 +72,7 @@ class Plan:
         self.widened += 1
         return True
 
-    def learn(self, restart: Restart) -> None:
+    def learn(self, restart: RestartTrace) -> None:
         """Add what a restart asks for."""
         if restart.explore is not None:
             self.explore.add(restart.explore)
@@ -91,4 +91,4 @@ class Plan:
             return
         site = site_of(frame)
         if (frame.f_code.co_filename, site.line, site.column) not in self.tried:
-            raise Restart(site=(frame.f_code, site))
+            raise RestartTrace(site=(frame.f_code, site))

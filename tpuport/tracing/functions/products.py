@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.tracing.attention.lower import Call, attention_call
+from tpuport.tracing.attention.lower import AttentionOperands, attention_call
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.autocast import autocast_dtype, to_autocast
 from tpuport.tracing.core.context import Trace
@@ -142,7 +142,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     frozen = mask is None or not mask.dtype.is_floating_point or grad_frozen([mask])
 
     def compute(q: jax.Array, k: jax.Array, v: jax.Array, m: jax.Array | None) -> jax.Array:
-        call = Call(m, dropout=dropout, key=key, frozen=frozen, **options)
+        call = AttentionOperands(m, dropout=dropout, key=key, frozen=frozen, **options)
         return attention_call(trace, q, k, v, call)
 
     result = _whole(trace, [q, k, v, mask], meta, compute)

@@ -31,7 +31,7 @@ class Buffers(dict[str, Any]):
         return super().__getitem__(name)
 
 
-class Held(dict[str, Any]):
+class RecordingAttributes(dict[str, Any]):
     """The dict of a module of which some attributes are hidden.
 
     To tpuport's own code it is a dict of the attributes that are not hidden.
@@ -123,7 +123,7 @@ class Held(dict[str, Any]):
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     """Return all attributes of a module without recording a read."""
     held = module.__dict__
-    return held.whole() if type(held) is Held else held
+    return held.whole() if type(held) is RecordingAttributes else held
 
 
 def hide(module: torch.nn.Module, names: set[str], read: Callable[[str], None]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def hide(module: torch.nn.Module, names: set[str], read: Callable[[str], None]) 
         The dict that `show` puts back.
     """
     before = module.__dict__
-    outer = before if type(before) is Held else None
+    outer = before if type(before) is RecordingAttributes else None
 
     def note(name: str) -> None:
         read(name)
@@ -146,7 +146,7 @@ def hide(module: torch.nn.Module, names: set[str], read: Callable[[str], None]) 
             outer.read(name)
 
     hidden = names if outer is None else names | outer.hidden.keys()
-    object.__setattr__(module, "__dict__", Held(attributes_of(module), hidden, note))
+    object.__setattr__(module, "__dict__", RecordingAttributes(attributes_of(module), hidden, note))
     return before
 
 

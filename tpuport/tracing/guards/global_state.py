@@ -32,7 +32,7 @@ _LARGEST, _MOST_FUNCTIONS, _MOST_BYTES = 4096, 5000, 4096
 _MISSING = object()
 
 
-class Outside:
+class GlobalState:
     """Python values that a module's code reads, found by following names from its methods.
 
     Attributes:
@@ -202,7 +202,7 @@ class Outside:
 class _Freezer:
     """A converter of Python values to ones that compare by content."""
 
-    def __init__(self, outside: Outside, kept: list[tuple[Any, Any]] | None) -> None:
+    def __init__(self, outside: GlobalState, kept: list[tuple[Any, Any]] | None) -> None:
         self._outside, self._kept = outside, kept
         self._known: dict[int, Any] = {}
         self._left = _LARGEST

@@ -31,7 +31,7 @@ from tpuport.tracing.guards.watch import OWN, Record, Watcher, is_iterator
 _SOURCES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
-class Outside(Watcher):
+class PythonState(Watcher):
     """A recorder of state outside of a block and its arguments that its code may read.
 
     Args:

@@ -75,7 +75,7 @@ class AutogradFunction(Shim):
         return [Replacement(torch.autograd.Function, "apply", classmethod(apply))]
 
 
-class _Call:
+class _FunctionCall:
     """One call of a custom autograd function.
 
     jax runs its forward once or twice: as the primal, and again (maybe after the trace has ended)
@@ -190,7 +190,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     assert trace is not None
     if any(extents_of(a) for a in args):
         raise unsized(f"an argument of {cls.__name__}.apply")
-    call = _Call(trace, cls, args)
+    call = _FunctionCall(trace, cls, args)
     primal = jax.custom_vjp(lambda values: call.forward(values)[0])
     primal.defvjp(call.fwd, call.bwd)
     values, alive, after = primal([value_of(t) for t in call.tensors])

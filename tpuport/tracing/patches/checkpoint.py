@@ -10,7 +10,7 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.patches._count import count
 
 
-class Checkpoint(Shim):
+class ActivationCheckpoint(Shim):
     """`torch.utils.checkpoint.checkpoint` becomes `jax.checkpoint` around the same call."""
 
     TARGET = "torch.utils.checkpoint.checkpoint"

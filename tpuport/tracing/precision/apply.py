@@ -13,7 +13,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.tracing.functions import promotion
 from tpuport.tracing.state.module_state import state_tree
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class Casting:
     outputs: torch.dtype | None = None
     before: torch.dtype | None = None
 
-    def around(self, trace: Callable[[Request], Outcome], request: Request) -> Outcome:
+    def around(
+        self, trace: Callable[[TraceRequest], TraceResult], request: TraceRequest
+    ) -> TraceResult:
         """Trace a call under the policy.
 
         The state is cast on the way in, and back to the dtypes that it is held in on the way out.
@@ -61,7 +63,7 @@ class Casting:
             contextlib.nullcontext() if self.compute is None else promotion.in_force(self.compute)
         )
 
-    def _restore(self, outcome: Outcome) -> None:
+    def _restore(self, outcome: TraceResult) -> None:
         if self.outputs is None:
             return
         for index in result_leaves(outcome.out_spec.node):

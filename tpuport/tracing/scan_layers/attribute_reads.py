@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-from tpuport.tracing.guards.attribute_proxy import Held, hide, show
+from tpuport.tracing.guards.attribute_proxy import RecordingAttributes, hide, show
 from tpuport.tracing.scan_layers.families import Member
 
 
@@ -24,7 +24,7 @@ def withheld(member: Member, reads: set[tuple[str, str]]) -> Iterator[None]:
     hidden = []
     for fqn, module in member.modules:
         names = by_module.get(fqn, set())
-        if names or type(module.__dict__) is Held:
+        if names or type(module.__dict__) is RecordingAttributes:
             # Python would find an attribute of the class first, and the read would go unrecorded.
             on_class = {name for name in names if hasattr(type(module), name)}
             reads.update((fqn, name) for name in on_class)
@@ -42,5 +42,5 @@ def note_reads(member: Member, reads: set[tuple[str, str]]) -> None:
     modules = dict(member.modules)
     for fqn, name in reads:
         held = modules[fqn].__dict__
-        if type(held) is Held and name in held.hidden:
+        if type(held) is RecordingAttributes and name in held.hidden:
             held.read(name)

@@ -16,7 +16,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import program_leaf
 from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.speculation import Restart, Undecided
+from tpuport.tracing.core.speculation import RestartTrace, UndecidedBranch
 from tpuport.tracing.core.tensor import Storage, TracedTensor
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards.describe import changed_name
@@ -25,11 +25,19 @@ from tpuport.tracing.scan_layers.attribute_reads import note_reads
 from tpuport.tracing.scan_layers.call_order import LastCalls
 from tpuport.tracing.scan_layers.families import Family, Member, families
 from tpuport.tracing.scan_layers.trace_block import inputs_of, is_frozen, trace_block
-from tpuport.tracing.scan_layers.traced_block import NAME, Arguments, Entry, NotPure
+from tpuport.tracing.scan_layers.traced_block import NAME, Arguments, BlockEntry, NotPure
 
 # Exceptions that a block may raise on stand-ins of its arguments.
 _FAULTS = (
-    *(Undecided, TpuportError, RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+    *(
+        UndecidedBranch,
+        TpuportError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+    ),
     *(AssertionError, ArithmeticError),
 )
 
@@ -66,7 +74,7 @@ class BlockCalls:
         self.trace = trace
         self.members: dict[int, Member] = {}
         self.records: dict[int, BlockRecord] = {}
-        self.known: dict[Any, list[Entry]] = {}
+        self.known: dict[Any, list[BlockEntry]] = {}
         self.policies: dict[int, tuple[str | None, ...]] = {}
         self.recipes = Recipes(NAME)
         # Without this, reading a tensor's size would go through the modes of the trace.
@@ -96,7 +104,7 @@ class BlockCalls:
         elif member.has_hooks:
             taken = "it has hooks"
         else:
-            taken = take_apart(self.trace, member, args, kwargs, self.recipes)
+            taken = flatten_call(self.trace, member, args, kwargs, self.recipes)
         if isinstance(taken, str):
             record.reason = taken
             return run(*args, **kwargs)
@@ -121,7 +129,7 @@ class BlockCalls:
 
     def _traced(
         self, member: Member, given: Arguments, run: Callable[..., Any], *, withhold: bool = True
-    ) -> Entry:
+    ) -> BlockEntry:
         """Trace a block as a function.
 
         Raises:
@@ -138,12 +146,12 @@ class BlockCalls:
         # Tracing again from the start undoes what the block did outside of the model.
         raise self._apart(member, reason)
 
-    def _apart(self, member: Member, reason: str) -> Restart:
+    def _apart(self, member: Member, reason: str) -> RestartTrace:
         first = member.family.members[0].fqn
-        return Restart(apart=(first, f"{member.fqn}: {reason}"))
+        return RestartTrace(apart=(first, f"{member.fqn}: {reason}"))
 
     def _compare(
-        self, entry: Entry, member: Member, given: Arguments, run: Callable[..., Any]
+        self, entry: BlockEntry, member: Member, given: Arguments, run: Callable[..., Any]
     ) -> None:
         """Trace a block that is about to reuse a function, and check that both are the same.
 
@@ -169,7 +177,7 @@ class BlockCalls:
             self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
-    def _fits(self, entry: Entry, member: Member, given: Arguments) -> bool:
+    def _fits(self, entry: BlockEntry, member: Member, given: Arguments) -> bool:
         """Return whether a traced function may be reused for this block."""
         placement = self.trace.placement
         return (
@@ -182,7 +190,7 @@ class BlockCalls:
             )
         )
 
-    def _emit(self, entry: Entry, member: Member, given: Arguments) -> Any:
+    def _emit(self, entry: BlockEntry, member: Member, given: Arguments) -> Any:
         trace = self.trace
         values = iter(entry.run(*inputs_of(trace, member, given)))
         for stream, count in zip(trace.streams, entry.draws, strict=True):
@@ -206,7 +214,7 @@ class BlockCalls:
                 return made
 
 
-def _lasts(entry: Entry, family: Family) -> LastCalls:
+def _lasts(entry: BlockEntry, family: Family) -> LastCalls:
     """Return the order of a function's calls for blocks other than the one that was traced."""
     if entry.lasts is None:
         alike = [m.fqn for m in family.members if _reads_the_same(entry, m)]
@@ -215,14 +223,14 @@ def _lasts(entry: Entry, family: Family) -> LastCalls:
     return entry.lasts
 
 
-def _reads_the_same(entry: Entry, member: Member) -> bool:
+def _reads_the_same(entry: BlockEntry, member: Member) -> bool:
     return all(
         name in member.varying and same_value(value, member.varying[name])
         for name, value in entry.read.items()
     )
 
 
-def take_apart(
+def flatten_call(
     trace: Trace, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any], recipes: Recipes
 ) -> tuple[Arguments, Any] | str:
     """Return a call's arguments and the key of its function, or why the call cannot be a function.

@@ -20,10 +20,10 @@ from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards.describe import changed_name, name_of
-from tpuport.tracing.guards.python_state import Outside
+from tpuport.tracing.guards.python_state import PythonState
 from tpuport.tracing.scan_layers.attribute_reads import withheld
 from tpuport.tracing.scan_layers.families import Member
-from tpuport.tracing.scan_layers.traced_block import NAME, Arguments, Entry, NotPure, strong
+from tpuport.tracing.scan_layers.traced_block import NAME, Arguments, BlockEntry, NotPure, strong
 from tpuport.tracing.state.module_state import python_changes, state_tree
 
 
@@ -43,7 +43,7 @@ def trace_block(
     run: Callable[..., Any],
     *,
     withhold: bool = True,
-) -> Entry:
+) -> BlockEntry:
     """Trace a block as a pure function.
 
     Args:
@@ -77,7 +77,7 @@ def trace_block(
 
 def _trace_once(
     trace: Trace, member: Member, given: Arguments, run: Callable[..., Any], withhold: bool
-) -> tuple[Entry, str | None]:
+) -> tuple[BlockEntry, str | None]:
     """Trace a block once; return the function and what it changed outside of its modules."""
     outside = _outside_of(member, given)
     promoted, checks, counted = dict(trace.promoted), len(trace.checks), trace.counters.copy()
@@ -119,7 +119,7 @@ def _trace_once(
         counts = trace.counters.since(counted)
         trace.counters.become(counted)
     assert result.spec is not None
-    entry = Entry(
+    entry = BlockEntry(
         run=_named(closed, jax.tree.structure(shape), inputs),
         program=closed,
         outputs=result.outputs,
@@ -137,14 +137,14 @@ def _trace_once(
     return entry, changed_name(entry.outside)
 
 
-def _outside_of(member: Member, given: Arguments) -> Outside:
+def _outside_of(member: Member, given: Arguments) -> PythonState:
     """Return the recorder of what the block reads from outside.
 
     Raises:
         NotPure: The block reads an iterator, which cannot be inspected.
     """
     statics = pytree.statics_of(given.spec)
-    outside = Outside((m for _, m in member.modules), statics, _call.__code__)
+    outside = PythonState((m for _, m in member.modules), statics, _call.__code__)
     if outside.iterator is not None:
         name = name_of(outside.iterator, outside.noted)
         raise NotPure(f"it reads {name}, whose next value cannot be known")
@@ -152,7 +152,7 @@ def _outside_of(member: Member, given: Arguments) -> Outside:
 
 
 @contextlib.contextmanager
-def _seen_by(trace: Trace, outside: Outside) -> Iterator[None]:
+def _seen_by(trace: Trace, outside: PythonState) -> Iterator[None]:
     """Let `outside` see the code that runs inside."""
     around, trace.outside = trace.outside, outside
     try:

@@ -52,7 +52,7 @@ class Arguments:
 
 
 @dataclass
-class Entry:
+class BlockEntry:
     """A block traced as a pure function, and what holds for every block that reuses it.
 
     Attributes:
@@ -89,7 +89,7 @@ class Entry:
     fqn: str
     lasts: LastCalls | None = None
 
-    def is_like(self, other: "Entry") -> bool:
+    def is_like(self, other: "BlockEntry") -> bool:
         """Return whether another trace resulted in the same function."""
         ours, theirs = (
             (e.spec.key, e.draws, [place[:3] for place in e.places]) for e in (self, other)

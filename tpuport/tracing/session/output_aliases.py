@@ -4,11 +4,11 @@ from typing import Any
 
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
-from tpuport.tracing.state.request import Alias, Outcome
+from tpuport.tracing.state.request import Alias, TraceResult
 
 
 def output_aliases(
-    outcome: Outcome, outputs: list[Any], made: list[Any], state: dict[str, Any]
+    outcome: TraceResult, outputs: list[Any], made: list[Any], state: dict[str, Any]
 ) -> dict[int, Alias]:
     """Return which outputs are arguments, unchanged state, or views of these.
 

@@ -14,7 +14,7 @@ from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
-from tpuport.tracing.state.request import Request
+from tpuport.tracing.state.request import TraceRequest
 
 
 def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -54,7 +54,7 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
 
 
 def traced_arguments(
-    trace: Trace, request: Request, host: frozenset[int]
+    trace: Trace, request: TraceRequest, host: frozenset[int]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any], dict[int, Any]]:
     """Make the traced call's own arguments; return them with their leaves and containers."""
     made: list[Any] = []

@@ -30,7 +30,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
 from tpuport.tracing.core.context import KeyStream, Trace, no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
-from tpuport.tracing.core.speculation import Plan, Restart
+from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
@@ -46,14 +46,14 @@ from tpuport.tracing.session.program_io import (
     traced_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, python_changes, state_tree
-from tpuport.tracing.state.request import Outcome, Request
+from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 _MAX_ATTEMPTS = 40
 _NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
 
 
 @dataclass
-class Program:
+class Tracer:
     """A module's method or a free function, and what tracing it has taught so far (`plan`).
 
     `functions` are called with the module, and have the names of methods.
@@ -66,8 +66,8 @@ class Program:
     patches: tuple[type[Shim], ...] = ()
     # The rules that rewrite lines which a trace cannot run.
     rules: tuple[type[RuleVisitor], ...] = ()
-    plan: Plan = field(default_factory=Plan)
-    plans: dict[Any, Plan] = field(default_factory=dict)
+    plan: SpeculationLog = field(default_factory=SpeculationLog)
+    plans: dict[Any, SpeculationLog] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class Program:
             return functools.partial(self.functions[name], module)
         return module if name == "forward" else getattr(module, name)
 
-    def trace(self, request: Request) -> Outcome:
+    def trace(self, request: TraceRequest) -> TraceResult:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
 
         Raises:
@@ -107,13 +107,13 @@ class Program:
         """
         return self.casting.around(self._trace, request)
 
-    def _trace(self, request: Request) -> Outcome:
+    def _trace(self, request: TraceRequest) -> TraceResult:
         self.plan = self.plan_for(request.method, request.spec)
         refused: PortError | None = None
         for _ in range(_MAX_ATTEMPTS):
             try:
                 return self._attempt(request)
-            except Restart as restart:
+            except RestartTrace as restart:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or error
@@ -133,12 +133,12 @@ class Program:
         )
         raise PortError(msg, remedy="please report this with the code of the function")
 
-    def plan_for(self, method: str, spec: pytree.TreeSpec) -> Plan:
+    def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:
         """Return what is known of calls of a method with arguments of one structure."""
         shared = {"tried": self.tried, "numbers": self.numbers}
-        return self.plans.setdefault((method, spec.key), Plan(**shared))
+        return self.plans.setdefault((method, spec.key), SpeculationLog(**shared))
 
-    def _learn(self, restart: Restart) -> None:
+    def _learn(self, restart: RestartTrace) -> None:
         self.plan.learn(restart)
         if restart.site is None:
             return
@@ -159,7 +159,7 @@ class Program:
         ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
         return ours or live.functions_with(code)
 
-    def _attempt(self, request: Request) -> Outcome:
+    def _attempt(self, request: TraceRequest) -> TraceResult:
         trace = Trace(KeyStream(request.key) if request.key is not None else None)
         keys = trace.keys
         trace.hoist = request.hoist
@@ -187,7 +187,7 @@ class Program:
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 
-    def _run(self, trace: Trace, request: Request) -> Outcome:
+    def _run(self, trace: Trace, request: TraceRequest) -> TraceResult:
         if request.checks:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
@@ -230,7 +230,7 @@ class Program:
         return outcome
 
     def _callable(
-        self, trace: Trace, request: Request
+        self, trace: Trace, request: TraceRequest
     ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
         """Return the traced copy of the module, the bound method, and the state that stays
         concrete.
@@ -277,10 +277,10 @@ class Program:
         result: Any,
         values: dict[str, jax.Array],
         baked: dict[str, torch.Tensor],
-    ) -> Outcome:
+    ) -> TraceResult:
         out_leaves, out_spec = pytree.flatten(result, leaf=program_leaf)
         arrays, metas = program_leaves(out_leaves)
-        outcome = Outcome(
+        outcome = TraceResult(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None and after is not None:

@@ -202,7 +202,7 @@ class PythonChanges:
         """Return new values of parameters and buffers that depend on no input: no program returns
         them.
         """
-        held = {n: v.value if isinstance(v, _Buffer) else v for n, v in self.after.items()}
+        held = {n: v.value if isinstance(v, _BufferSlot) else v for n, v in self.after.items()}
         return {
             name: value
             for name, value in held.items()
@@ -230,7 +230,7 @@ class PythonChanges:
                 owner._buffers[attribute] = value
             elif attribute in owner._parameters:
                 owner._parameters[attribute] = value
-            elif isinstance(value, _Buffer):
+            elif isinstance(value, _BufferSlot):
                 owner.__dict__.pop(attribute, None)
                 owner._buffers[attribute] = value.value
             else:
@@ -247,7 +247,7 @@ class PythonChanges:
 
 
 @dataclass
-class _Buffer:
+class _BufferSlot:
     """A tensor registered as a buffer during the call."""
 
     value: Any
@@ -278,7 +278,7 @@ def python_changes(
             continue
         value = cloner.clone(after.values[name])
         if name in after.registered and name not in before.owners:
-            value = _Buffer(value)
+            value = _BufferSlot(value)
         values[name] = value
     refuse_handles(values)
     old = {name: before.values.get(name) for name in names}

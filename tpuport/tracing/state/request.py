@@ -16,7 +16,7 @@ from tpuport.tracing.state.module_state import PythonChanges
 
 
 @dataclass
-class Outcome:
+class TraceResult:
     """The outcome of one trace of a program. Arrays are tracers of the enclosing jax trace."""
 
     out_leaves: list[Any]
@@ -50,7 +50,7 @@ class Alias:
 
 
 @dataclass
-class Request:
+class TraceRequest:
     """One call to trace.
 
     Attributes:

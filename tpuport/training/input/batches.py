@@ -11,9 +11,9 @@ import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.training.input.buckets import Buckets, as_buckets
-from tpuport.training.input.from_dataloader import Settings, settled, source_of
+from tpuport.training.input.from_dataloader import DataLoaderOptions, settled, source_of
 from tpuport.training.input.prefetch import OnDevice
-from tpuport.training.input.sources import Indexed, Place, Read, Share, Workers
+from tpuport.training.input.sources import ArrayPlace, HostShard, Indexed, Read, ReadWorkers
 
 # The entry that marks the rows of a padded batch that are samples.
 MASK = "sample_mask"
@@ -27,7 +27,7 @@ class Batches:
     """The batches of a training run: endless, of fixed shapes, and resumable after a restart.
 
         batches = Batches(dataset, batch_size=64, workers=4)
-        for batch in batches.on(step):  # on the devices, read ahead
+        for batch in batches.device_iterator(step):  # on the devices, read ahead
             state, metrics = step(state, batch)
             saved.save(state, batches.position)
 
@@ -72,21 +72,21 @@ class Batches:
         if workers < 0 or prefetch < 0:
             raise UsageError(f"workers={workers}, prefetch={prefetch}: expected 0 or more")
         self._settings = settled(
-            Settings(
+            DataLoaderOptions(
                 dataset,
                 batch_size,
                 shuffle,
                 seed,
                 collate,
                 last,
-                Workers(workers, max(prefetch, 1)),
+                ReadWorkers(workers, max(prefetch, 1)),
                 as_buckets(buckets),
                 prefetch,
             )
         )
         self._source = source_of(self._settings)
-        self._place, self._times_restored = Place(), 0
-        self._live: tuple[Iterator[Read], Place, Share] | None = None
+        self._place, self._times_restored = ArrayPlace(), 0
+        self._live: tuple[Iterator[Read], ArrayPlace, HostShard] | None = None
         self._readers: weakref.WeakSet[OnDevice] = weakref.WeakSet()
 
     # -- length and padding ------------------------------------------------------------------------
@@ -158,7 +158,9 @@ class Batches:
                     f" these have {name}={json.dumps(value)}: other samples would come. What to do:"
                     f" give them the same {name}, or begin anew in another directory"
                 )
-        self._place = Place(int(position["epoch"]), int(position["batch"]), position.get("inner"))
+        self._place = ArrayPlace(
+            int(position["epoch"]), int(position["batch"]), position.get("inner")
+        )
         self._times_restored += 1
 
     # -- reading -----------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class Batches:
             batch, ends = self._taken()
             yield batch
 
-    def on(self, step: Any) -> OnDevice:
+    def device_iterator(self, step: Any) -> OnDevice:
         """Return the same batches on the devices of a step, `prefetch` of them ahead.
 
         Over a mesh each process reads the rows that its chips hold. Batches that worker processes
@@ -194,7 +196,7 @@ class Batches:
         self._place = read.after
         return batch, read.ends
 
-    def _read(self, place: Place, share: Share) -> Read:
+    def _read(self, place: ArrayPlace, share: HostShard) -> Read:
         """Read the batch at a place, with the live iterator if it is already there."""
         if self._live is None or self._live[1:] != (place, share):
             self._stop()
@@ -205,7 +207,7 @@ class Batches:
         self._live = reading, read.after, share
         return read
 
-    def _masked(self, read: Read, share: Share) -> Any:
+    def _masked(self, read: Read, share: HostShard) -> Any:
         """Return a batch with the mask of its rows, if short batches are padded."""
         size = read.size
         if self._settings.last != "pad" or read.kept is None or size is None:
@@ -247,11 +249,11 @@ class Batches:
         self.close()
 
 
-def default_share() -> Share:
+def default_share() -> HostShard:
     """Return this process's part of a batch where no mesh decides it."""
     import jax
 
-    return Share(jax.process_index(), jax.process_count())
+    return HostShard(jax.process_index(), jax.process_count())
 
 
 def tell(message: str) -> None:

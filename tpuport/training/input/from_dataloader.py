@@ -22,14 +22,14 @@ from tpuport.training.input.buckets import Buckets
 from tpuport.training.input.grain_source import GrainSource, is_grain, is_random_access
 from tpuport.training.input.order import Order
 from tpuport.training.input.reading import Reader, as_is
-from tpuport.training.input.sources import Indexed, Source, Stream, Workers
+from tpuport.training.input.sources import DataSource, Indexed, ReadWorkers, StreamSource
 
 # The setting of a loader that keeps short batches.
 _KEEP = "keep"
 
 
 @dataclass(frozen=True)
-class Settings:
+class DataLoaderOptions:
     """The arguments of `Batches`; None, or `...` for the batch size, where one was not given.
 
     Attributes:
@@ -52,14 +52,14 @@ class Settings:
     seed: int
     collate: Callable[[list[Any]], Any] | None
     last: str | None
-    workers: Workers
+    workers: ReadWorkers
     buckets: Buckets | None
     prefetch: int
     sampler: Any = None
     grouped: bool = False
 
 
-def settled(asked: Settings) -> Settings:
+def settled(asked: DataLoaderOptions) -> DataLoaderOptions:
     """Fill in defaults, and the settings of a loader if the dataset is one."""
     last = asked.last
     if isinstance(asked.dataset, DataLoader):
@@ -93,7 +93,7 @@ def settled(asked: Settings) -> Settings:
     return _without_short(made) if made.last == _KEEP else made
 
 
-def _without_short(made: Settings) -> Settings:
+def _without_short(made: DataLoaderOptions) -> DataLoaderOptions:
     """Drop the short last batch that a loader keeps, if there is provably none.
 
     Raises:
@@ -110,7 +110,7 @@ def _without_short(made: Settings) -> Settings:
     )
 
 
-def source_of(settings: Settings) -> Source:
+def source_of(settings: DataLoaderOptions) -> DataSource:
     """Return the source that batches are read from.
 
     Raises:
@@ -155,7 +155,7 @@ def source_of(settings: Settings) -> Source:
             f"workers={settings.workers.count}: a {type(dataset).__name__} cannot be read by"
             " several processes. What to do: workers=0, or a torch Dataset"
         )
-    return Stream(dataset, size, reader, pad, settings.seed)
+    return StreamSource(dataset, size, reader, pad, settings.seed)
 
 
 class Spread:
@@ -167,7 +167,7 @@ class Spread:
         seed: random seed of the workers.
     """
 
-    def __init__(self, dataset: Any, workers: Workers, seed: int) -> None:
+    def __init__(self, dataset: Any, workers: ReadWorkers, seed: int) -> None:
         self.dataset, self.workers, self.seed, self.epoch = dataset, workers, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -195,11 +195,11 @@ def _has_indices(dataset: Any) -> bool:
     return isinstance(dataset, Sized)
 
 
-def _of_loader(asked: Settings, loader: Any) -> Settings:
+def _of_loader(asked: DataLoaderOptions, loader: Any) -> DataLoaderOptions:
     """Take over the settings of a torch DataLoader that the user did not give."""
     if asked.shuffle is not None:
         raise UsageError("shuffle: a DataLoader has its own order. What to do: leave it out")
-    workers = Workers(
+    workers = ReadWorkers(
         asked.workers.count or loader.num_workers,
         loader.prefetch_factor or asked.workers.prefetch,
         loader.worker_init_fn,
@@ -240,7 +240,7 @@ def _last_of(drop_last: bool) -> str:
     return "drop" if drop_last else _KEEP
 
 
-def _ordered(made: Settings, sampler: Any) -> Settings:
+def _ordered(made: DataLoaderOptions, sampler: Any) -> DataLoaderOptions:
     """Take over the order of a sampler: for torch's own, the same kind of order, made by us."""
     if type(sampler) is SequentialSampler:
         return replace(made, shuffle=False)

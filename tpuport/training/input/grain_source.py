@@ -8,7 +8,7 @@ from typing import Any
 
 from tpuport.foundation.errors import UsageError
 from tpuport.training.input.reading import Reader, as_tensors, num_rows
-from tpuport.training.input.sources import Place, Read, Share
+from tpuport.training.input.sources import ArrayPlace, HostShard, Read
 
 
 def is_grain(value: Any) -> bool:
@@ -39,11 +39,11 @@ class GrainSource:
     def __init__(self, dataset: Any, reader: Reader) -> None:
         self.dataset, self.reader = dataset, reader
 
-    def read(self, place: Place, share: Share) -> Iterator[Read]:
+    def read(self, place: ArrayPlace, share: HostShard) -> Iterator[Read]:
         """Yield batches from a place on, each with the loader's state after it."""
         share.common_length(self.reader.buckets)
         for epoch in itertools.count(place.epoch):
-            start = place if epoch == place.epoch else Place(epoch)
+            start = place if epoch == place.epoch else ArrayPlace(epoch)
             items = iter(self.dataset)
             if start.inner is not None:
                 items.set_state(_from_json(start.inner))
@@ -58,13 +58,13 @@ class GrainSource:
                 # States of several processes differ, and a position is one for all processes.
                 inner = _as_json(items.get_state()) if share.count == 1 else None
                 rows = num_rows(batch) * share.count
-                before = Read(batch, Place(epoch, number + 1, inner), None, rows)
+                before = Read(batch, ArrayPlace(epoch, number + 1, inner), None, rows)
             if before is None:
                 raise UsageError(
                     f"the grain {type(self.dataset).__name__} gave no batch in epoch {epoch} after"
                     f" the first {start.batch}. What to do: make sure that it has some"
                 )
-            yield Read(before.batch, Place(epoch + 1), None, before.size, ends=True)
+            yield Read(before.batch, ArrayPlace(epoch + 1), None, before.size, ends=True)
 
     def _batch(self, item: Any) -> Any:
         batch = as_tensors(item)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from tpuport.foundation.errors import UsageError
-from tpuport.training.input.sources import Place, Share
+from tpuport.training.input.sources import ArrayPlace, HostShard
 
 if TYPE_CHECKING:
     from tpuport.training.input.batches import Batches
@@ -32,8 +32,8 @@ class OnDevice:
         self._times_restored = batches._times_restored
         # The place to read next, and the place of `batches` after the last batch that was returned.
         self._next = self._left = batches._place
-        self._share: Share = share_of(step)
-        self._ready: deque[tuple[Any, Place]] = deque()
+        self._share: HostShard = share_of(step)
+        self._ready: deque[tuple[Any, ArrayPlace]] = deque()
         self._thread: _Thread | None = None
         if ahead and batches._source.in_background:
             self._thread = _Thread(self._load, ahead)
@@ -52,12 +52,13 @@ class OnDevice:
         if self._times_restored != self._batches._times_restored:
             raise UsageError(
                 "the batches were restored to another position while they were read. What to do:"
-                " call batches.on(step) after restore"
+                " call batches.device_iterator(step) after restore"
             )
         if self._batches._place != self._left:
             raise UsageError(
                 "somebody else took batches meanwhile: they would come twice. What to do: make"
-                " other Batches of the same data for evaluation, or call batches.on(step) again"
+                " other Batches of the same data for evaluation, or call"
+                " batches.device_iterator(step) again"
             )
         if self._thread is not None:
             batch, after = self._thread.take()
@@ -69,7 +70,7 @@ class OnDevice:
         self._batches._place = self._left = after
         return batch
 
-    def _load(self) -> tuple[Any, Place]:
+    def _load(self) -> tuple[Any, ArrayPlace]:
         read = self._batches._read(self._next, self._share)
         self._next = read.after
         batch = self._batches._masked(read, self._share)
@@ -91,7 +92,7 @@ class OnDevice:
         self.close()
 
 
-def share_of(step: Any) -> Share:
+def share_of(step: Any) -> HostShard:
     """Return which rows this process reads for a step."""
     from tpuport.training.input.batches import default_share
 
@@ -129,7 +130,9 @@ class _Thread:
                 kind, result = self._results.get(timeout=_POLL_SECONDS)
                 break
             if not self._thread.is_alive() and self._results.empty():
-                raise RuntimeError("the input was closed. What to do: call batches.on(step) again")
+                raise RuntimeError(
+                    "the input was closed. What to do: call batches.device_iterator(step) again"
+                )
         if kind == "error":
             raise result
         return result

@@ -26,7 +26,7 @@ from tpuport.training.input.reading import (
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayPlace:
     """A place in the data: the number of completed epochs, and of batches of the next one.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Share:
+class HostShard:
     """The rows of a batch that this process reads.
 
     Attributes:
@@ -112,13 +112,13 @@ class Read:
     """
 
     batch: Any
-    after: Place
+    after: ArrayPlace
     kept: int | None = None
     size: int | None = None
     ends: bool = False
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Something that batches are read from."""
 
     @property
@@ -131,7 +131,7 @@ class Source(Protocol):
         """Return whether other processes or threads read, so that a thread should wait for them."""
         ...
 
-    def read(self, place: Place, share: Share) -> Iterator[Read]:
+    def read(self, place: ArrayPlace, share: HostShard) -> Iterator[Read]:
         """Yield batches from a place on, over all epochs, without end."""
         ...
 
@@ -141,7 +141,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Workers:
+class ReadWorkers:
     """The processes that samples are read in.
 
     Attributes:
@@ -184,7 +184,7 @@ class Indexed:
         seed: random seed of the run.
     """
 
-    def __init__(self, reader: Reader, order: Order, workers: Workers, seed: int) -> None:
+    def __init__(self, reader: Reader, order: Order, workers: ReadWorkers, seed: int) -> None:
         self.reader, self.order, self.workers, self.seed = reader, order, workers, seed
 
     @property
@@ -197,7 +197,7 @@ class Indexed:
         """Return whether worker processes read."""
         return self.workers.count > 0
 
-    def read(self, place: Place, share: Share) -> Iterator[Read]:
+    def read(self, place: ArrayPlace, share: HostShard) -> Iterator[Read]:
         """Yield batches from a place on, over all epochs."""
         sent: list[Read] = []  # jobs that workers were given and did not answer yet, in order
         jobs = self._jobs(place, share, sent)
@@ -214,10 +214,10 @@ class Indexed:
         for batch in loader:
             yield self._answer(sent, batch, share)
 
-    def _answer(self, sent: list[Read], batch: Any, share: Share) -> Read:
+    def _answer(self, sent: list[Read], batch: Any, share: HostShard) -> Read:
         return replace(sent.pop(0), batch=share.of(batch) if self.order.whole else batch)
 
-    def _jobs(self, place: Place, share: Share, sent: list[Read]) -> Iterator[Job]:
+    def _jobs(self, place: ArrayPlace, share: HostShard, sent: list[Read]) -> Iterator[Job]:
         buckets = self.reader.buckets
         for epoch in itertools.count(place.epoch):
             batches = self.order.epoch(epoch)
@@ -228,7 +228,7 @@ class Indexed:
                 length = None if buckets is None else buckets.length_of(indices)
                 share.common_length(buckets, length)
                 ends = number + 1 == len(batches)
-                after = Place(epoch + 1) if ends else Place(epoch, number + 1)
+                after = ArrayPlace(epoch + 1) if ends else ArrayPlace(epoch, number + 1)
                 sent.append(Read(None, after, kept, size, ends))
                 yield Job(tuple(int(i) for i in mine), self.seed, epoch, length)
 
@@ -246,7 +246,7 @@ class _Once:
         return self.items
 
 
-class Stream:
+class StreamSource:
     """Batches of a stream, which has no indices and is read from its start in each epoch.
 
     Args:
@@ -271,7 +271,7 @@ class Stream:
         self.dataset, self.batch_size, self.reader, self.pad = dataset, batch_size, reader, pad
         self.seed = seed
 
-    def read(self, place: Place, share: Share) -> Iterator[Read]:
+    def read(self, place: ArrayPlace, share: HostShard) -> Iterator[Read]:
         """Yield batches from a place on; earlier samples are read and skipped."""
         share.common_length(self.reader.buckets)
         for epoch in itertools.count(place.epoch):
@@ -284,7 +284,7 @@ class Stream:
                 if before is not None:
                     yield before
                 if number >= start:
-                    before = Read(batch, Place(epoch, number + 1), kept, size)
+                    before = Read(batch, ArrayPlace(epoch, number + 1), kept, size)
             if before is None:
                 raise UsageError(
                     f"the {type(self.dataset).__name__} gave no batch"
@@ -292,9 +292,11 @@ class Stream:
                     + f" in epoch {epoch}. What to do: give what can be iterated over again, such"
                     " as a list or a class with __iter__"
                 )
-            yield replace(before, after=Place(epoch + 1), ends=True)
+            yield replace(before, after=ArrayPlace(epoch + 1), ends=True)
 
-    def _epoch(self, epoch: int, start: int, share: Share) -> Iterator[tuple[Any, int | None, int]]:
+    def _epoch(
+        self, epoch: int, start: int, share: HostShard
+    ) -> Iterator[tuple[Any, int | None, int]]:
         """Yield the batches of one epoch; those before `start` are not collated."""
         if self.batch_size is None:
             for item in self.dataset:

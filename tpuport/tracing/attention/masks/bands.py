@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuport.tracing.attention.masks.graph import Node
-from tpuport.tracing.attention.masks.tiles import ONE, Part, Tiles, known_tile
+from tpuport.tracing.attention.masks.tiles import ONE, TilePart, Tiles, known_tile
 from tpuport.tracing.attention.masks.views import sunk, uniform
 
 Q, K = 2, 3
@@ -101,7 +101,7 @@ def _linear(node: Node, tiles: Tiles) -> tuple[int, int, int] | None:
 def _progression(node: Node, along: frozenset[int]) -> tuple[int, int, int] | None:
     if not along <= {Q, K} or node.is_bool:
         return None
-    parts = [Part(0, n) if d in along else ONE for d, n in enumerate(node.shape)]
+    parts = [TilePart(0, n) if d in along else ONE for d, n in enumerate(node.shape)]
     value = known_tile(node, parts)
     if value is None or not np.isfinite(value).all():
         return None

@@ -12,7 +12,7 @@ from tpuport.tracing.attention.masks import tile_rules
 from tpuport.tracing.attention.masks.bands import Band, K, Q, band_of
 from tpuport.tracing.attention.masks.graph import Graph, Node, leaf
 from tpuport.tracing.attention.masks.host_masks import host_mask
-from tpuport.tracing.attention.masks.tiles import ONE, Part, Tiles, known_tile
+from tpuport.tracing.attention.masks.tiles import ONE, TilePart, Tiles, known_tile
 from tpuport.tracing.attention.masks.two_valued import conditions, split
 from tpuport.tracing.attention.masks.views import broadcast, known_array, sunk
 
@@ -106,7 +106,9 @@ def _sort(found: Structure, parts: list[Node]) -> None:
 
 
 def _is_all_true(node: Node, along: frozenset[int]) -> bool:
-    value = known_tile(node, [Part(0, n) if d in along else ONE for d, n in enumerate(node.shape)])
+    value = known_tile(
+        node, [TilePart(0, n) if d in along else ONE for d, n in enumerate(node.shape)]
+    )
     return value is not None and bool(value.all())
 
 
@@ -128,7 +130,9 @@ def _place_known(found: Structure, part: Node) -> bool:
     """Add the structure of a mask that the user's code made on the host; return False if it has
     none.
     """
-    shown = known_tile(part, [Part(0, n) if d in (Q, K) else ONE for d, n in enumerate(part.shape)])
+    shown = known_tile(
+        part, [TilePart(0, n) if d in (Q, K) else ONE for d, n in enumerate(part.shape)]
+    )
     known = None if shown is None else host_mask(shown[0, 0])
     if known is None or (known.segments is not None and found.segments is not None):
         return False
@@ -156,7 +160,7 @@ def _segments(part: Node, tiles: Tiles) -> tuple[Node, Node] | None:
 
 def _vector(node: Node, dim: int, tiles: Tiles) -> Any:
     """Return [batch or 1, size of the dim] of a node that varies along no other dims."""
-    parts = [Part(0, n) if d in (0, dim) else ONE for d, n in enumerate(node.shape)]
+    parts = [TilePart(0, n) if d in (0, dim) else ONE for d, n in enumerate(node.shape)]
     known = known_tile(node, parts)
     value = tiles.tile(node, parts) if known is None else known
     return value.reshape(value.shape[0], -1)
@@ -215,7 +219,7 @@ def _blocks(found: Structure) -> Any:
 
     def blocks(q_start: Any, q_size: int, k_start: Any, k_size: int) -> jax.Array:
         tiles = found.tiles
-        places = (Part(q_start, q_size), Part(k_start, k_size))
+        places = (TilePart(q_start, q_size), TilePart(k_start, k_size))
         seen = None
         for node in rest:
             tile = tiles.tile(node, _parts(node, places))
@@ -229,8 +233,8 @@ def _blocks(found: Structure) -> Any:
     return blocks
 
 
-def _parts(node: Node, places: tuple[Part, Part]) -> list[Part]:
-    return [Part(0, node.shape[0]), Part(0, node.shape[1]), *places]
+def _parts(node: Node, places: tuple[TilePart, TilePart]) -> list[TilePart]:
+    return [TilePart(0, node.shape[0]), TilePart(0, node.shape[1]), *places]
 
 
 def arrays_left(found: Structure) -> list[str]:
@@ -244,7 +248,7 @@ def arrays_left(found: Structure) -> list[str]:
         return jnp.zeros(node.shape, node.dtype)
 
     tiles = Tiles(found.limit, look)
-    places = (Part(0, 1), Part(0, 1))
+    places = (TilePart(0, 1), TilePart(0, 1))
     for node in [*found.rest, *([] if found.bias is None else [found.bias])]:
         jax.eval_shape(lambda node=node: tiles.tile(node, _parts(node, places)))
     return list(dict.fromkeys(left))

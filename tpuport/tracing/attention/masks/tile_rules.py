@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.tracing.attention.masks.graph import Node
-from tpuport.tracing.attention.masks.tiles import ONE, Part, Parts, Tiles, Whole, picked, rule
+from tpuport.tracing.attention.masks.tiles import ONE, Parts, TilePart, Tiles, Whole, picked, rule
 
 
 @rule("iota")
@@ -162,7 +162,7 @@ def _update(tiles: Tiles, node: Node, parts: Parts) -> Any:
 def _reduce(tiles: Tiles, node: Node, parts: Parts) -> Any:
     (x,) = node.inputs
     axes, rest = node.params["axes"], iter(parts)
-    inner = [Part(0, n) if d in axes else next(rest) for d, n in enumerate(x.shape)]
+    inner = [TilePart(0, n) if d in axes else next(rest) for d, n in enumerate(x.shape)]
     value = tiles.tile(x, inner)
     # Tiles have size 1 along dims that do not vary; a sum has to count every element.
     shape = [n if d in axes else value.shape[d] for d, n in enumerate(x.shape)]
@@ -174,7 +174,7 @@ def _dot(tiles: Tiles, node: Node, parts: Parts) -> Any:
     ((left_c, right_c), (left_b, right_b)) = node.params["dimension_numbers"]
     values, position = [], len(left_b)
     for x, contracted, batch in zip(node.inputs, (left_c, right_c), (left_b, right_b), strict=True):
-        inner: list[Part] = [Part(0, n) for n in x.shape]
+        inner: list[TilePart] = [TilePart(0, n) for n in x.shape]
         for at, dim in enumerate(batch):
             inner[dim] = parts[at]
         for dim in range(len(x.shape)):
@@ -210,7 +210,7 @@ def _gather(tiles: Tiles, node: Node, parts: Parts) -> Any:
     params = node.params | {"slice_sizes": sizes}
     value = node.op.bind(tiles.whole(table), places, **params)
     return picked(
-        value, [Part(0, n) for n in value.shape[: rank - width]] + [*parts[rank - width :]]
+        value, [TilePart(0, n) for n in value.shape[: rank - width]] + [*parts[rank - width :]]
     )
 
 
@@ -236,8 +236,8 @@ def _reshape(tiles: Tiles, node: Node, parts: Parts) -> Any:
 
 
 def _regroup(
-    tiles: Tiles, x: Node, ins: list[int], outs: list[tuple[int, Part]]
-) -> tuple[list[Part], list[int], Callable[[list[int]], list[int]]]:
+    tiles: Tiles, x: Node, ins: list[int], outs: list[tuple[int, TilePart]]
+) -> tuple[list[TilePart], list[int], Callable[[list[int]], list[int]]]:
     """Map dims of a reshape's operand to dims of its result.
 
     Returns:
@@ -251,7 +251,7 @@ def _regroup(
         inner = [ONE if n == 1 else real[0][1] for n in before]
         return inner, ones, lambda had: [1 if n == 1 or not had else had[0] for n, _ in outs]
     if all(p.is_whole(n) for n, p in real):
-        return [Part(0, n) for n in before], before, lambda had: [n for n, _ in outs]
+        return [TilePart(0, n) for n in before], before, lambda had: [n for n, _ in outs]
     moving = [d for d in ins if d in tiles.varying(x)]
     if len(moving) > 1:
         raise Whole
@@ -263,7 +263,7 @@ def _regroup(
     for d in moving:
         at = ins.index(d)
         places = flat // math.prod(before[at + 1 :]) % before[at]
-        inner[at] = Part(0, flat.shape[0], places)
+        inner[at] = TilePart(0, flat.shape[0], places)
     return inner, ones, lambda had: [p.size if n > 1 and had else 1 for n, p in outs]
 
 

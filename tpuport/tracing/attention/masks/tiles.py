@@ -1,8 +1,8 @@
 """Tiles of an array, computed from the graph behind it without the array.
 
-A tile is requested by one `Part` for each dim. The request is pushed back through the operations
-until it reaches arrays that are short, or whose operation has no rule here. The tile is computed
-from slices of those. A dim along which an array does not vary comes back with size 1.
+A tile is requested by one `TilePart` for each dim. The request is pushed back through the
+operations until it reaches arrays that are short, or whose operation has no rule here. The tile is
+computed from slices of those. A dim along which an array does not vary comes back with size 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset(
 
 
 @dataclass(frozen=True)
-class Part:
+class TilePart:
     """A choice of elements along one dim: `size` of them from `start`, or those at `points`."""
 
     start: Any
@@ -39,17 +39,17 @@ class Part:
             return self.points
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
-    def at(self, points: Any) -> "Part":
+    def at(self, points: Any) -> "TilePart":
         """Return as many elements at other positions."""
-        return Part(0, self.size, points)
+        return TilePart(0, self.size, points)
 
     def is_whole(self, size: int) -> bool:
         """Return whether these are all elements of a dim, in order."""
         return self.points is None and isinstance(self.start, int) and self.size == size
 
 
-ONE = Part(0, 1)
-Parts = Sequence[Part]
+ONE = TilePart(0, 1)
+Parts = Sequence[TilePart]
 Rule = Callable[["Tiles", Node, Parts], Any]
 RULES: dict[str, Rule] = {}
 
@@ -127,7 +127,7 @@ class Tiles:
         key = (id(node), "varying")
         if key not in self._known:
             shapes = Tiles(self.limit, lambda x: jnp.zeros(x.shape, x.dtype))
-            whole = [Part(0, n) for n in node.shape]
+            whole = [TilePart(0, n) for n in node.shape]
             shape = jax.eval_shape(lambda: shapes.tile(node, whole)).shape
             self._known[key] = (frozenset(d for d, n in enumerate(shape) if n > 1), node)
         return self._known[key][0]
