@@ -25,7 +25,7 @@ from tpuport.cost.schedule import schedule_call
 from tpuport.kernels.attention.kernel_case import KINDS, KernelCase, build_kernel
 from tpuport.kernels.attention.options import BlockSizes
 
-TABLE = Path(__file__).parent.parent / "tpuport" / "attention" / "block_table.json"
+TABLE = Path(__file__).parent.parent / "tpuport" / "kernels" / "attention" / "block_table.json"
 DOCS = Path(__file__).parent.parent / "docs"
 
 # A multiple of every block size below.

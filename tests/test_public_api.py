@@ -60,7 +60,7 @@ def test_importing_the_command_line_or_the_source_half_loads_no_framework():
     walk = """
 from importlib import import_module
 from pkgutil import walk_packages
-for stage in ("source", "rules", "lint", "diagnosis", "doctor", "commands"):
+for stage in ("source", "rules", "lint", "diagnosis", "doctor", "cli"):
     name = f"tpuport.{stage}"
     for module in walk_packages(import_module(name).__path__, name + "."):
         import_module(module.name)

@@ -8,6 +8,7 @@ import stat
 import pytest
 
 from tpuport.lint import fixing
+from tpuport.rules._apply import rewrite
 from tpuport.source.rewrite import rewriter
 
 LEFT = """import torch
@@ -43,7 +44,7 @@ def test_writing_gives_what_the_rewriter_gives_and_settles(project, invoke, bran
     result = invoke("rewrite", "--write")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "Rewrote 1 of 1 file with 1 fix (TPU101 1).\n"
-    assert (root / "a.py").read_text() == rewriter.rewrite(branch).source
+    assert (root / "a.py").read_text() == rewrite(branch).source
     assert invoke("rewrite", "--write").stderr == "Rewrote 0 of 1 file.\n"
 
 
@@ -217,7 +218,7 @@ def test_copies_keep_their_places_and_the_originals(project, invoke, branch):
     assert result.exit_code == 0
     assert result.stderr == "To out: rewrote 1 of 2 files with 1 fix (TPU101 1).\n"
     assert (root / "pkg/a.py").read_text() == branch
-    assert (root / "out/pkg/a.py").read_text() == rewriter.rewrite(branch).source
+    assert (root / "out/pkg/a.py").read_text() == rewrite(branch).source
     assert (root / "out/pkg/sub/b.py").read_text() == "x = 1\n"
     assert stat.S_IMODE((root / "out/pkg/sub/b.py").stat().st_mode) == 0o755
 
@@ -277,7 +278,7 @@ def test_standard_input_goes_to_standard_output(project, invoke, branch):
     assert shown.stdout.startswith("--- a/m.py\n+++ b/m.py\n")
     written = invoke("rewrite", "-", "--write", input=branch)
     assert written.exit_code == 0
-    assert written.stdout == rewriter.rewrite(branch).source
+    assert written.stdout == rewrite(branch).source
     broken = invoke("rewrite", "-", "--write", input="def f(:\n")
     assert (broken.exit_code, broken.stdout) == (1, "def f(:\n")
     assert "stdin.py: no Python 3 that can be read" in broken.stderr
@@ -297,7 +298,7 @@ def test_the_diff_is_one_that_patch_applies(project, invoke, branch):
         ["git", "apply", "-p1", "-"], input=diff.encode(), cwd=root, capture_output=True
     )
     assert done.returncode == 0, done.stderr
-    assert (root / "a.py").read_text() == rewriter.rewrite(branch).source
+    assert (root / "a.py").read_text() == rewrite(branch).source
     assert "tpuport.ops" in (root / "sub/b.py").read_text()
 
 

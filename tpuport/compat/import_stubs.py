@@ -1,6 +1,6 @@
 """Packages that a TPU host lacks: some are provided, others only satisfy their import.
 
-Provided packages (`tpuport/shims/packages/`) compute what the CUDA package computes. A stand-in
+Provided packages (`tpuport/compat/packages/`) compute what the CUDA package computes. A stand-in
 (`absent.py`) is served for a package that is named as absent, or that only CUDA hosts can install,
 and only where the importing code cannot do without: an import inside `try` with a handler for
 ImportError takes the handler, and `find_spec` and `importlib.metadata` say that nothing is there.

@@ -11,7 +11,6 @@ from tpuport.lint.comments import Directive, find_directives
 from tpuport.lint.notebooks import Notebook
 from tpuport.lint.records import Checked, Ignore, Problem, Reported
 from tpuport.lint.sources import Source, UnreadableError, read_source
-from tpuport.rules._discovery import find_rules
 from tpuport.source.inference.cross_file import find_reached, summarise
 from tpuport.source.inference.inference import Inference
 from tpuport.source.inference.roles import Roles
@@ -89,6 +88,9 @@ def parse(source: Source, name: str = "") -> Module:
 def _check(
     source: Source, name: str, strict: bool, reached: frozenset[str]
 ) -> tuple[Checked, dict[str, Any]]:
+    # Imported late: an answer from the cache needs no rules.
+    from tpuport.rules._discovery import find_rules
+
     module = parse(source, name)
     kinds = Inference(module, Roles(module, reached=reached))
     context = Context(module, kinds, strict=strict)

@@ -116,7 +116,7 @@ class PortedModel(PortedState):
         state = self._values()
         signature = self._signature(method, values, metas, paths, spec)
         compiled = self._cache.get(signature)
-        outside = compiled.outcome.trace.guards.changed() if compiled is not None else None
+        outside = compiled.outcome.trace.recorder.guards.changed() if compiled is not None else None
         self._count_outside(outside)
         if (
             compiled is None
@@ -383,7 +383,7 @@ class PortedModel(PortedState):
         self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
 
     def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array) -> None:
-        checks = compiled.outcome.trace.checks
+        checks = compiled.outcome.trace.recorder.checks
         if checks and self._checks:
             failed = int(code)
             if failed:

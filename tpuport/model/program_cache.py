@@ -214,17 +214,7 @@ def release(outcome: TraceResult) -> None:
         outcome.argument_changes.leaves = []
     outcome.error_code = None
     outcome.baked = {}
-    trace = outcome.trace
-    trace.constants.clear()
-    trace.masks.clear()
-    trace.promoted.clear()
-    trace.substitutes.clear()
-    trace.hoist = None
-    trace.keys = None
-    trace.error_code = None
-    trace.placement = None
-    if trace.blocks is not None:
-        trace.blocks.release()
+    outcome.trace.release()
 
 
 _STAGES = {

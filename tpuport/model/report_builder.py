@@ -110,7 +110,7 @@ def _record_branches(report: PortReport, trace: Any) -> None:
 def _record_attention(report: PortReport, trace: Any) -> None:
     """Record one line per kind of call, in place of an earlier trace's lines for the same calls."""
     found: dict[Any, AttentionCall] = {}
-    for one in trace.counters.attention:
+    for one in trace.recorder.counters.attention:
         key = dataclasses.replace(one, module="")
         first = found.get(key)
         found[key] = one if first is None else dataclasses.replace(first, calls=first.calls + 1)
@@ -143,12 +143,12 @@ def _record_blocks(report: PortReport, trace: Any) -> None:
 def _record_counts(report: PortReport, trace: Any) -> None:
     reasons = {str(op): entry.reason for op, entry in LOWERINGS.items()}
     known = {op.name for op in report.registered_ops}
-    for name, calls in trace.counters.ops.items():
+    for name, calls in trace.recorder.counters.ops.items():
         reason = reasons.get(name) or reasons.get(name.rpartition(".")[0])
         if reason is not None and name not in known:
             report.add(RegisteredOp(name, reason=reason, calls=calls))
     by_target = {shim.TARGET: shim for shim in find_shims(patches)}
-    for target, calls in trace.counters.shims.items():
+    for target, calls in trace.recorder.counters.shims.items():
         shim = by_target.get(target)
         if shim is not None and target not in {s.target for s in report.shims}:
             report.add(ShimUse(shim.__name__, target=target, reason=shim.REASON, calls=calls))

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tpuport.training.step import TrainStep, make_train_step
 
 _HOME = {
-    "Alternating": "turns", "Batches": "input.batches", "Buckets": "input.buckets",
-    "Checkpoints": "checkpoints", "JsonLines": "sinks", "Preempted": "preemption",
-    "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "sinks",
-    "TrainState": "tpuport.training.state",
-    "TrainStep": "step", "WandB": "sinks", "alternating": "turns", "fit": "loop",
+    "Alternating": "alternating", "Batches": "input.batches", "Buckets": "input.buckets",
+    "Checkpoints": "checkpoints", "JsonLines": "metric_writers", "Preempted": "preemption",
+    "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "metric_writers",
+    "TrainState": "state",
+    "TrainStep": "step", "WandB": "metric_writers", "alternating": "alternating", "fit": "loop",
     "from_lightning": "adapters.lightning", "from_torch": "optimizers",
-    "from_training_arguments": "adapters.transformers", "initialize": "hosts",
+    "from_training_arguments": "adapters.transformers", "initialize": "distributed",
     "make_train_step": "step",
 }  # fmt: skip
 
@@ -43,9 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOME[name]
-    home = home if home.startswith("tpuport.") else f"{__name__}.{home}"
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -214,7 +214,7 @@ class TrainStep:
         """
         call = self.place(*args, **kwargs)
         compiled = self._programs.get(self._signature(call))
-        if compiled is None or compiled.outcome.trace.guards.changed() is not None:
+        if compiled is None or compiled.outcome.trace.recorder.guards.changed() is not None:
             compiled = settled(lambda: self._compile(state, call))
             # Tracing may have made an argument static, which changes the signature.
             self._programs[self._signature(call)] = compiled

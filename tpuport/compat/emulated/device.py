@@ -66,6 +66,10 @@ def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
+# Rooms whose code computes with a tensor where it really is.
+_OURS = tuple(f"tpuport.{room}" for room in ("foundation", "model", "ops", "tracing", "weights"))
+
+
 def _asked_by_us() -> bool:
     """Return whether tpuport's own code reads an attribute: it needs the real device."""
     # Frame 3 reads the attribute: below it are the mode, its handler and this function.
@@ -73,7 +77,7 @@ def _asked_by_us() -> bool:
     while frame is not None and frame.f_globals.get("__name__") == "tpuport.tracing.session.modes":
         frame = frame.f_back  # a running trace passes on what user code asked
     name = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name.startswith(("tpuport.model", "tpuport.ops", "tpuport.weights"))
+    return name.startswith(_OURS) and not name.startswith("tpuport.tracing.patches")
 
 
 def _caller(depth: int) -> str:

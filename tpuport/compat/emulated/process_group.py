@@ -1,7 +1,7 @@
 """The process group of one process: rank 0 of 1, without a network.
 
 PyTorch's own `fake` backend keeps the books (ranks, groups, meshes). It moves no data, so the
-collectives themselves are replaced by `shims/distributed.py`.
+collectives themselves are replaced by `compat/shims/distributed.py`.
 """
 
 import contextlib

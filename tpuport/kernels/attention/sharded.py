@@ -5,8 +5,8 @@ what the forward pass sends, in reverse, and sums nothing over axes that hold co
 
 Where the sequence is sharded, "all_gather" brings all keys to every chip. "ulysses" asks for arrays
 that are sharded over heads instead (Jacobs et al., arxiv.org/abs/2309.14509): the partitioner
-inserts one all-to-all for each array that they are concatenated from. "ring" passes keys round (Liu et al.,
-arxiv.org/abs/2310.01889).
+inserts one all-to-all for each array that they are concatenated from. "ring" passes keys round (Liu
+et al., arxiv.org/abs/2310.01889).
 """
 
 import dataclasses

@@ -64,7 +64,7 @@ def attention_call(
         value: [..., heads of keys, keys, size of values].
         call: The other arguments of the call.
     """
-    options = options_for(trace.target)
+    options = options_for(trace.options.target)
     if options is None:
         if choice() is not None:
             _note(trace, query, key, "full", "chosen")
@@ -77,7 +77,7 @@ def attention_call(
         return _full(query, key, value, call)
     dims, (q, k, v) = _four(query, key, value)
     if options.kernel == "auto" and not options.interpret:
-        if _has_few_scores(q, k, v, shards_for(trace.mesh, q.shape[:3])):
+        if _has_few_scores(q, k, v, shards_for(trace.options.mesh, q.shape[:3])):
             _note(trace, q, k, "full", "the scores are few")
             return _full(query, key, value, call)
     shape = (*q.shape[:3], k.shape[2])
@@ -106,7 +106,7 @@ def structured_call(
     if call.is_causal:
         found = replace(found, band=found.band & Band(high=0))
     mask = to_mask(found)
-    shards = shards_for(trace.mesh, q.shape[:3])
+    shards = shards_for(trace.options.mesh, q.shape[:3])
     kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards)
     if options.kernel == "splash" and kernel != "splash":
         others = [one for one in reasons if one != CHOSEN]
@@ -216,7 +216,7 @@ def _splash_refusal(trace: Trace, reason: str) -> UsageError:
     """Return the error, at the user's line, for a call that asks for splash and cannot have it."""
     error = UsageError(f"{user_line()}: {not_for_splash(reason)}")
     # A bare `except` in the user's code must not turn the error into another path of the program.
-    trace.refusal = trace.refusal or error
+    trace.recorder.refusal = trace.recorder.refusal or error
     return error
 
 
@@ -283,7 +283,7 @@ def _note(
     spread: str = "",
 ) -> None:
     site = user_site()
-    trace.counters.attention.append(
+    trace.recorder.counters.attention.append(
         AttentionCall(
             "" if site is None else site[0],
             0 if site is None else site[1],

@@ -21,7 +21,7 @@ from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
 def kernel_options() -> AttentionOptions | None:
     """Return the attention options of the running trace; None for eager's way, or without trace."""
     trace = current()
-    return None if trace is None else options_for(trace.target)
+    return None if trace is None else options_for(trace.options.target)
 
 
 def places(count: int, device: Any = None) -> torch.Tensor:

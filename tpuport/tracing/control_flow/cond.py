@@ -48,9 +48,10 @@ def traced_cond(
     snapshot = Snapshot([operands])
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
-        if trace.explorer is None:
+        explorer = trace.explorer
+        if explorer is None:
             return lambda: function(*operands)
-        return lambda: trace.explorer.run_inside("branch", lambda: function(*operands), [operands])
+        return lambda: explorer.run_inside("branch", lambda: function(*operands), [operands])
 
     merged = merge(trace, value, side(then), side(orelse), site=site, snapshot=snapshot)
     if isinstance(merged, Forced):

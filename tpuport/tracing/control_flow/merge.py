@@ -166,7 +166,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
             storage.value, storage.version = value, storage.version + 1
         return 0
 
-    errors, code = len(trace.checks), trace.error_code
+    errors, code = len(trace.recorder.checks), trace.error_code
     units = trace.explorer.units if trace.explorer is not None else []
     known = [(unit, dict(unit.known)) for unit in units]
     trace.error_code = None
@@ -174,7 +174,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
         jax.eval_shape(run)
     finally:
         trace.error_code = code
-        del trace.checks[errors:]
+        del trace.recorder.checks[errors:]
         # Decisions made here registered no check, so the real run has to make them again.
         for unit, before in known:
             unit.known = before

@@ -2,10 +2,12 @@
 
 Tensors, traced numbers and errors have to reach the running trace, and the trace is made of them.
 They ask for it here, by the part of it that they use; everybody else calls
-`tpuport.tracing.core.context.current`.
+`context.current`.
 """
 
 import threading
+from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import jax
@@ -14,9 +16,10 @@ _LOCAL = threading.local()
 
 
 class Attempts(Protocol):
-    """The part of `plan.Plan` that decisions use."""
+    """The part of `speculation.SpeculationLog` that others use."""
 
     host_state: bool
+    apart: dict[str, str]
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""
@@ -24,7 +27,10 @@ class Attempts(Protocol):
 
 
 class Decider(Protocol):
-    """The part of `explorer.Explorer` that decisions use."""
+    """The part of `path_explorer.Explorer` that modules below it use."""
+
+    branches: dict[str, str]
+    units: list[Any]
 
     @property
     def plan(self) -> Attempts:
@@ -35,11 +41,51 @@ class Decider(Protocol):
         """Return the truth of a traced value on the path being explored."""
         ...
 
+    def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run a module call, exploring both outcomes of branches that it takes on traced values."""
+        ...
 
-class ActiveTrace(Protocol):
-    """The part of `trace.Trace` that tensors, traced numbers and errors use."""
+    def run_inside(self, kind: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+        """Run the body of a jax primitive, in which its branches have to be explored."""
+        ...
+
+
+class BlockTracer(Protocol):
+    """The part of `scan_layers.BlockCalls` that modules below it use."""
+
+    members: dict[int, Any]
+    records: dict[Any, Any]
+
+    def call(
+        self, member: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Call a block: reuse its trace, trace it now, or run it inline."""
+        ...
+
+    def release(self) -> None:
+        """Drop the tracers that a finished trace still holds."""
+        ...
+
+
+class CodeWatcher(Protocol):
+    """The part of `guards.python_state.PythonState` that modules below it use."""
+
+    found: Any
+
+    def saw(self, frame: FrameType) -> None:
+        """Note the code that runs, while a block is traced as a function."""
+        ...
+
+
+class Recorded(Protocol):
+    """The part of `context.Recorder` that errors use."""
 
     refusal: Exception | None
+
+
+class ActiveTrace(Protocol):
+    """The part of `context.Trace` that tensors, traced numbers and errors use."""
+
     regions: list[int]
     closed: bool
     dynamic: bool
@@ -48,6 +94,11 @@ class ActiveTrace(Protocol):
     @property
     def explorer(self) -> Decider | None:
         """Decider of branches on traced values, where the program may explore them."""
+        ...
+
+    @property
+    def recorder(self) -> Recorded:
+        """What the trace writes down for its caller."""
         ...
 
     def created(self, storage: Any) -> None:

@@ -3,13 +3,15 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 from jax.core import Tracer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim
@@ -84,32 +86,87 @@ class HostConstant:
     version: int
 
 
-class Trace:
-    """The state of one trace.
+@dataclass(frozen=True)
+class TraceOptions:
+    """How a program is traced; fixed before the trace starts.
 
-    `keys` is None for a program that was called without a key: a random op is then an error.
+    Attributes:
+        target: The platform that the program will run on: "cpu", "tpu".
+        mesh: The devices that its values are spread over.
+        placement: Where activations go on the mesh; None if none has a place.
+        remat: Gives the remat policy of a module by its fqn, if it has one (`core.remat_policy`).
+        patches: Replacements of torch's functions that hold while it runs.
+        hoist: Makes a host constant an argument of the program; None for one that is inlined.
     """
 
-    def __init__(self, keys: KeyStream | None, *, counters: "Counters | None" = None) -> None:
+    target: str = field(default_factory=jax.default_backend)
+    mesh: jax.sharding.Mesh | None = None
+    placement: Placement | None = None
+    remat: Callable[[str], str | None] = no_policy
+    patches: tuple[type[Shim], ...] = ()
+    hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+
+
+@dataclass(eq=False)
+class Recorder:
+    """What a trace writes down for its caller.
+
+    Attributes:
+        counters: What the report counts.
+        guards: What the program read from outside, to be compared before later calls.
+        checks: The exceptions that were lifted out of the program, in order.
+        refusal: The first error of ours, which the user's code may have caught.
+        activations: Activations that were given a spec, while a block is traced as a function.
+        watcher: Recorder of the code that runs, while a block is traced as a function.
+        block: The block that is traced for its family, and the name of the family.
+    """
+
+    counters: "Counters" = field(default_factory=lambda: Counters())
+    guards: Guards = field(default_factory=Guards)
+    checks: list[LiftedCheck] = field(default_factory=list)
+    refusal: Exception | None = None
+    activations: list[tuple[str, str, int]] | None = None
+    watcher: active.CodeWatcher | None = None
+    block: tuple[str, str] | None = None
+
+    def scope_of(self, name: str) -> str:
+        """Return the scope that a module's instructions are named after in the compiled program."""
+        if self.block is not None:
+            block, all_blocks = self.block
+            if name == block or name.startswith(block + "."):
+                return all_blocks + name[len(block) :]
+        return name
+
+
+class Trace:
+    """One trace: its options, its recorder, and the state that changes while it runs.
+
+    Args:
+        keys: The program's keys; None for a program that was called without a key: a random op is
+            then an error.
+        options: How the program is traced.
+    """
+
+    def __init__(self, keys: KeyStream | None, options: TraceOptions | None = None) -> None:
+        self.options = options or TraceOptions()
+        self.recorder = Recorder()
         self.keys = keys
         # By the address of the C++ generator: torch hands a new Python object around it to each op.
         self.generators: dict[int, KeyStream] = {}
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
+        self.substitutes: dict[int, TracedTensor] = {}
         self.effects: list[Effects] = []
         # The nested traces that are running: a value cached in one may be a tracer that dies with
         # it.
         self.regions: list[int] = [0]
         self.count_regions = 0
-        self.counters = counters or Counters()
-        self.hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
-        self.explorer: Any = None
-        self.checks: list[LiftedCheck] = []
+        # The number of the first lifted check that failed, as a value of the program.
         self.error_code: Storage | None = None
-        self.refusal: Exception | None = None
-        self.substitutes: dict[int, TracedTensor] = {}
-        self.dispatch_mode: Any = None
-        self.function_mode: Any = None
+        self.explorer: active.Decider | None = None
+        self.blocks: active.BlockTracer | None = None
+        self.dispatch_mode: TorchDispatchMode | None = None
+        self.function_mode: TorchFunctionMode | None = None
         self.closed = False
         # Storages of host tensors made in this trace, kept alive so that no address is reused.
         self.made: dict[int, Any] = {}
@@ -118,39 +175,33 @@ class Trace:
         self.dynamic = False
         # Whether any traced value was made a Python number.
         self.has_numbers = False
+        # Whether a module with a remat policy runs: those inside it get no region of their own.
+        self.in_remat = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}
         # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
         self._int64: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.guards = Guards()
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
-        self.placement: Placement | None = None
-        # Activations that were given a spec, recorded while a block is traced as a function.
-        self.places: list[tuple[str, str, int]] | None = None
-        self.blocks: Any = None
-        # Recorder of the code that runs, while a block is traced as a function.
-        self.outside: Any = None
-        # The block that is traced for its family, and the name of the family.
-        self.standing_for: tuple[str, str] | None = None
-        self.mesh: jax.sharding.Mesh | None = None
-        # The platform that the program will run on: "cpu", "tpu".
-        self.target = jax.default_backend()
-        # The remat policy of a module by its fqn, if it has one (`core.remat_policy`).
-        self.remat: Callable[[str], str | None] = no_policy
-        # Replacements of torch's functions that hold while it runs.
-        self.patches: tuple[type[Shim], ...] = ()
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
 
-    def scope_of(self, name: str) -> str:
-        """Return the scope that a module's instructions are named after in the compiled program."""
-        if self.standing_for is not None:
-            block, all_blocks = self.standing_for
-            if name == block or name.startswith(block + "."):
-                return all_blocks + name[len(block) :]
-        return name
+    def remat_policy(self, fqn: str) -> str | None:
+        """Return the remat policy of a module, None where it or a module around it decides."""
+        return None if self.in_remat else self.options.remat(fqn)
+
+    def release(self) -> None:
+        """Drop the tracers that a finished trace still holds, keeping what later calls need."""
+        self.constants.clear()
+        self.masks.clear()
+        self.promoted.clear()
+        self.substitutes.clear()
+        self.options = replace(self.options, hoist=None, placement=None)
+        self.keys = None
+        self.error_code = None
+        if self.blocks is not None:
+            self.blocks.release()
 
     def note_int64(self, value: Any) -> None:
         """Record that a traced array represents an int64 array."""
@@ -239,10 +290,10 @@ class Trace:
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
         """Record that the program fails with `error` if `failed`; the first failing check wins."""
-        self.checks.append(LiftedCheck(error, site))
+        self.recorder.checks.append(LiftedCheck(error, site))
         if self.error_code is not None:
             code = self.error_code.value
-            self.error_code.set(jnp.where((code == 0) & failed, len(self.checks), code))
+            self.error_code.set(jnp.where((code == 0) & failed, len(self.recorder.checks), code))
 
     # -- host constants ----------------------------------------------------------------------------
 
@@ -252,8 +303,8 @@ class Trace:
         if known is not None and known.version == tensor._version:
             return known.value
         if self.is_foreign(tensor):
-            self.guards.note_tensor(tensor)
-        value = self.hoist(tensor) if self.hoist is not None else None
+            self.recorder.guards.note_tensor(tensor)
+        value = self.options.hoist(tensor) if self.options.hoist is not None else None
         if value is None:
             with jax.ensure_compile_time_eval():
                 value = backend.to_jax(tensor)
@@ -283,7 +334,7 @@ class Trace:
         """Record which operands of an operation on the host came from outside the trace."""
         for operand in operands:
             if self.is_foreign(operand):
-                self.guards.note_tensor(operand)
+                self.recorder.guards.note_tensor(operand)
 
     def promote(self, tensor: torch.Tensor) -> TracedTensor:
         """Make the storage of a host tensor a traced one, to write a traced value to it.

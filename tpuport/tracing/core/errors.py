@@ -53,5 +53,5 @@ def port_error(
     # A bare `except` in the user's code must not turn a refusal into another path of the program.
     trace = innermost()
     if trace is not None:
-        trace.refusal = trace.refusal or error
+        trace.recorder.refusal = trace.recorder.refusal or error
     return error

@@ -107,10 +107,12 @@ def checkpoint(trace: Trace, thunk: Callable[[], Any], roots: list[Any], policy:
         policy: What to keep, as `jax.checkpoint` takes it.
     """
 
+    explorer = trace.explorer
+
     def explored() -> Any:
         # A branch on a value made in here is an inner tracer, so it is explored in here.
-        return trace.explorer.run_inside("checkpoint", thunk, roots)
+        return thunk() if explorer is None else explorer.run_inside("checkpoint", thunk, roots)
 
-    body = Body(trace, thunk if trace.explorer is None else explored)
+    body = Body(trace, explored)
     values, after = jax.checkpoint(body.run, policy=policy)()
     return body.settle(values, after)

@@ -16,7 +16,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import name_patterns
 from tpuport.kernels.attention.sharded import OUTPUT_NAME
 from tpuport.tracing.core import regions
-from tpuport.tracing.core.context import Trace, no_policy
+from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import Storage, TracedTensor
 
 _INPUT = "tpuport.module_input"
@@ -98,11 +98,11 @@ def rematerialised(trace: Trace, policy: str, call: Callable[[], Any], roots: li
 
     def inside() -> Any:
         # Submodules get no region of their own: nested regions would be computed three times.
-        table, trace.remat = trace.remat, no_policy
+        trace.in_remat = True
         try:
             return _with_named_inputs(trace, call, roots[1:]) if policy == "offload" else call()
         finally:
-            trace.remat = table
+            trace.in_remat = False
 
     return regions.checkpoint(trace, inside, roots, POLICIES[policy])
 

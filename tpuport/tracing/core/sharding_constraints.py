@@ -13,15 +13,15 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
     Tensors keep their identity, so aliases, views and containers stay valid. Only the value that
     is read from a tensor next is replaced, by the same value with a constraint.
     """
-    assert trace.placement is not None
+    assert trace.options.placement is not None
     leaves, _ = pytree.flatten(value)
     for leaf in leaves:
         if not isinstance(leaf, TracedTensor) or leaf._storage.trace is not trace:
             continue
         before = leaf._elem
-        if trace.places is not None:
-            trace.places.append((module, side, before.ndim))
-        after = trace.placement.activation(module, side, before)
+        if trace.recorder.activations is not None:
+            trace.recorder.activations.append((module, side, before.ndim))
+        after = trace.options.placement.activation(module, side, before)
         if after is before:
             continue
         storage = leaf._storage

@@ -108,7 +108,7 @@ def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[s
     trace = current()
     if trace is not None:
         name = str(func)
-        trace.counters.ops[name] = trace.counters.ops.get(name, 0) + 1
+        trace.recorder.counters.ops[name] = trace.recorder.counters.ops.get(name, 0) + 1
     try:
         with jax.named_scope(func._opname):
             return lower(*args, **kwargs)

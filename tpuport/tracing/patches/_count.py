@@ -7,4 +7,4 @@ def count(name: str) -> None:
     """Count a call of a replaced function, where a trace is running."""
     trace = current()
     if trace is not None:
-        trace.counters.shims[name] = trace.counters.shims.get(name, 0) + 1
+        trace.recorder.counters.shims[name] = trace.recorder.counters.shims.get(name, 0) + 1

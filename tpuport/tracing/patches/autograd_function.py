@@ -12,7 +12,7 @@ from tpuport.foundation.patching.shim import Replacement, Shim, installed
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.autocast import OFF, autocast_as, autocast_state
-from tpuport.tracing.core.context import Trace, current
+from tpuport.tracing.core.context import Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import Body
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
@@ -209,9 +209,8 @@ def _running(trace: Trace) -> Iterator[Trace]:
         with trace.recording():
             yield trace
         return
-    later = Trace(None)
-    later.patches = trace.patches
-    with installed(later.patches), active(later):
+    later = Trace(None, TraceOptions(patches=trace.options.patches))
+    with installed(later.options.patches), active(later):
         yield later
 
 

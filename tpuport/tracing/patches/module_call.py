@@ -30,9 +30,9 @@ class ModuleCall(Shim):
             if trace is None or trace.explorer is None:
                 return original(module, *args, **kwargs)
             if id(module) not in trace.own_modules:
-                trace.guards.note_module(module)
+                trace.recorder.guards.note_module(module)
             known = trace.own_modules.get(id(module))
-            fqn = known if trace.placement is not None else None
+            fqn = known if trace.options.placement is not None else None
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 if fqn is None:
@@ -42,21 +42,22 @@ class ModuleCall(Shim):
                 constrain(trace, fqn, "output", result)
                 return result
 
-            member = trace.blocks.members.get(id(module)) if trace.blocks is not None else None
-            policy = None if known is None else trace.remat(known)
+            blocks = trace.blocks
+            member = None if blocks is None else blocks.members.get(id(module))
+            policy = None if known is None else trace.remat_policy(known)
 
             def inner(*args: Any, **kwargs: Any) -> Any:
                 # The compiled program names its instructions and buffers after the user's modules.
-                with jax.named_scope(trace.scope_of(known or type(module).__name__)):
+                with jax.named_scope(trace.recorder.scope_of(known or type(module).__name__)):
                     if policy is None:
                         return run(*args, **kwargs)
                     roots = [module, args, kwargs]
                     return rematerialised(trace, policy, lambda: run(*args, **kwargs), roots)
 
             def thunk() -> Any:
-                if member is None:
+                if blocks is None or member is None:
                     return inner(*args, **kwargs)
-                return trace.blocks.call(member, args, kwargs, inner)
+                return blocks.call(member, args, kwargs, inner)
 
             name = f"{type(module).__module__}.{type(module).__qualname__}"
             return trace.explorer.run_module(name, thunk, [module, args, kwargs])

@@ -94,7 +94,8 @@ class BlockCalls:
     ) -> Any:
         """Call a block: reuse its trace, trace it now, or inline it if it is impure."""
         record = self.records[id(member.family)]
-        apart = self.trace.explorer.plan.apart
+        explorer = self.trace.explorer
+        apart = {} if explorer is None else explorer.plan.apart
         first = member.family.members[0].fqn
         # Hooks may be added while the model runs: transformers does so to collect hidden states.
         if first in apart:
@@ -122,9 +123,9 @@ class BlockCalls:
             if _lasts(entry, member.family).is_to_compare(member.fqn):
                 self._compare(entry, member, given, run)
         note_reads(member, entry.noted)
-        if self.trace.outside is not None:
-            self.trace.outside.found += entry.outside
-        self.trace.counters.add(entry.counts)
+        if self.trace.recorder.watcher is not None:
+            self.trace.recorder.watcher.found += entry.outside
+        self.trace.recorder.counters.add(entry.counts)
         return self._emit(entry, member, given)
 
     def _traced(
@@ -174,12 +175,12 @@ class BlockCalls:
         """Return the remat policies of a block and of the modules in it."""
         if id(member) not in self.policies:
             fqns = (f"{member.fqn}.{name}" if name else member.fqn for name, _ in member.modules)
-            self.policies[id(member)] = tuple(self.trace.remat(fqn) for fqn in fqns)
+            self.policies[id(member)] = tuple(self.trace.remat_policy(fqn) for fqn in fqns)
         return self.policies[id(member)]
 
     def _fits(self, entry: BlockEntry, member: Member, given: Arguments) -> bool:
         """Return whether a traced function may be reused for this block."""
-        placement = self.trace.placement
+        placement = self.trace.options.placement
         return (
             _reads_the_same(entry, member)
             and not (entry.tells_views and given.has_views)
@@ -265,7 +266,7 @@ def flatten_call(
         trace.error_code is None,
     )
     given = Arguments(leaves, spec)
-    if options_for(trace.target) is not None:
+    if options_for(trace.options.target) is not None:
         given.recipes = _recipes(given, recipes)
     made = tuple((i, recipe.key) for i, recipe in given.recipes.items())
     return given, (spec.key, tuple(kinds), modes, made)

@@ -80,7 +80,11 @@ def _trace_once(
 ) -> tuple[BlockEntry, str | None]:
     """Trace a block once; return the function and what it changed outside of its modules."""
     outside = _outside_of(member, given)
-    promoted, checks, counted = dict(trace.promoted), len(trace.checks), trace.counters.copy()
+    promoted, checks, counted = (
+        dict(trace.promoted),
+        len(trace.recorder.checks),
+        trace.recorder.counters.copy(),
+    )
     before = state_tree(member.module, objects=True)
     result, reads = _Result(), set[tuple[str, str]]()
 
@@ -114,10 +118,10 @@ def _trace_once(
         # A block that was not pure may have left tracers of a trace that has ended.
         trace.promoted.clear()
         trace.promoted.update(promoted)
-        del trace.checks[checks:]
+        del trace.recorder.checks[checks:]
         # Each call that reuses the function is counted separately.
-        counts = trace.counters.since(counted)
-        trace.counters.become(counted)
+        counts = trace.recorder.counters.since(counted)
+        trace.recorder.counters.become(counted)
     assert result.spec is not None
     entry = BlockEntry(
         run=_named(closed, jax.tree.structure(shape), inputs),
@@ -154,21 +158,21 @@ def _outside_of(member: Member, given: Arguments) -> PythonState:
 @contextlib.contextmanager
 def _seen_by(trace: Trace, outside: PythonState) -> Iterator[None]:
     """Let `outside` see the code that runs inside."""
-    around, trace.outside = trace.outside, outside
+    around, trace.recorder.watcher = trace.recorder.watcher, outside
     try:
         yield
     finally:
-        trace.outside = around
+        trace.recorder.watcher = around
 
 
 def _placed(
     trace: Trace, member: Member, places: list[tuple[str, str, int]]
 ) -> list[tuple[str, str, int, Any]]:
     """Return the activations that were given a spec, by their module within the block."""
-    if trace.placement is None:
+    if trace.options.placement is None:
         return []
     return [
-        (fqn.removeprefix(member.fqn), side, ndim, trace.placement.spec(fqn, side, ndim))
+        (fqn.removeprefix(member.fqn), side, ndim, trace.options.placement.spec(fqn, side, ndim))
         for fqn, side, ndim in places
     ]
 
@@ -389,11 +393,11 @@ def _streams(trace: Trace, bases: list[jax.Array], starts: list[Any]) -> Iterato
 @contextlib.contextmanager
 def _noting(trace: Trace, member: Member, places: list[tuple[str, str, int]]) -> Iterator[None]:
     """Record which activations get a spec, and name what runs after all blocks of the family."""
-    outer, trace.places = trace.places, places
-    block, trace.standing_for = trace.standing_for, (member.fqn, member.everyone)
+    outer, trace.recorder.activations = trace.recorder.activations, places
+    block, trace.recorder.block = trace.recorder.block, (member.fqn, member.everyone)
     try:
         yield
     finally:
-        trace.places, trace.standing_for = outer, block
+        trace.recorder.activations, trace.recorder.block = outer, block
         if outer is not None:
             outer += places

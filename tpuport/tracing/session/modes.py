@@ -100,8 +100,8 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self.trace.outside is not None:
-            self.trace.outside.saw(sys._getframe(1))
+        if self.trace.recorder.watcher is not None:
+            self.trace.recorder.watcher.saw(sys._getframe(1))
         handler = FUNCTIONS.get(func)
         if handler is not None:
             result = handler(self.trace, func, args, kwargs or {})

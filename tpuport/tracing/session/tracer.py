@@ -28,7 +28,7 @@ from tpuport.source.rewrite.matching import RuleVisitor
 from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
-from tpuport.tracing.core.context import KeyStream, Trace, no_policy
+from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
@@ -160,13 +160,16 @@ class Tracer:
         return ours or live.functions_with(code)
 
     def _attempt(self, request: TraceRequest) -> TraceResult:
-        trace = Trace(KeyStream(request.key) if request.key is not None else None)
-        keys = trace.keys
-        trace.hoist = request.hoist
-        trace.target = self.target or self.placement.platform
-        trace.mesh = self.placement.mesh
-        trace.remat = self.remat
-        trace.patches = self.patches
+        options = TraceOptions(
+            target=self.target or self.placement.platform,
+            mesh=self.placement.mesh,
+            placement=self.placement if self.placement.constrains else None,
+            remat=self.remat,
+            patches=self.patches,
+            hoist=request.hoist,
+        )
+        keys = KeyStream(request.key) if request.key is not None else None
+        trace = Trace(keys, options)
         trace.explorer = Explorer(trace, self.plan)
         with (
             _quiet(),
@@ -180,7 +183,7 @@ class Tracer:
             try:
                 outcome = self._run(trace, request)
             except BaseException:
-                trace.guards.restore()
+                trace.recorder.guards.restore()
                 raise
             finally:
                 self.dynamic = trace.dynamic or trace.has_numbers
@@ -201,16 +204,17 @@ class Tracer:
         trace.note_made([*baked.values(), *made])
         before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
-        trace.placement = self.placement if self.placement.constrains else None
         if module is not None and tree is not None and self.blocks != "unroll":
             trace.blocks = BlockCalls(trace, module, tree.leaves.values())
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
+        explorer = trace.explorer
+        assert explorer is not None
         with host_randomness.unchanged(roots):
-            result = trace.explorer.run_module(name, lambda: call(*args, **kwargs), roots)
-        if trace.refusal is not None:
-            raise trace.refusal
-        trace.guards.refuse_writes()
+            result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
+        if trace.recorder.refusal is not None:
+            raise trace.recorder.refusal
+        trace.recorder.guards.refuse_writes()
         refuse_foreign_writes(trace, module, made)
         after = state_tree(module, objects=True) if module is not None else None
         outcome = self._outcome(trace, module, tree, after, result, request.values, baked)
@@ -301,7 +305,7 @@ class Tracer:
                         outcome.state[name] = array
             outcome.python_changes = python_changes(before, after, module)
             outcome.baked = dict(baked)
-        if trace.checks and trace.error_code is not None:
+        if trace.recorder.checks and trace.error_code is not None:
             outcome.error_code = trace.error_code.value
         return outcome
 
