@@ -167,6 +167,16 @@ def test_a_readme_names_files_that_exist(path: Path):
     assert missing_names(path.read_text(encoding="utf-8"), path.parent) == []
 
 
+PAGES = ("design/house.md", "glossary.md", "index.md", "pipeline.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_about_the_package_names_files_that_exist(page: str):
+    text = (PACKAGE.parent / "docs" / page).read_text(encoding="utf-8")
+    found = [n for n in missing_names(text, PACKAGE) if not (PACKAGE.parent / n).exists()]
+    assert found == []
+
+
 def test_a_wrong_name_in_a_readme_is_found():
     text = "`tensor.py`, `../core/`, `gone.py`, `away/`, `x.shape`, `file.py:function`"
     assert missing_names(text, PACKAGE / "tracing/core") == ["gone.py", "away/"]
