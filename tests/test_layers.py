@@ -5,6 +5,7 @@ docs/design/house.md describes the rooms; each has a README.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -142,6 +143,43 @@ def test_every_room_of_tracing_has_a_level():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down_the_table(path: Path):
     assert find_violations(path.read_text(encoding="utf-8"), path) == []
+
+
+# Every room is explained where it stands.
+
+ROOM_FOLDERS = [*ROOMS, *(f"tracing/{r}" for rooms in TRACING_ROOMS for r in rooms if "." not in r)]
+READMES = sorted(PACKAGE.rglob("README.md"))
+
+
+def missing_names(text: str, folder: Path) -> list[str]:
+    """Return the files and folders that a README names in backticks and that do not exist."""
+    names = re.findall(r"`([\w./-]+(?:\.py|/))`", text)
+    return [name for name in names if not (folder / name).exists()]
+
+
+@pytest.mark.parametrize("room", ROOM_FOLDERS)
+def test_every_room_has_a_readme(room: str):
+    assert (PACKAGE / room / "README.md").is_file()
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_readme_names_files_that_exist(path: Path):
+    assert missing_names(path.read_text(encoding="utf-8"), path.parent) == []
+
+
+PAGES = ("design/house.md", "glossary.md", "index.md", "pipeline.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_about_the_package_names_files_that_exist(page: str):
+    text = (PACKAGE.parent / "docs" / page).read_text(encoding="utf-8")
+    found = [n for n in missing_names(text, PACKAGE) if not (PACKAGE.parent / n).exists()]
+    assert found == []
+
+
+def test_a_wrong_name_in_a_readme_is_found():
+    text = "`tensor.py`, `../core/`, `gone.py`, `away/`, `x.shape`, `file.py:function`"
+    assert missing_names(text, PACKAGE / "tracing/core") == ["gone.py", "away/"]
 
 
 COMMANDS = sorted((PACKAGE / "cli").glob("*.py"))
