@@ -12,10 +12,30 @@ from tpuport.source.syntax.statements import is_ops_call, walk_scope
 # Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
 MUTATORS = frozenset(
     {
-        *("append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
-        *("popleft", "remove", "reverse", "setdefault", "update", "write", "writelines"),
-        *("add_module", "load_state_dict", "register_buffer", "register_module"),
-        *("register_parameter", "requires_grad_", "backward", "__setitem__", "__setattr__"),
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "popleft",
+        "remove",
+        "reverse",
+        "setdefault",
+        "update",
+        "write",
+        "writelines",
+        "add_module",
+        "load_state_dict",
+        "register_buffer",
+        "register_module",
+        "register_parameter",
+        "requires_grad_",
+        "backward",
+        "__setitem__",
+        "__setattr__",
     }
 )
 EFFECT_BUILTINS = frozenset({"setattr", "delattr", "next", "print", "input"})
@@ -23,9 +43,27 @@ _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 _NEW_BUILTINS = frozenset({"bytearray", "dict", "list", "set"})
 _NEW_TORCH = frozenset(
     {
-        *("arange", "cat", "clone", "concat", "empty", "empty_like", "eye", "full", "full_like"),
-        *("linspace", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "stack"),
-        *("tensor", "where", "zeros", "zeros_like"),
+        "arange",
+        "cat",
+        "clone",
+        "concat",
+        "empty",
+        "empty_like",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "stack",
+        "tensor",
+        "where",
+        "zeros",
+        "zeros_like",
     }
 )
 _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zeros"})

@@ -32,8 +32,16 @@ from tpuport.source.syntax.module import FUNCTIONS, SCOPES
 from tpuport.source.syntax.text import Edit, Passage
 
 _ELEMENTWISE_OPERATORS = (
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
-    *(ast.BitAnd, ast.BitOr, ast.BitXor),
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Pow,
+    ast.BitAnd,
+    ast.BitOr,
+    ast.BitXor,
 )
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _ROWWISE = f"{OPS}.rowwise("

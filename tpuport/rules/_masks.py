@@ -13,9 +13,28 @@ from tpuport.source.syntax.statements import is_ops_call
 # These return several tensors, so that indexing the result picks one of them.
 _SEVERAL = frozenset(
     {
-        *("broadcast_tensors", "chunk", "dsplit", "hsplit", "kthvalue", "meshgrid", "mode", "qr"),
-        *("slogdet", "sort", "split", "split_with_sizes", "svd", "tensor_split", "topk", "unbind"),
-        *("unique", "vsplit", "values", "keys", "items", "tolist"),
+        "broadcast_tensors",
+        "chunk",
+        "dsplit",
+        "hsplit",
+        "kthvalue",
+        "meshgrid",
+        "mode",
+        "qr",
+        "slogdet",
+        "sort",
+        "split",
+        "split_with_sizes",
+        "svd",
+        "tensor_split",
+        "topk",
+        "unbind",
+        "unique",
+        "vsplit",
+        "values",
+        "keys",
+        "items",
+        "tolist",
     }
 )
 # Words in the names of functions and classes that prepare the input of flash attention's kernels.

@@ -8,8 +8,20 @@ from tpuport.source.syntax.module import FUNCTIONS
 
 CREATORS = frozenset(
     {
-        *("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor"),
-        *("as_tensor", "rand", "randn", "randint", "randperm"),
+        "arange",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "zeros",
+        "tensor",
+        "as_tensor",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
     }
 )
 RANDOM = frozenset({"rand", "randn", "randint", "randperm"})
@@ -77,9 +89,34 @@ def only_value(node: ast.Name, context: Context) -> ast.expr | None:
 # These keep a tensor on the CPU and do not make it smaller.
 _SAME_PLACE = frozenset(
     {
-        *("float", "long", "int", "half", "double", "bool", "bfloat16", "unsqueeze", "view"),
-        *("reshape", "expand", "repeat", "flatten", "t", "transpose", "permute", "clone", "cos"),
-        *("sin", "exp", "log", "sqrt", "abs", "pow", "contiguous", "flip", "tril", "triu"),
+        "float",
+        "long",
+        "int",
+        "half",
+        "double",
+        "bool",
+        "bfloat16",
+        "unsqueeze",
+        "view",
+        "reshape",
+        "expand",
+        "repeat",
+        "flatten",
+        "t",
+        "transpose",
+        "permute",
+        "clone",
+        "cos",
+        "sin",
+        "exp",
+        "log",
+        "sqrt",
+        "abs",
+        "pow",
+        "contiguous",
+        "flip",
+        "tril",
+        "triu",
     }
 )
 _DEPTH = 8

@@ -8,8 +8,17 @@ from tpuport.source.rewrite.matching import Context
 # These draw nothing: they set up a generator or read its state.
 _QUIET = frozenset(
     {
-        *("seed", "getstate", "setstate", "get_state", "set_state", "Random", "SystemRandom"),
-        *("default_rng", "RandomState", "Generator", "SeedSequence"),
+        "seed",
+        "getstate",
+        "setstate",
+        "get_state",
+        "set_state",
+        "Random",
+        "SystemRandom",
+        "default_rng",
+        "RandomState",
+        "Generator",
+        "SeedSequence",
     }
 )
 _DRAWN_ON_DEVICE = frozenset(

@@ -25,8 +25,17 @@ _SAME_ORDER = frozenset({"view", "unflatten", "unsqueeze", "squeeze"})
 # In-place methods after which a view has another shape or another storage.
 _RESHAPING = frozenset(
     {
-        *("resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_"),
-        *("transpose_", "unsqueeze_", "as_strided_", "data"),
+        "resize_",
+        "resize_as_",
+        "set_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+        "as_strided_",
+        "data",
     }
 )
 

@@ -34,17 +34,25 @@ _TENSOR_ATTRIBUTES = frozenset({"T", "mT", "data", "grad", "imag", "real", "shap
 _NAMES = frozenset({*_FUNCTIONS, *_FUNCTIONAL, *_METHODS})
 _KEYWORDS = frozenset(
     {
-        *("size", "steps", "start", "end", "step", "n", "m", "k", "chunks", "repeats", "shifts"),
-        *(
-            "split_size_or_sections",
-            "length",
-            "num_classes",
-            "pad",
-            "low",
-            "high",
-            "diagonal",
-            "shape",
-        ),
+        "size",
+        "steps",
+        "start",
+        "end",
+        "step",
+        "n",
+        "m",
+        "k",
+        "chunks",
+        "repeats",
+        "shifts",
+        "split_size_or_sections",
+        "length",
+        "num_classes",
+        "pad",
+        "low",
+        "high",
+        "diagonal",
+        "shape",
     }
 )
 

@@ -17,17 +17,41 @@ LOSING = frozenset(
         *REORDERING,
         *MAY_COPY,
         *PARTS,
-        *("view", "view_as", "unflatten", "unsqueeze", "squeeze", "narrow", "select"),
-        *("diagonal", "expand", "expand_as", "unfold", "as_strided"),
+        "view",
+        "view_as",
+        "unflatten",
+        "unsqueeze",
+        "squeeze",
+        "narrow",
+        "select",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "unfold",
+        "as_strided",
     }
 )
 LOSING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 # In-place methods that torchax applies to a copy of a slice.
 LOSING_ON_SLICES = frozenset(
     {
-        *("zero_", "fill_", "masked_fill_", "addcmul_", "addcdiv_", "tril_", "triu_", "renorm_"),
-        *("fill_diagonal_", "lerp_", "nan_to_num_", "index_add_", "index_copy_", "index_fill_"),
-        *("frac_", "logit_", "sgn_"),
+        "zero_",
+        "fill_",
+        "masked_fill_",
+        "addcmul_",
+        "addcdiv_",
+        "tril_",
+        "triu_",
+        "renorm_",
+        "fill_diagonal_",
+        "lerp_",
+        "nan_to_num_",
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "frac_",
+        "logit_",
+        "sgn_",
     }
 )
 NOT_A_WRITE = frozenset({"requires_grad_", "detach_", "retain_grad_", "share_memory_"})
