@@ -96,7 +96,7 @@ LEFT = {
         "may share memory",
         "y = (a[:1] + 1).expand(3, 4)\ny[0].zero_()\nreturn y",
     ),
-    "all of a leaf": ("TPU410", "the whole tensor", "a[:].fill_(2)\nreturn a"),
+    "all of a leaf": ("TPU410", "the entire tensor", "a[:].fill_(2)\nreturn a"),
     "a view bound again in a loop": (
         "TPU410",
         "a loop around it",
