@@ -1,16 +1,19 @@
 """TPU517: a function compiled by torch.compile or TorchScript."""
 
 import ast
+import re
 
-from tpuport.rules._compiling import ASKS, fate, is_candidate
 from tpuport.rules._devices import is_guarded
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._unwrapping import is_wrapping, without_wrapper
+from tpuport.rules._unwrapping import has_true, is_wrapping, without_wrapper
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 
 _SCRIPT = ("torch.jit.script", "torch.jit.script_method")
 _TRACE = ("torch.jit.trace", "torch.jit.trace_module")
+# Words in a test that decides whether to compile.
+ASKS = re.compile(r"compil|dynamo|inductor|cuda|gpu|available|script|trace", re.IGNORECASE)
+_COMPILERS = frozenset({"compile", "script", "script_method", "trace", "trace_module"})
 
 
 class CompiledFunction(Rule):
@@ -130,9 +133,9 @@ class CompiledFunction(Rule):
     )
 
     def visit_Attribute(self, node: ast.Attribute | ast.Name, context: Context) -> None:
-        name = context.name(node) if is_candidate(node, context) else None
+        name = context.name(node) if _is_candidate(node, context) else None
         if name == "torch.compile" and is_wrapping(node, context):
-            found, consequence = fate(node, context)
+            found, consequence = _fate(node, context)
         elif name in _SCRIPT:
             found, consequence = Severity.NOTE, "rewriting does not see the code inside"
         elif name in _TRACE:
@@ -153,3 +156,23 @@ class CompiledFunction(Rule):
         if is_guarded(node, context.module, ASKS):
             raise NotFixable("a test chooses whether to compile")
         return without_wrapper(node, context)
+
+
+def _is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
+    """Return whether a name may be a compiler's: a quick look, as every name of a file is asked."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in _COMPILERS
+    full = context.module.imports.get(node.id)
+    return full is not None and full.rpartition(".")[2] in _COMPILERS
+
+
+def _fate(node: ast.expr, context: Context) -> tuple[Severity, str]:
+    """Return the severity of a use of `torch.compile`, and what happens to it, in words."""
+    if is_guarded(node, context.module, ASKS):
+        return Severity.NOTE, "skipped under torchax"
+    if has_true(context.module.parents[node], "fullgraph"):
+        return Severity.ERROR, "under torchax `fullgraph=True` raises"
+    return (
+        Severity.SLOW,
+        "skipped under torchax, and raises in eager PyTorch once torchax is imported",
+    )
