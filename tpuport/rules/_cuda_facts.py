@@ -1,4 +1,4 @@
-"""Calls and packages that fail on a machine without CUDA, or without a process group.
+"""Calls that fail on a machine without CUDA, or without a process group.
 
 The functions were run, and raise, with the CPU build of torch 2.13. Other functions of `torch.cuda`
 answer there (`is_available`, `device_count`, `memory_allocated`) or do nothing (`empty_cache`,
@@ -67,63 +67,6 @@ CUDA_VALUES = frozenset(
         "nvtx.range",
         "nccl.version",
         "device",
-    }
-)
-
-# Packages of kernels for NVIDIA GPUs. Without such a GPU they cannot be installed, or fail when
-# they are imported or first called.
-CUDA_PACKAGES = frozenset(
-    {
-        "flash_attn",
-        "flash_attn_interface",
-        "flash_attn_2_cuda",
-        "flashinfer",
-        "flash_mla",
-        "xformers",
-        "triton",
-        "apex",
-        "amp_C",
-        "deepspeed",
-        "bitsandbytes",
-        "mamba_ssm",
-        "causal_conv1d",
-        "causal_conv1d_cuda",
-        "selective_scan_cuda",
-        "tensorrt",
-        "fla",
-        "torch_tensorrt",
-        "sageattention",
-        "sageattn3",
-        "spas_sage_attn",
-        "vllm",
-        "sgl_kernel",
-        "transformer_engine",
-        "liger_kernel",
-        "flex_block_attn",
-        "block_sparse_attn",
-        "cupy",
-        "pycuda",
-        "cutlass",
-        "deep_gemm",
-        "deep_ep",
-        "nunchaku",
-        "exllamav2",
-        "auto_gptq",
-        "gptqmodel",
-        "awq",
-        "spconv",
-        "torchsparse",
-        "MinkowskiEngine",
-        "nvdiffrast",
-        "gsplat",
-        "diff_gaussian_rasterization",
-        "tinycudann",
-        "lightseq",
-        "rotary_emb",
-        "dropout_layer_norm",
-        "fused_dense_lib",
-        "xentropy_cuda_lib",
-        "tilelang",
     }
 )
 

@@ -2,6 +2,7 @@
 
 import ast
 
+from tpuport.rules._masks import parts
 from tpuport.source.inference.kinds import Kind
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import FUNCTIONS
@@ -179,11 +180,10 @@ def _on_default_device(node: ast.AST, context: Context) -> bool:
 
 def _keeps_all(index: ast.expr) -> bool:
     """Return whether an index only adds dimensions: `[None]`, `[:, None]`."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return all(
         (isinstance(part, ast.Constant) and part.value in (None, ...))
         or (isinstance(part, ast.Slice) and part.lower is part.upper is part.step is None)
-        for part in parts
+        for part in parts(index)
     )
 
 

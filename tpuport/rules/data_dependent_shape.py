@@ -4,7 +4,7 @@ import ast
 
 from tpuport.rules._expressions import OPS
 from tpuport.rules._following import RowFix
-from tpuport.rules._masks import is_number, severity
+from tpuport.rules._masks import is_python_number, severity
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
@@ -200,7 +200,7 @@ def _argument(
 
 
 def _is_value(node: ast.expr | None, context: Context) -> bool:
-    return node is not None and context.is_traced(node) and not is_number(node, context)
+    return node is not None and context.is_traced(node) and not is_python_number(node, context)
 
 
 def _text(node: ast.expr | None) -> str:

@@ -201,7 +201,7 @@ def _is_host_distribution(node: ast.expr, context: Context) -> bool:
     if made is None or not (context.name(made.func) or "").startswith("torch.distributions."):
         return False
     values = [*made.args, *(keyword.value for keyword in made.keywords)]
-    return bool(values) and all(_is_number(value, context) for value in values)
+    return bool(values) and all(_is_host_number(value, context) for value in values)
 
 
 def _made_as(node: ast.expr, context: Context) -> ast.Call | None:
@@ -225,16 +225,16 @@ def _around(node: ast.expr, context: Context) -> list[ast.AST]:
     return [] if scope is None else list(ast.walk(scope))
 
 
-def _is_number(node: ast.expr, context: Context) -> bool:
+def _is_host_number(node: ast.expr, context: Context) -> bool:
     """Return whether an expression is a Python number, or an attribute such as `config.alpha`."""
     match node:
         case ast.Constant(value=int() | float()):
             return True
         case ast.UnaryOp(operand=operand):
-            return _is_number(operand, context)
+            return _is_host_number(operand, context)
         case ast.Name():
             value = only_value(node, context)
-            return value is not None and _is_number(value, context)
+            return value is not None and _is_host_number(value, context)
         case ast.Attribute():
             text = ast.unparse(node).lower()
             return any(word in text for word in ("alpha", "beta", "config", "cfg"))

@@ -179,7 +179,7 @@ def _is_moved(value: ast.expr, attribute: str) -> bool:
 def _is_carried(write: Write, state: ClassState, context: Context) -> bool:
     """Return whether a later call reads what a write leaves behind."""
     if write.way in ("augment", "in_place", "element", "append"):
-        return not _starts_anew(write, state, context)
+        return not _is_reset(write, state, context)
     later = state.reached_from(write.method.name)
     for read in state.reads.get(write.attribute, ()):
         reader = context.module.outermost_function(read)
@@ -193,7 +193,7 @@ def _is_carried(write: Write, state: ClassState, context: Context) -> bool:
     return False
 
 
-def _starts_anew(write: Write, state: ClassState, context: Context) -> bool:
+def _is_reset(write: Write, state: ClassState, context: Context) -> bool:
     """Return whether a step binds the attribute to a first value before it changes it."""
     return any(
         other.attribute == write.attribute

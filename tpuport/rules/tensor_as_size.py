@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from tpuport.rules._masks import parts
 from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -194,7 +195,7 @@ class TensorAsSize(Rule):
 
 
 def _bounds(node: ast.Subscript) -> Iterator[ast.expr]:
-    indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    indices = parts(node.slice)
     for index in indices:
         if isinstance(index, ast.Slice):
             yield from (b for b in (index.lower, index.upper, index.step) if b is not None)

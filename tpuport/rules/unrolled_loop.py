@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tpuport.rules._masks import parts
 from tpuport.rules._origins import bound_values, is_one_tensor
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -203,20 +204,16 @@ def _indexed(node: Loop, body: Sequence[ast.AST], context: Context) -> _Rows | N
     for inner in walk_scope(body):
         if isinstance(inner, ast.Subscript) and _takes_element(inner.slice, index):
             if is_one_tensor(inner.value, context) and _is_length(stop, context):
-                is_first = _takes_element(_parts(inner.slice)[0], index)
+                is_first = _takes_element(parts(inner.slice)[0], index)
                 return _Rows(inner.value, of_batch=is_first)
     return None
-
-
-def _parts(index: ast.expr) -> list[ast.expr]:
-    return index.elts if isinstance(index, ast.Tuple) else [index]
 
 
 def _takes_element(index: ast.expr, name: str) -> bool:
     """Return whether an index takes one element by a name; a slice takes a tile instead."""
     return any(
         isinstance(inner, ast.Name) and inner.id == name
-        for part in _parts(index)
+        for part in parts(index)
         if not isinstance(part, ast.Slice)
         for inner in ast.walk(part)
     )

@@ -2,16 +2,18 @@
 
 import ast
 
+from tpuport.rules._effects import is_in_place
+from tpuport.rules._masks import parts
 from tpuport.rules._placing import made_on_device
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
 from tpuport.rules._views import (
     LOSING_ON_SLICES,
     MAY_COPY,
+    NOT_A_WRITE,
     PARTS,
     Mutation,
     View,
-    is_in_place,
     is_read_after,
     made_before,
     mutation,
@@ -358,8 +360,7 @@ def _refuse_whole(target: ast.Subscript) -> None:
     Of a leaf that requires a gradient, a method writes to a view and an assignment to the leaf
     itself.
     """
-    parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-    if all(ast.unparse(part) in (":", "...") for part in parts):
+    if all(ast.unparse(part) in (":", "...") for part in parts(target.slice)):
         raise NotFixable("the subscript is the entire tensor")
 
 
@@ -388,7 +389,7 @@ def _refuse_writes(arguments: list[ast.expr], context: Context) -> None:
 
 def _is_pure(call: ast.Call, context: Context) -> bool:
     """Return whether a call is one of torch's that only computes."""
-    if not isinstance(call.func, ast.Attribute) or is_in_place(call.func.attr):
+    if not isinstance(call.func, ast.Attribute) or is_in_place(call.func.attr, but=NOT_A_WRITE):
         return False
     name = context.name(call.func)
     if name is not None:
@@ -398,7 +399,7 @@ def _is_pure(call: ast.Call, context: Context) -> bool:
 
 def _is_single(arguments: list[ast.expr], context: Context) -> bool:
     """Return whether there is one argument, and it is a number or a 0-d tensor."""
-    return len(arguments) == 1 and _is_number(arguments[0], context)
+    return len(arguments) == 1 and _is_scalar(arguments[0], context)
 
 
 def _rebinding(node: ast.stmt, name: str, assign: ast.Assign, view: View, context: Context) -> Fix:
@@ -490,17 +491,17 @@ def _is_fresh(value: ast.expr) -> bool:
             return False
 
 
-def _is_number(node: ast.expr, context: Context) -> bool:
+def _is_scalar(node: ast.expr, context: Context) -> bool:
     """Return whether a value surely is a number or a 0-d tensor."""
     match node:
         case ast.UnaryOp(operand=operand):
-            return _is_number(operand, context)
+            return _is_scalar(operand, context)
         case ast.BinOp(left=left, right=right):
-            return _is_number(left, context) and _is_number(right, context)
+            return _is_scalar(left, context) and _is_scalar(right, context)
         case ast.Call(func=ast.Attribute(value=owner, attr=method), args=[], keywords=[]):
             if context.name(node.func) is not None or not context.is_traced(owner):
                 return False
-            return method in _REDUCING or (method in _KEEPING and _is_number(owner, context))
+            return method in _REDUCING or (method in _KEEPING and _is_scalar(owner, context))
         case ast.Constant(value=bool() | int() | float()):
             return True
         case _:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tpuport.source.syntax.module import FUNCTIONS, SCOPES, Function, Module
 
-# Packages of kernels for GPUs and other accelerators. Without such a device they cannot be
-# installed, or fail at import or at the first call.
+# Packages of kernels for NVIDIA GPUs. Without such a GPU they cannot be installed, or fail when
+# they are imported or first called.
 CUDA_PACKAGES = frozenset(
     {
         "flash_attn",
@@ -55,11 +55,6 @@ CUDA_PACKAGES = frozenset(
         "diff_gaussian_rasterization",
         "tinycudann",
         "lightseq",
-        "torch_npu",
-        "torch_mlu",
-        "torch_musa",
-        "habana_frameworks",
-        "aiter",
         "rotary_emb",
         "dropout_layer_norm",
         "fused_dense_lib",
@@ -67,6 +62,14 @@ CUDA_PACKAGES = frozenset(
         "tilelang",
     }
 )
+# The same for these and other accelerators.
+_DEVICE_PACKAGES = CUDA_PACKAGES | {
+    "aiter",
+    "habana_frameworks",
+    "torch_mlu",
+    "torch_musa",
+    "torch_npu",
+}
 
 
 def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[Function]:
@@ -79,7 +82,7 @@ def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[
     kernels = {
         name
         for name, full in module.imports.items()
-        if full.lstrip(".").partition(".")[0] in CUDA_PACKAGES
+        if full.lstrip(".").partition(".")[0] in _DEVICE_PACKAGES
     }
     if not kernels:
         return set()
