@@ -1,4 +1,7 @@
-"""Views of tensors: those that plain torchax writes through, and reads of their base."""
+"""Views of tensors: those that plain torchax writes through, and reads of their base.
+
+The only rule that imports it, write_through_view, would be too long to read with it.
+"""
 
 import ast
 from collections.abc import Iterator
