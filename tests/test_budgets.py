@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"tpuport": 500, "benchmarks": 500, "recipes": 500, "tests": 600}
-INIT, RULE, FUNCTION, METHODS = 60, 120, 60, 20
+INIT, FUNCTION, METHODS = 60, 60, 20
+# A rule holds its detection and its fix, so that one file tells all about it. The longest is
+# write_through_view: it follows a view to its base, and has to prove that the base can be rebound.
+RULE = 300
 # What rules show in the documentation and run as tests, and the list of a package's names.
 FREE = {"EXAMPLES", "CLEAN", "__all__"}
 
@@ -118,7 +121,7 @@ def test_every_folder_is_looked_at():
     [
         ("tpuport/model/convert.py", 500),
         ("tpuport/rules/_blocks.py", 500),
-        ("tpuport/rules/tensor_while.py", 120),
+        ("tpuport/rules/tensor_while.py", 300),
         ("tpuport/tracing/lowerings/__init__.py", 60),
         ("benchmarks/measure.py", 500),
         ("recipes/flux.py", 500),
@@ -134,7 +137,7 @@ def test_a_long_file_is_noticed(name: str, most: int):
 
 
 def test_examples_of_a_rule_are_free():
-    examples = "class A:\n    EXAMPLES = (\n" + "        1,\n" * 200 + "    )\n"
+    examples = "class A:\n    EXAMPLES = (\n" + "        1,\n" * 400 + "    )\n"
     assert find_excess(examples, "tpuport/rules/tensor_while.py") == []
 
 

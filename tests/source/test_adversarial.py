@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tpuport.rules import _meeting, _rebinding, _stopping
+from tpuport.rules import no_grad_as_stop_gradient, tensor_in_forward, write_through_view
 from tpuport.rules._apply import rewrite
 from tpuport.source.rewrite.rewriter import RewriteResult
 from tpuport.source.syntax.text import Edit, Passage
@@ -262,48 +262,58 @@ def always(value: object) -> Callable[..., object]:
 
 # Conditions of fixes, left out: where, its name, what takes its place, and the case that notices.
 MUTANTS: dict[str, tuple[ModuleType, str, object, str]] = {
-    "any value fills": (_rebinding, "_is_single", always(True), "several elements to fill with"),
+    "any value fills": (
+        write_through_view,
+        "_is_single",
+        always(True),
+        "several elements to fill with",
+    ),
     "another tensor": (
-        _rebinding,
+        write_through_view,
         "_cloned",
         lambda place, context, call: Edit(place, place, Passage.of(".abs()", 1)),
         "a method only in place",
     ),
-    "writes in arguments": (_rebinding, "_refuse_writes", always(None), "a walrus in a fill"),
+    "writes in arguments": (
+        write_through_view,
+        "_refuse_writes",
+        always(None),
+        "a walrus in a fill",
+    ),
     "arguments that write": (
-        _rebinding,
+        write_through_view,
         "_refuse_writes",
         always(None),
         "an argument that writes",
     ),
     "shared memory": (
-        _rebinding,
+        write_through_view,
         "_refuse_expanded",
         always(None),
         "a row of an expanded tensor",
     ),
-    "the whole tensor": (_rebinding, "_refuse_whole", always(None), "all of a leaf"),
-    "loops": (_rebinding, "_refuse_loops", always(None), "a view bound again in a loop"),
+    "the whole tensor": (write_through_view, "_refuse_whole", always(None), "all of a leaf"),
+    "loops": (write_through_view, "_refuse_loops", always(None), "a view bound again in a loop"),
     "other shapes": (
-        _rebinding,
+        write_through_view,
         "_refuse_other_shapes",
         always(None),
         "a view transposed in place",
     ),
     "no gradients": (
-        _rebinding,
+        write_through_view,
         "_refuse_other_withs",
         always(None),
         "a base without gradients",
     ),
-    "gradients on": (_stopping, "_switches_on", always(False), "gradients on again"),
+    "gradients on": (no_grad_as_stop_gradient, "_switches_on", always(False), "gradients on again"),
     "not new": (
-        _stopping,
+        no_grad_as_stop_gradient,
         "_is_one_tensor",
         always(True),
         "a float that is the tensor itself",
     ),
-    "any parameter": (_meeting, "_may_be_other", always(False), "another parameter"),
+    "any parameter": (tensor_in_forward, "_may_be_other", always(False), "another parameter"),
 }
 
 

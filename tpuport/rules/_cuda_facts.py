@@ -1,4 +1,4 @@
-"""Calls and packages that fail on a machine without CUDA, or without a process group.
+"""Calls that fail on a machine without CUDA, or without a process group.
 
 The functions were run, and raise, with the CPU build of torch 2.13. Other functions of `torch.cuda`
 answer there (`is_available`, `device_count`, `memory_allocated`) or do nothing (`empty_cache`,
@@ -8,40 +8,65 @@ answer there (`is_available`, `device_count`, `memory_allocated`) or do nothing 
 # Functions of torch.cuda that are called for their effect only.
 CUDA_ACTIONS = frozenset(
     {
-        *("synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"),
-        *("reset_max_memory_cached", "reset_accumulated_memory_stats", "ipc_collect", "init"),
-        *("set_per_process_memory_fraction", "set_sync_debug_mode"),
-        *("nvtx.range_push", "nvtx.range_pop", "nvtx.mark"),
+        "synchronize",
+        "set_device",
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+        "reset_max_memory_cached",
+        "reset_accumulated_memory_stats",
+        "ipc_collect",
+        "init",
+        "set_per_process_memory_fraction",
+        "set_sync_debug_mode",
+        "nvtx.range_push",
+        "nvtx.range_pop",
+        "nvtx.mark",
     }
 )
 # Functions and classes of torch.cuda whose result is used.
 CUDA_VALUES = frozenset(
     {
-        *("current_device", "get_device_properties", "get_device_name", "get_device_capability"),
-        *("current_stream", "default_stream", "Event", "Stream", "ExternalStream", "CUDAGraph"),
-        *("graph", "graph_pool_handle", "is_current_stream_capturing", "mem_get_info"),
-        *("make_graphed_callables", "get_rng_state", "initial_seed", "memory_summary"),
-        *("memory_snapshot", "can_device_access_peer", "get_per_process_memory_fraction"),
-        *("get_sync_debug_mode", "cudart", "current_blas_handle", "get_allocator_backend"),
-        *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "LongTensor"),
-        *("IntTensor", "BoolTensor", "ByteTensor", "utilization", "temperature", "power_draw"),
-        *("clock_rate", "memory_usage", "nvtx.range", "nccl.version", "device"),
-    }
-)
-
-# Packages of kernels for NVIDIA GPUs. Without such a GPU they cannot be installed, or fail when
-# they are imported or first called.
-CUDA_PACKAGES = frozenset(
-    {
-        *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
-        *("xformers", "triton", "apex", "amp_C", "deepspeed", "bitsandbytes", "mamba_ssm"),
-        *("causal_conv1d", "causal_conv1d_cuda", "selective_scan_cuda", "tensorrt", "fla"),
-        *("torch_tensorrt", "sageattention", "sageattn3", "spas_sage_attn", "vllm", "sgl_kernel"),
-        *("transformer_engine", "liger_kernel", "flex_block_attn", "block_sparse_attn", "cupy"),
-        *("pycuda", "cutlass", "deep_gemm", "deep_ep", "nunchaku", "exllamav2"),
-        *("auto_gptq", "gptqmodel", "awq", "spconv", "torchsparse", "MinkowskiEngine"),
-        *("nvdiffrast", "gsplat", "diff_gaussian_rasterization", "tinycudann", "lightseq"),
-        *("rotary_emb", "dropout_layer_norm", "fused_dense_lib", "xentropy_cuda_lib", "tilelang"),
+        "current_device",
+        "get_device_properties",
+        "get_device_name",
+        "get_device_capability",
+        "current_stream",
+        "default_stream",
+        "Event",
+        "Stream",
+        "ExternalStream",
+        "CUDAGraph",
+        "graph",
+        "graph_pool_handle",
+        "is_current_stream_capturing",
+        "mem_get_info",
+        "make_graphed_callables",
+        "get_rng_state",
+        "initial_seed",
+        "memory_summary",
+        "memory_snapshot",
+        "can_device_access_peer",
+        "get_per_process_memory_fraction",
+        "get_sync_debug_mode",
+        "cudart",
+        "current_blas_handle",
+        "get_allocator_backend",
+        "FloatTensor",
+        "DoubleTensor",
+        "HalfTensor",
+        "BFloat16Tensor",
+        "LongTensor",
+        "IntTensor",
+        "BoolTensor",
+        "ByteTensor",
+        "utilization",
+        "temperature",
+        "power_draw",
+        "clock_rate",
+        "memory_usage",
+        "nvtx.range",
+        "nccl.version",
+        "device",
     }
 )
 
@@ -54,14 +79,39 @@ NEED_GROUP = frozenset(
     {
         *NOTHING_ALONE,
         *VALUES_ALONE,
-        *("all_gather", "all_gather_object", "all_gather_into_tensor", "broadcast_object_list"),
-        *("reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
-        *("scatter", "gather", "gather_object", "scatter_object_list", "send", "recv", "isend"),
-        *("irecv", "new_group", "new_subgroups", "get_backend", "init_process_group", "P2POp"),
-        *("batch_isend_irecv", "get_process_group_ranks", "get_global_rank"),
-        *("device_mesh.init_device_mesh", "init_device_mesh", "fsdp.FullyShardedDataParallel"),
-        *("fsdp.fully_shard", "nn.all_gather", "nn.all_reduce", "nn.functional.all_gather"),
-        *("nn.functional.all_reduce",),
+        "all_gather",
+        "all_gather_object",
+        "all_gather_into_tensor",
+        "broadcast_object_list",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "scatter",
+        "gather",
+        "gather_object",
+        "scatter_object_list",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "new_group",
+        "new_subgroups",
+        "get_backend",
+        "init_process_group",
+        "P2POp",
+        "batch_isend_irecv",
+        "get_process_group_ranks",
+        "get_global_rank",
+        "device_mesh.init_device_mesh",
+        "init_device_mesh",
+        "fsdp.FullyShardedDataParallel",
+        "fsdp.fully_shard",
+        "nn.all_gather",
+        "nn.all_reduce",
+        "nn.functional.all_gather",
+        "nn.functional.all_reduce",
     }
 )
 GROUP_WRAPPERS = frozenset(

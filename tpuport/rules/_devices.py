@@ -22,8 +22,15 @@ ASKS_STREAMS = re.compile(
 )
 # Exceptions raised where CUDA, a package or a process group is missing.
 CATCHING = {
-    *("Exception", "BaseException", "ImportError", "ModuleNotFoundError", "AssertionError"),
-    *("RuntimeError", "ValueError", "AttributeError", "OSError"),
+    "Exception",
+    "BaseException",
+    "ImportError",
+    "ModuleNotFoundError",
+    "AssertionError",
+    "RuntimeError",
+    "ValueError",
+    "AttributeError",
+    "OSError",
 }
 # Names of host code that a port can leave out, or that looks for devices itself.
 _ASIDE = re.compile(

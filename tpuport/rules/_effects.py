@@ -12,10 +12,30 @@ from tpuport.source.syntax.statements import is_ops_call, walk_scope
 # Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
 MUTATORS = frozenset(
     {
-        *("append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
-        *("popleft", "remove", "reverse", "setdefault", "update", "write", "writelines"),
-        *("add_module", "load_state_dict", "register_buffer", "register_module"),
-        *("register_parameter", "requires_grad_", "backward", "__setitem__", "__setattr__"),
+        "append",
+        "appendleft",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "pop",
+        "popitem",
+        "popleft",
+        "remove",
+        "reverse",
+        "setdefault",
+        "update",
+        "write",
+        "writelines",
+        "add_module",
+        "load_state_dict",
+        "register_buffer",
+        "register_module",
+        "register_parameter",
+        "requires_grad_",
+        "backward",
+        "__setitem__",
+        "__setattr__",
     }
 )
 EFFECT_BUILTINS = frozenset({"setattr", "delattr", "next", "print", "input"})
@@ -23,9 +43,27 @@ _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 _NEW_BUILTINS = frozenset({"bytearray", "dict", "list", "set"})
 _NEW_TORCH = frozenset(
     {
-        *("arange", "cat", "clone", "concat", "empty", "empty_like", "eye", "full", "full_like"),
-        *("linspace", "ones", "ones_like", "rand", "rand_like", "randn", "randn_like", "stack"),
-        *("tensor", "where", "zeros", "zeros_like"),
+        "arange",
+        "cat",
+        "clone",
+        "concat",
+        "empty",
+        "empty_like",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+        "ones",
+        "ones_like",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "stack",
+        "tensor",
+        "where",
+        "zeros",
+        "zeros_like",
     }
 )
 _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zeros"})
@@ -92,14 +130,10 @@ def _call_effect(call: ast.Call, fresh: set[str], quoted: str) -> str | None:
     match call.func:
         case ast.Name(id=name) if name in EFFECT_BUILTINS:
             return f"calls {quoted} for its effect"
-        case ast.Attribute(value=value, attr=name) if name in MUTATORS or _is_in_place(name):
+        case ast.Attribute(value=value, attr=name) if name in MUTATORS or is_in_place(name):
             return None if _is_fresh(value, fresh) else f"changes an object in place ({quoted})"
         case _:
             return None
-
-
-def _is_in_place(method: str) -> bool:
-    return method.endswith("_") and not method.endswith("__")
 
 
 def _is_fresh(node: ast.expr, fresh: set[str]) -> bool:
@@ -111,7 +145,7 @@ def _changes_only_fresh(call: ast.expr, fresh: set[str]) -> bool:
         isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and _is_fresh(call.func.value, fresh)
-        and (call.func.attr in MUTATORS or _is_in_place(call.func.attr))
+        and (call.func.attr in MUTATORS or is_in_place(call.func.attr))
     )
 
 
@@ -149,3 +183,13 @@ def _is_new(value: ast.expr) -> bool:
             return name in _NEW_METHODS
         case _:
             return False
+
+
+def is_in_place(method: str, *, but: frozenset[str] = frozenset()) -> bool:
+    """Return whether a method of tensors changes its tensor, by its name.
+
+    Args:
+        method: The name.
+        but: Methods named like that whose change does not matter to the caller.
+    """
+    return method.endswith("_") and not method.endswith("__") and method not in but

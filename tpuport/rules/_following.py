@@ -6,22 +6,19 @@ this needs are collected on the way. Anything else ends the proof.
 """
 
 import ast
+import copy
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tpuport.rules._expressions import OPS
-from tpuport.rules._masks import is_leading, is_ours, masks, parts
-from tpuport.rules._repairs import guard_of
-from tpuport.rules._row_calls import (
-    is_other_axis,
-    is_plain_loss,
-    loss_modules,
-    starts_with_minus_one,
-)
+from tpuport.rules._masks import bindings, is_leading, is_ours, masks, parts
+from tpuport.rules._reports import is_log
 from tpuport.source.inference.rowwise import (
     ELEMENTWISE,
     HOST_ATTRIBUTES,
     JOINS,
+    LOSS_MODULES,
     LOSSES,
     REDUCTIONS,
     RESHAPES,
@@ -32,11 +29,21 @@ from tpuport.source.syntax.module import FUNCTIONS, SCOPES
 from tpuport.source.syntax.text import Edit, Passage
 
 _ELEMENTWISE_OPERATORS = (
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
-    *(ast.BitAnd, ast.BitOr, ast.BitXor),
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Pow,
+    ast.BitAnd,
+    ast.BitOr,
+    ast.BitXor,
 )
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _ROWWISE = f"{OPS}.rowwise("
+_LOSS_OPTIONS = ("beta", "delta", "ignore_index", "input", "label_smoothing", "target")
+_CAUGHT = ("Exception", "RuntimeError", "BaseException")
 
 
 class RowFix:
@@ -140,7 +147,7 @@ class RowFix:
 
     def _shape(self, node: ast.Attribute) -> None:
         match self.module.parents[node]:
-            case ast.Subscript(slice=axis) if self.leading and is_other_axis(axis):
+            case ast.Subscript(slice=axis) if self.leading and _is_other_axis(axis):
                 pass
             case ast.FormattedValue():
                 pass  # it is only printed
@@ -154,11 +161,11 @@ class RowFix:
             self.follow(call)
         elif name in REDUCTIONS:
             self._reduction(name, call, call.args)
-        elif name in RESHAPES and self.leading and starts_with_minus_one(call.args):
+        elif name in RESHAPES and self.leading and _starts_with_minus_one(call.args):
             self.follow(call)
         elif name == "flatten" and self.leading and not call.args and not call.keywords:
             self.follow(call)
-        elif name == "size" and self.leading and call.args and is_other_axis(call.args[0]):
+        elif name == "size" and self.leading and call.args and _is_other_axis(call.args[0]):
             pass
         elif name != "dim":
             raise self._unknown(call)
@@ -202,7 +209,7 @@ class RowFix:
             self.follow(call)
         elif name in REDUCTIONS:
             self._reduction(name, call, call.args[1:])
-        elif name not in LOSSES or not is_plain_loss(call):
+        elif name not in LOSSES or not _is_plain_loss(call):
             raise self._unknown(call)
         if not ast.unparse(call.func).startswith(_ROWWISE):
             self.around(call.func, _ROWWISE)
@@ -211,7 +218,7 @@ class RowFix:
         function = call.func
         if isinstance(function, ast.Call) and ast.unparse(function).startswith(_ROWWISE):
             function = function.args[0]
-        made = loss_modules(function, self.context)
+        made = _loss_modules(function, self.context)
         if made is not None:
             return made
         root, _, last = (self.context.name(function) or "").rpartition(".")
@@ -280,7 +287,7 @@ class RowFix:
                 case ast.Subscript() if is_ours(target.value):
                     pass
                 case ast.Subscript() if self._takes_rows(target):
-                    guard = guard_of(node, self.context)
+                    guard = _guard_of(node, self.context)
                     self.mark(target, cut=guard is not None)
                     if guard is not None:
                         self.after(guard.statement, guard.lines())
@@ -381,3 +388,214 @@ def _is_plain(part: ast.expr) -> bool:
         isinstance(node, ast.Slice | ast.Constant | ast.UnaryOp | ast.USub)
         for node in ast.walk(part)
     )
+
+
+# Calls that accept rows of unknown number: losses, reshapes, sizes of other axes.
+
+
+def _loss_modules(function: ast.expr, context: Context) -> str | None:
+    """Return the torch function that a loss module computes, if an expression surely is one."""
+    match function:
+        case ast.Call(func=made, args=[]):
+            root, _, last = (context.name(made) or "").rpartition(".")
+            is_loss = root in ("torch.nn", "torch.nn.modules.loss") and _is_plain_loss(function)
+            return LOSS_MODULES.get(last) if is_loss else None
+        case ast.Name():
+            return _one_of([value for _, value in bindings(function, context)], context)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return _one_of(_given_to_self(name, function, context), context)
+        case _:
+            return None
+
+
+def _one_of(values: Sequence[ast.AST | None], context: Context) -> str | None:
+    """Return the function of all modules in a list, if it is the same for each."""
+    found = {
+        _loss_modules(value, context) if isinstance(value, ast.Call) else None for value in values
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _given_to_self(name: str, near: ast.expr, context: Context) -> list[ast.AST | None]:
+    """Return the values that the class around an expression assigns to an attribute."""
+    around = (p for p in context.module.ancestors(near) if isinstance(p, ast.ClassDef))
+    owner = next(around, None)
+    found: list[ast.AST | None] = []
+    for node in ast.walk(owner) if owner is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if node.attr == name:
+                parent = context.module.parents[node]
+                found.append(parent.value if isinstance(parent, ast.Assign) else None)
+    return found
+
+
+def _is_plain_loss(call: ast.Call) -> bool:
+    """Return whether a loss sums or averages over all rows."""
+    for keyword in call.keywords:
+        if keyword.arg == "reduction":
+            if ast.unparse(keyword.value) not in ("'mean'", "'sum'"):
+                return False
+        elif keyword.arg not in _LOSS_OPTIONS:
+            return False
+    return len(call.args) <= 2
+
+
+def _starts_with_minus_one(args: Sequence[ast.expr]) -> bool:
+    """Return whether the first size of a reshape is -1, which keeps the rows in front."""
+    first = args[0] if args else None
+    if isinstance(first, ast.Tuple | ast.List):
+        first = first.elts[0] if first.elts else None
+    return first is not None and ast.unparse(first) == "-1"
+
+
+def _is_other_axis(axis: ast.expr) -> bool:
+    """Return whether a number names another axis than the first, that of the rows.
+
+    The last axis could be the first, too: then the helper refuses the size when it runs.
+    """
+    match axis:
+        case ast.Constant(value=int(number)):
+            return number > 0
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            return True
+        case _:
+            return False
+
+
+# A `try` whose handler repairs a masked write that got the wrong number of rows. A program cannot
+# raise for a number that is known only when it runs. The same write does what the handler would do
+# if it drops the rows that are too many. Where the handler gives a name another constant, the
+# program chooses the constant by the number of rows.
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """The `try` around a masked write, and the names that tell whether the write succeeded.
+
+    Attributes:
+        statement: The `try`.
+        target: The subscript that is written to.
+        flags: For each name the constant that the handler assigns.
+    """
+
+    statement: ast.Try
+    target: ast.Subscript
+    flags: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """Return statements to run after the `try`."""
+        tensor, mask = ast.unparse(self.target.value), ast.unparse(self.target.slice)
+        return [
+            f"{name} = {OPS}.mismatched({tensor}, {mask}, {name}, {value})"
+            for name, value in self.flags.items()
+        ]
+
+
+def _guard_of(write: ast.Assign | ast.AugAssign, context: Context) -> _Guard | None:
+    """Return the `try` that a masked write is in, if it could catch a wrong number of rows.
+
+    Raises:
+        NotFixable: the handlers are not understood.
+    """
+    around = _try_around(write, context)
+    if around is None or not around.handlers:
+        return None
+    refusal = NotFixable("an except clause may handle a number of rows that does not fit")
+    if not isinstance(write, ast.Assign) or around.body[0] is not write:
+        raise refusal
+    if len(around.handlers) != 1 or around.orelse or around.finalbody:
+        raise refusal
+    function = context.module.function(write)
+    target = write.targets[0]
+    if function is None or not isinstance(target, ast.Subscript):
+        raise refusal
+    handler = around.handlers[0]
+    if handler.type is not None and ast.unparse(handler.type) not in _CAUGHT:
+        raise refusal
+    before = _constants(around.body[1:])
+    after = _Repair(write, target).flags(handler.body)
+    live = context.flow(function).after.get(around, frozenset())
+    if before is None or after is None:
+        raise refusal
+    if any(name in live for name in after[1]) or set(before) != set(after[0]):
+        raise refusal
+    return _Guard(around, target, {n: v for n, v in after[0].items() if v != before[n]})
+
+
+def _try_around(node: ast.stmt, context: Context) -> ast.Try | None:
+    inner: ast.AST = node
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, ast.Try) and inner in parent.body:
+            return parent
+        if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return None
+        inner = parent
+    return None
+
+
+def _constants(statements: Sequence[ast.stmt]) -> dict[str, str] | None:
+    """Return the constants that statements give to names, if they do nothing else."""
+    found: dict[str, str] = {}
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() as value):
+                found[name] = ast.unparse(value)
+            case _:
+                return None
+    return found
+
+
+class _Repair:
+    """Reader of a handler that writes again, with as many rows as the mask selects."""
+
+    def __init__(self, write: ast.Assign, target: ast.Subscript) -> None:
+        self.write, self.target = write, target
+        self.values: dict[str, ast.expr] = {}
+
+    def flags(self, statements: Sequence[ast.stmt]) -> tuple[dict[str, str], set[str]] | None:
+        """Return the constants that the handler assigns, and the other names that it binds."""
+        found: dict[str, str] = {}
+        repaired = 0
+        for statement in statements:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() as value):
+                    found[name] = ast.unparse(value)
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self.values[name] = self._resolved(value)
+                case ast.Assign(targets=[ast.Subscript() as target], value=value):
+                    repaired += self._is_same(target, value)
+                case _ if not is_log(statement):
+                    return None
+        return (found, set(self.values)) if repaired == 1 else None
+
+    def _is_same(self, target: ast.Subscript, value: ast.expr) -> bool:
+        if ast.unparse(_plain(target)) != ast.unparse(_plain(self.target)):
+            return False
+        cut = f"[:{ast.unparse(self.target.slice)}.sum()]"
+        return ast.unparse(_plain(self._resolved(value))).replace(cut, "") == ast.unparse(
+            _plain(self.write.value)
+        )
+
+    def _resolved(self, value: ast.expr) -> ast.expr:
+        """Return a value with the names that the handler has bound replaced by their values."""
+        return _Substitute(self.values).visit(copy.deepcopy(value))
+
+
+class _Substitute(ast.NodeTransformer):
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.values.get(node.id, node))
+
+
+class _Unmask(ast.NodeTransformer):
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        ours = ast.unparse(node.func) == f"{OPS}.masked"
+        return node.args[0] if ours else node
+
+
+def _plain(node: ast.expr) -> ast.expr:
+    """Return an expression as it was before rewriting."""
+    return _Unmask().visit(copy.deepcopy(node))

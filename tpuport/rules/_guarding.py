@@ -8,8 +8,16 @@ from tpuport.source.syntax.text import Edit, Passage
 
 # Parents under which a conditional expression needs no parentheses.
 _FREE_PARENTS = (
-    *(ast.keyword, ast.Call, ast.Assign, ast.AnnAssign, ast.Return, ast.arguments),
-    *(ast.Dict, ast.List, ast.Tuple, ast.Set),
+    ast.keyword,
+    ast.Call,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.Return,
+    ast.arguments,
+    ast.Dict,
+    ast.List,
+    ast.Tuple,
+    ast.Set,
 )
 
 

@@ -4,20 +4,15 @@ import ast
 import re
 from collections.abc import Iterator
 
+from tpuport.rules._origins import SEVERAL, counter_of
 from tpuport.source.inference.kinds import Kind
 from tpuport.source.rewrite.finding import Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import FUNCTIONS
 from tpuport.source.syntax.statements import is_ops_call
 
-# These return several tensors, so that indexing the result picks one of them.
-_SEVERAL = frozenset(
-    {
-        *("broadcast_tensors", "chunk", "dsplit", "hsplit", "kthvalue", "meshgrid", "mode", "qr"),
-        *("slogdet", "sort", "split", "split_with_sizes", "svd", "tensor_split", "topk", "unbind"),
-        *("unique", "vsplit", "values", "keys", "items", "tolist"),
-    }
-)
+# Indexing the result of these picks one of several tensors, or of the values of a dict.
+_NOT_A_TENSOR = SEVERAL | {"items", "keys", "split_with_sizes", "values"}
 # Words in the names of functions and classes that prepare the input of flash attention's kernels.
 # A class needs more than "flash", as small models are called Flash, too.
 _PACKS = re.compile("flash|unpad|upad|varlen|xformers")
@@ -72,7 +67,7 @@ def takes_one_mask(node: ast.Subscript, context: Context) -> bool:
     """Return whether an index is one mask, and otherwise static slices and numbers."""
     found = masks(node, context)
     others = [part for part in parts(node.slice) if part not in found]
-    return len(found) == 1 and all(is_basic(part, context) for part in others)
+    return len(found) == 1 and all(is_static(part, context) for part in others)
 
 
 def is_leading(node: ast.Subscript, context: Context) -> bool:
@@ -100,16 +95,16 @@ def severity(node: ast.AST, context: Context) -> Severity:
     return Severity.ERROR
 
 
-def is_basic(part: ast.expr, context: Context) -> bool:
+def is_static(part: ast.expr, context: Context) -> bool:
     """Return whether a part of an index is a slice, a number or None that is static."""
     match part:
         case ast.Constant(value=value):
             return value is None or value is Ellipsis or type(value) is int
         case ast.Slice(lower=lower, upper=upper, step=step):
             ends = [end for end in (lower, upper, step) if end is not None]
-            return all(is_basic(end, context) for end in ends)
+            return all(is_static(end, context) for end in ends)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return is_basic(operand, context)
+            return is_static(operand, context)
         case ast.Name():
             return is_counter(part, context)
         case _:
@@ -119,19 +114,9 @@ def is_basic(part: ast.expr, context: Context) -> bool:
 def is_counter(name: ast.Name, context: Context) -> bool:
     """Return whether a name only ever counts through a `range` or an `enumerate`."""
     found = list(bindings(name, context))
-    return bool(found) and all(_counts(target, value) for target, value in found)
-
-
-def _counts(target: ast.AST, loop: ast.AST | None) -> bool:
-    if not isinstance(loop, ast.For | ast.comprehension) or not isinstance(loop.iter, ast.Call):
-        return False
-    match loop.iter.func, loop.target:
-        case ast.Name(id="range"), _:
-            return loop.target is target
-        case ast.Name(id="enumerate"), ast.Tuple(elts=[first, *_]):
-            return first is target
-        case _:
-            return False
+    return bool(found) and all(
+        value is not None and counter_of(value) is target for target, value in found
+    )
 
 
 def bindings(name: ast.Name, context: Context) -> Iterator[tuple[ast.AST, ast.AST | None]]:
@@ -167,7 +152,7 @@ def _bound_value(node: ast.Name, context: Context) -> ast.AST | None:
 
 def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
     """Return whether a traced value is one tensor, not a sequence of them or a number."""
-    if not context.is_traced(node) or is_number(node, context) or not depth:
+    if not context.is_traced(node) or is_python_number(node, context) or not depth:
         return False
     match node:
         case ast.Name():
@@ -181,7 +166,8 @@ def is_tensor(node: ast.expr, context: Context, depth: int = 3) -> bool:
             return is_tensor(value, context, depth)
         case ast.Call(func=ast.Attribute(attr=name)):
             # With a second argument `max` returns indices, too.
-            return name not in _SEVERAL and not (name in ("max", "min", "median") and node.args)
+            returns_indices = name in ("max", "min", "median") and node.args
+            return name not in _NOT_A_TENSOR and not returns_indices
         case ast.BinOp(left=left, right=right):
             return is_tensor(left, context, depth) or is_tensor(right, context, depth)
         case ast.UnaryOp(operand=operand):
@@ -194,7 +180,7 @@ def is_view(node: ast.expr, context: Context) -> bool:
     """Return whether an expression is a view to torchax: a tensor indexed by slices or numbers."""
     match node:
         case ast.Subscript(value=value, slice=index):
-            basic = all(is_basic(part, context) for part in parts(index))
+            basic = all(is_static(part, context) for part in parts(index))
             return basic and is_tensor(value, context)
         case ast.Name():
             found = [value for _, value in bindings(node, context)]
@@ -205,7 +191,7 @@ def is_view(node: ast.expr, context: Context) -> bool:
             return False
 
 
-def is_number(node: ast.expr, context: Context, depth: int = 4) -> bool:
+def is_python_number(node: ast.expr, context: Context, depth: int = 4) -> bool:
     """Return whether an expression was made a Python number, which another rule reports."""
     if not depth:
         return False
@@ -215,13 +201,13 @@ def is_number(node: ast.expr, context: Context, depth: int = 4) -> bool:
         case ast.Call(func=ast.Attribute(attr=name)) if name in _TO_NUMBER:
             return True
         case ast.BinOp(left=left, right=right):
-            return any(is_number(side, context, depth - 1) for side in (left, right))
+            return any(is_python_number(side, context, depth - 1) for side in (left, right))
         case ast.Subscript(value=value):
-            return is_number(value, context, depth - 1)
+            return is_python_number(value, context, depth - 1)
         case ast.Name():
             found = [value for _, value in bindings(node, context)]
             return any(
-                isinstance(value, ast.expr) and is_number(value, context, depth - 1)
+                isinstance(value, ast.expr) and is_python_number(value, context, depth - 1)
                 for value in found
             )
         case _:

@@ -9,24 +9,52 @@ from tpuport.source.syntax.module import Function, own_bindings
 from tpuport.source.syntax.names import all_arguments
 from tpuport.source.syntax.statements import walk_scope
 
-# Methods of one tensor that return several, or no tensor.
-_SEVERAL = frozenset(
+# Methods of one tensor that return several tensors, or a list.
+SEVERAL = frozenset(
     {
-        *("aminmax", "broadcast_tensors", "chunk", "cummax", "cummin", "dsplit", "eig", "eigh"),
-        *("frexp", "hsplit", "item", "kthvalue", "lstm", "lu", "max", "median", "meshgrid", "min"),
-        *("mode", "nonzero", "numpy", "qr", "size", "slogdet", "sort", "split", "std_mean", "svd"),
-        *(
-            "tensor_split",
-            "tolist",
-            "topk",
-            "unbind",
-            "unique",
-            "unique_consecutive",
-            "unsafe_chunk",
-        ),
-        *("var_mean", "vsplit", "where"),
+        "broadcast_tensors",
+        "chunk",
+        "dsplit",
+        "hsplit",
+        "kthvalue",
+        "meshgrid",
+        "mode",
+        "qr",
+        "slogdet",
+        "sort",
+        "split",
+        "svd",
+        "tensor_split",
+        "tolist",
+        "topk",
+        "unbind",
+        "unique",
+        "vsplit",
     }
 )
+# The result of these is no tensor or, in some or all of their forms, several.
+_NOT_SURELY_ONE = SEVERAL | {
+    "aminmax",
+    "cummax",
+    "cummin",
+    "eig",
+    "eigh",
+    "frexp",
+    "item",
+    "lstm",
+    "lu",
+    "max",
+    "median",
+    "min",
+    "nonzero",
+    "numpy",
+    "size",
+    "std_mean",
+    "unique_consecutive",
+    "unsafe_chunk",
+    "var_mean",
+    "where",
+}
 
 
 def last_name(function: ast.expr) -> str | None:
@@ -34,6 +62,19 @@ def last_name(function: ast.expr) -> str | None:
     if isinstance(function, ast.Name):
         return function.id
     return function.attr if isinstance(function, ast.Attribute) else None
+
+
+def counter_of(loop: ast.AST) -> ast.Name | None:
+    """Return the name that a loop or comprehension over `range` or `enumerate` counts with."""
+    if not isinstance(loop, ast.For | ast.comprehension) or not isinstance(loop.iter, ast.Call):
+        return None
+    match loop.iter.func, loop.target:
+        case ast.Name(id="range"), ast.Name() as counter:
+            return counter
+        case ast.Name(id="enumerate"), ast.Tuple(elts=[ast.Name() as counter, *_]):
+            return counter
+        case _:
+            return None
 
 
 def bound_values(name: ast.Name, context: Context) -> list[ast.expr] | None:
@@ -81,7 +122,7 @@ def _is_one(node: ast.expr, context: Context, seen: frozenset[str]) -> bool:
         case ast.Name(id=name):
             return name not in seen and _is_one_name(node, context, seen | {name})
         case ast.Call(func=ast.Attribute(attr=attribute, value=value)):
-            if attribute in _SEVERAL:
+            if attribute in _NOT_SURELY_ONE:
                 return False
             name = context.name(node.func) or ""
             return name.startswith("torch.") or _is_one(value, context, seen)

@@ -2,14 +2,27 @@
 
 import ast
 
+from tpuport.rules._masks import parts
 from tpuport.source.inference.kinds import Kind
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import FUNCTIONS
 
 CREATORS = frozenset(
     {
-        *("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "zeros", "tensor"),
-        *("as_tensor", "rand", "randn", "randint", "randperm"),
+        "arange",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "zeros",
+        "tensor",
+        "as_tensor",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
     }
 )
 RANDOM = frozenset({"rand", "randn", "randint", "randperm"})
@@ -77,9 +90,34 @@ def only_value(node: ast.Name, context: Context) -> ast.expr | None:
 # These keep a tensor on the CPU and do not make it smaller.
 _SAME_PLACE = frozenset(
     {
-        *("float", "long", "int", "half", "double", "bool", "bfloat16", "unsqueeze", "view"),
-        *("reshape", "expand", "repeat", "flatten", "t", "transpose", "permute", "clone", "cos"),
-        *("sin", "exp", "log", "sqrt", "abs", "pow", "contiguous", "flip", "tril", "triu"),
+        "float",
+        "long",
+        "int",
+        "half",
+        "double",
+        "bool",
+        "bfloat16",
+        "unsqueeze",
+        "view",
+        "reshape",
+        "expand",
+        "repeat",
+        "flatten",
+        "t",
+        "transpose",
+        "permute",
+        "clone",
+        "cos",
+        "sin",
+        "exp",
+        "log",
+        "sqrt",
+        "abs",
+        "pow",
+        "contiguous",
+        "flip",
+        "tril",
+        "triu",
     }
 )
 _DEPTH = 8
@@ -142,11 +180,10 @@ def _on_default_device(node: ast.AST, context: Context) -> bool:
 
 def _keeps_all(index: ast.expr) -> bool:
     """Return whether an index only adds dimensions: `[None]`, `[:, None]`."""
-    parts = index.elts if isinstance(index, ast.Tuple) else [index]
     return all(
         (isinstance(part, ast.Constant) and part.value in (None, ...))
         or (isinstance(part, ast.Slice) and part.lower is part.upper is part.step is None)
-        for part in parts
+        for part in parts(index)
     )
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from tpuport.rules._origins import counter_of
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.statements import walk_scope
 
@@ -43,16 +44,8 @@ def arguments(call: ast.Call) -> list[ast.expr]:
 
 def counters(node: Loop) -> set[str]:
     """Return the names that a loop counts with."""
-    match node:
-        case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"))):
-            return {name}
-        case ast.For(
-            target=ast.Tuple(elts=[ast.Name(id=name), *_]),
-            iter=ast.Call(func=ast.Name(id="enumerate")),
-        ):
-            return {name}
-        case _:
-            return set()
+    counter = counter_of(node)
+    return set() if counter is None else {counter.id}
 
 
 def is_varying_number(node: ast.expr, counted: set[str]) -> bool:

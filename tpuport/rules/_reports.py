@@ -7,8 +7,21 @@ from tpuport.source.syntax.statements import exits_loop, returns
 
 _LOG_METHODS = frozenset(
     {
-        *("critical", "debug", "error", "exception", "fatal", "info", "log", "trace", "warn"),
-        *("warn_explicit", "warning", "warning_advice", "warning_once", "success", "write"),
+        "critical",
+        "debug",
+        "error",
+        "exception",
+        "fatal",
+        "info",
+        "log",
+        "trace",
+        "warn",
+        "warn_explicit",
+        "warning",
+        "warning_advice",
+        "warning_once",
+        "success",
+        "write",
     }
 )
 _LOG_OWNERS = ("log", "logger", "logging", "warnings", "tqdm")

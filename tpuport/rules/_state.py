@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tpuport.rules._effects import is_in_place
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import FUNCTIONS, Function
 
@@ -12,6 +13,8 @@ from tpuport.source.syntax.module import FUNCTIONS, Function
 _STEPS = frozenset({"forward", "training_step"})
 _SET_UP = ("set_", "reset", "clear", "enable", "disable", "load", "save", "resize", "setup", "init")
 _STATIC = frozenset({"staticmethod", "classmethod", "property"})
+# This sets a flag of the tensor: its values stay.
+_NOT_STATE = frozenset({"requires_grad_"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,16 +230,12 @@ def _call_writes(call: ast.Call, owner: str) -> Iterator[tuple[str, ast.expr | N
             if name is not None:
                 yield name, value, "append"
         case ast.Call(func=ast.Attribute(value=inner, attr=method)):
-            root, is_write = inner, _is_in_place(method)
+            root, is_write = inner, is_in_place(method, but=_NOT_STATE)
             while isinstance(root, ast.Call) and isinstance(root.func, ast.Attribute):
-                is_write = is_write or _is_in_place(root.func.attr)
+                is_write = is_write or is_in_place(root.func.attr, but=_NOT_STATE)
                 root = root.func.value
             name = attribute_of(root, owner)
             if name is not None and is_write:
                 yield name, call.args[0] if call.args else None, "in_place"
         case _:
             pass
-
-
-def _is_in_place(method: str) -> bool:
-    return method.endswith("_") and not method.endswith("__") and method != "requires_grad_"

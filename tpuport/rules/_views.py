@@ -1,9 +1,14 @@
-"""Views of tensors: those that plain torchax writes through, and reads of their base."""
+"""Views of tensors: those that plain torchax writes through, and reads of their base.
+
+The only rule that imports it, write_through_view, would be too long to read with it.
+"""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tpuport.rules._effects import is_in_place
+from tpuport.rules._origins import counter_of
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Function, own_bindings
 from tpuport.source.syntax.statements import walk_scope
@@ -17,17 +22,41 @@ LOSING = frozenset(
         *REORDERING,
         *MAY_COPY,
         *PARTS,
-        *("view", "view_as", "unflatten", "unsqueeze", "squeeze", "narrow", "select"),
-        *("diagonal", "expand", "expand_as", "unfold", "as_strided"),
+        "view",
+        "view_as",
+        "unflatten",
+        "unsqueeze",
+        "squeeze",
+        "narrow",
+        "select",
+        "diagonal",
+        "expand",
+        "expand_as",
+        "unfold",
+        "as_strided",
     }
 )
 LOSING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH"})
 # In-place methods that torchax applies to a copy of a slice.
 LOSING_ON_SLICES = frozenset(
     {
-        *("zero_", "fill_", "masked_fill_", "addcmul_", "addcdiv_", "tril_", "triu_", "renorm_"),
-        *("fill_diagonal_", "lerp_", "nan_to_num_", "index_add_", "index_copy_", "index_fill_"),
-        *("frac_", "logit_", "sgn_"),
+        "zero_",
+        "fill_",
+        "masked_fill_",
+        "addcmul_",
+        "addcdiv_",
+        "tril_",
+        "triu_",
+        "renorm_",
+        "fill_diagonal_",
+        "lerp_",
+        "nan_to_num_",
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "frac_",
+        "logit_",
+        "sgn_",
     }
 )
 NOT_A_WRITE = frozenset({"requires_grad_", "detach_", "retain_grad_", "share_memory_"})
@@ -116,20 +145,11 @@ def is_basic(index: ast.expr, context: Context) -> bool:
 
 
 def _is_loop_counter(node: ast.Name, context: Context) -> bool:
-    for parent in context.module.ancestors(node):
-        match parent:
-            case ast.For(target=ast.Name(id=name), iter=ast.Call(func=ast.Name(id="range"))) if (
-                name == node.id
-            ):
-                return True
-            case ast.For(
-                target=ast.Tuple(elts=[ast.Name(id=name), *_]),
-                iter=ast.Call(func=ast.Name(id="enumerate")),
-            ) if name == node.id:
-                return True
-            case _:
-                pass
-    return False
+    """Return whether a name counts a loop around it, whatever else binds it."""
+    counters = (
+        counter_of(loop) for loop in context.module.ancestors(node) if isinstance(loop, ast.For)
+    )
+    return any(counter is not None and counter.id == node.id for counter in counters)
 
 
 def mutation(node: ast.stmt) -> Mutation | None:
@@ -138,7 +158,7 @@ def mutation(node: ast.stmt) -> Mutation | None:
         case ast.Expr(value=ast.Call() as call) | ast.Assign(value=ast.Call() as call):
             found, inner = None, call
             while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-                if is_in_place(inner.func.attr):
+                if is_in_place(inner.func.attr, but=NOT_A_WRITE):
                     found = Mutation(inner.func.value, inner.func.attr)
                 inner = inner.func.value
             return found
@@ -150,11 +170,6 @@ def mutation(node: ast.stmt) -> Mutation | None:
             return Mutation(target, "+=")
         case _:
             return None
-
-
-def is_in_place(method: str) -> bool:
-    """Return whether a method of tensors writes to the tensor, by its name."""
-    return method.endswith("_") and not method.endswith("__") and method not in NOT_A_WRITE
 
 
 def made_before(

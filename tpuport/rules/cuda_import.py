@@ -4,9 +4,9 @@ import ast
 import re
 from pathlib import PurePath
 
-from tpuport.rules._cuda_facts import CUDA_PACKAGES
 from tpuport.rules._devices import is_aside, is_guarded
 from tpuport.rules._rule import Example, Rule
+from tpuport.source.inference.gpu_only import CUDA_PACKAGES
 from tpuport.source.rewrite.finding import Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Function, Module

@@ -1,8 +1,8 @@
 """TPU418: an optimizer over parameters that are frozen."""
 
 import ast
+from collections.abc import Iterator
 
-from tpuport.rules._freezing import all_parameters, frozen
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Safety, Severity
 from tpuport.source.rewrite.matching import Context
@@ -104,11 +104,58 @@ class OptimizerOverFrozen(Rule):
         if not name.startswith("torch.optim.") or name.startswith(_NO_OPTIMIZERS):
             return
         given = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "params")]
-        if not given or (parameters := all_parameters(given[0])) is None:
+        if not given or (parameters := _all_parameters(given[0])) is None:
             return
         model = ast.unparse(parameters.func.value)  # pyright: ignore[reportAttributeAccessIssue]
-        for owner, place in frozen(node, context):
+        for owner, place in _frozen(node, context):
             if owner == model or owner.startswith((f"{model}.", f"{model}[")):
                 line = str(context.module.origin(place))
                 context.report(self, node, parameters=parameters, line=line)
                 return
+
+
+def _all_parameters(node: ast.expr) -> ast.Call | None:
+    """Return the call of `parameters()` if an expression gives all parameters of a model."""
+    match node:
+        case ast.Call(func=ast.Name(id="list" | "tuple"), args=[inner]):
+            return _all_parameters(inner)
+        case ast.Call(func=ast.Attribute(attr="parameters"), args=[], keywords=[]):
+            return node
+        case _:
+            return None
+
+
+def _frozen(node: ast.Call, context: Context) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what the code around a call freezes, as source text, and the node that does it."""
+    around = context.module.outermost_function(node)
+    parent = context.module.parents.get(around)
+    for inner in ast.walk(parent if isinstance(parent, ast.ClassDef) else around):
+        match inner:
+            case ast.Call(
+                func=ast.Attribute(value=owner, attr="requires_grad_"),
+                args=[ast.Constant(value=False)],
+            ):
+                yield _owner(owner, inner, context), inner
+            case ast.Assign(
+                targets=[ast.Attribute(value=owner, attr="requires_grad")],
+                value=ast.Constant(value=False),
+            ):
+                yield _owner(owner, inner, context), inner
+            case _:
+                pass
+
+
+def _owner(node: ast.expr, place: ast.AST, context: Context) -> str:
+    """Return the model that a frozen thing belongs to; for a loop's parameter, the loop's model."""
+    text = ast.unparse(node)
+    for parent in context.module.ancestors(place):
+        match parent:
+            case ast.For(
+                target=target, iter=ast.Call(func=ast.Attribute(value=model, attr=method))
+            ):
+                names = {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+                if text in names and method in ("parameters", "named_parameters"):
+                    return ast.unparse(model)
+            case _:
+                pass
+    return text

@@ -2,14 +2,15 @@
 
 import ast
 
+from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import refuse_effects
-from tpuport.rules._expressions import OPS, function_around
-from tpuport.rules._lifting import Lift, refuse_loop_exits
-from tpuport.rules._looping import loop_edit
+from tpuport.rules._expressions import OPS, Expressions, function_around
+from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.statements import returns
+from tpuport.source.syntax.text import Edit
 
 
 class TensorWhile(Rule):
@@ -140,4 +141,24 @@ class TensorWhile(Rule):
                 raise NotFixable(f"{name} may be unbound before the loop")
         if not lift.outputs:
             raise NotFixable("no variable that its test could read changes in its body")
-        return Fix((loop_edit(node, lift.outputs, context),), (OPS,))
+        return Fix((_loop_edit(node, lift.outputs, context),), (OPS,))
+
+
+def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
+    """Return the edit that makes a loop two functions and a call of `tpuport.ops.while_loop`."""
+    layout, expressions = Layout(node, context), Expressions(context)
+    names = [context.module.fresh_name(node, name) for name in ("loop_test", "loop_body")]
+    with expressions.moving(node.test):
+        test = expressions.truth(node.test)
+    is_long = len(test.lines) > 1
+    returned = layout.line("return (" if is_long else "return ", layout.inner) + test
+    returned = returned + (")" if is_long else "")
+    state = as_tuple(carried)
+    result = layout.line(f"return {state}", layout.inner)
+    functions = [
+        layout.function(names[0], carried, returned),
+        layout.function(names[1], carried, layout.body().at(layout.inner), result),
+    ]
+    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state})"
+    target = state if len(carried) == 1 else ", ".join(carried)
+    return layout.edit([*functions, layout.line(f"{target} = {call}")], expressions, gap=True)

@@ -3,13 +3,15 @@
 import ast
 
 from tpuport.rules._expressions import OPS
+from tpuport.rules._origins import is_one_tensor, last_name
 from tpuport.rules._rule import Example, Rule
-from tpuport.rules._truths import asks_truth, is_choice, is_list_of_numbers
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.text import Edit, Passage
 
 _CHOICES = {"max": "largest", "min": "smallest"}
+_OF_ITEMS = frozenset({"max", "min", "sorted", "any", "all"})
+_NAMES = _OF_ITEMS | {"equal", "is_nonzero"}
 
 
 class TruthInCall(Rule):
@@ -131,13 +133,13 @@ class TruthInCall(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
-        if asks_truth(node, context):
+        if _asks_truth(node, context):
             context.report(self, node, call=node)
 
     def visit_Compare(self, node: ast.Compare, context: Context) -> None:
         match node:
             case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left, comparators=[items]):
-                if is_list_of_numbers(items) and context.is_traced(left):
+                if _is_list_of_numbers(items) and context.is_traced(left):
                     context.report(self, node, call=node)
             case _:
                 pass
@@ -148,7 +150,53 @@ class TruthInCall(Rule):
         assert isinstance(node, ast.Call)
         if not isinstance(node.func, ast.Name):
             raise NotFixable("(a == b).all() returns the answer as a tensor")
-        if not is_choice(node, context):
+        if not _is_choice(node, context):
             raise NotFixable("torch has this for the elements of a tensor")
         helper = Passage.of(f"{OPS}.{_CHOICES[node.func.id]}", context.module.origin(node))
         return Fix((Edit(*context.module.span(node.func), helper),), (OPS,))
+
+
+def _asks_truth(node: ast.Call, context: Context) -> bool:
+    """Return whether a call takes the truth of traced values."""
+    if last_name(node.func) not in _NAMES:
+        return False
+    return _is_choice(node, context) or _is_over_items(node, context) or _is_equal(node, context)
+
+
+def _is_choice(node: ast.Call, context: Context) -> bool:
+    """Return whether a call is Python's `max` or `min` of several values, one of them traced."""
+    match node:
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, _, *_], keywords=[]):
+            return not context.module.binds_otherwise(name) and any(
+                context.is_traced(argument) for argument in node.args
+            )
+        case _:
+            return False
+
+
+def _is_over_items(node: ast.Call, context: Context) -> bool:
+    """Return whether a call is one of Python's functions that compare a tensor's elements."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=[items]) if name in _OF_ITEMS:
+            return not context.module.binds_otherwise(name) and is_one_tensor(items, context)
+        case _:
+            return False
+
+
+def _is_equal(node: ast.Call, context: Context) -> bool:
+    """Return whether a call returns the truth of traced tensors as a Python bool."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="equal", value=value), args=[first, *_]):
+            is_torch = context.name(node.func) == "torch.equal"
+            return context.is_traced(first if is_torch else value)
+        case ast.Call(func=ast.Attribute(value=value, attr="is_nonzero"), args=[]):
+            return context.is_traced(value)
+        case _:
+            return False
+
+
+def _is_list_of_numbers(items: ast.expr) -> bool:
+    """Return whether items are written out and none is a string: text is looked up in text."""
+    if not isinstance(items, ast.Tuple | ast.List):
+        return False
+    return not any(isinstance(e, ast.Constant) and isinstance(e.value, str) for e in items.elts)

@@ -6,22 +6,70 @@ from collections.abc import Sequence
 
 from tpuport.source.syntax.module import FUNCTIONS, SCOPES, Function, Module
 
-# Packages of kernels for GPUs and other accelerators. Without such a device they cannot be
-# installed, or fail at import or at the first call.
+# Packages of kernels for NVIDIA GPUs. Without such a GPU they cannot be installed, or fail when
+# they are imported or first called.
 CUDA_PACKAGES = frozenset(
     {
-        *("flash_attn", "flash_attn_interface", "flash_attn_2_cuda", "flashinfer", "flash_mla"),
-        *("xformers", "triton", "apex", "amp_C", "deepspeed", "bitsandbytes", "mamba_ssm"),
-        *("causal_conv1d", "causal_conv1d_cuda", "selective_scan_cuda", "tensorrt", "fla"),
-        *("torch_tensorrt", "sageattention", "sageattn3", "spas_sage_attn", "vllm", "sgl_kernel"),
-        *("transformer_engine", "liger_kernel", "flex_block_attn", "block_sparse_attn", "cupy"),
-        *("pycuda", "cutlass", "deep_gemm", "deep_ep", "nunchaku", "exllamav2"),
-        *("auto_gptq", "gptqmodel", "awq", "spconv", "torchsparse", "MinkowskiEngine"),
-        *("nvdiffrast", "gsplat", "diff_gaussian_rasterization", "tinycudann", "lightseq"),
-        *("torch_npu", "torch_mlu", "torch_musa", "habana_frameworks", "aiter"),
-        *("rotary_emb", "dropout_layer_norm", "fused_dense_lib", "xentropy_cuda_lib", "tilelang"),
+        "flash_attn",
+        "flash_attn_interface",
+        "flash_attn_2_cuda",
+        "flashinfer",
+        "flash_mla",
+        "xformers",
+        "triton",
+        "apex",
+        "amp_C",
+        "deepspeed",
+        "bitsandbytes",
+        "mamba_ssm",
+        "causal_conv1d",
+        "causal_conv1d_cuda",
+        "selective_scan_cuda",
+        "tensorrt",
+        "fla",
+        "torch_tensorrt",
+        "sageattention",
+        "sageattn3",
+        "spas_sage_attn",
+        "vllm",
+        "sgl_kernel",
+        "transformer_engine",
+        "liger_kernel",
+        "flex_block_attn",
+        "block_sparse_attn",
+        "cupy",
+        "pycuda",
+        "cutlass",
+        "deep_gemm",
+        "deep_ep",
+        "nunchaku",
+        "exllamav2",
+        "auto_gptq",
+        "gptqmodel",
+        "awq",
+        "spconv",
+        "torchsparse",
+        "MinkowskiEngine",
+        "nvdiffrast",
+        "gsplat",
+        "diff_gaussian_rasterization",
+        "tinycudann",
+        "lightseq",
+        "rotary_emb",
+        "dropout_layer_norm",
+        "fused_dense_lib",
+        "xentropy_cuda_lib",
+        "tilelang",
     }
 )
+# The same for these and other accelerators.
+_DEVICE_PACKAGES = CUDA_PACKAGES | {
+    "aiter",
+    "habana_frameworks",
+    "torch_mlu",
+    "torch_musa",
+    "torch_npu",
+}
 
 
 def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[Function]:
@@ -34,7 +82,7 @@ def find_gpu_only(module: Module, calls: dict[Function, list[Function]]) -> set[
     kernels = {
         name
         for name, full in module.imports.items()
-        if full.lstrip(".").partition(".")[0] in CUDA_PACKAGES
+        if full.lstrip(".").partition(".")[0] in _DEVICE_PACKAGES
     }
     if not kernels:
         return set()

@@ -54,8 +54,29 @@ def _may_be_tensor(node: ast.expr) -> bool:
 
 _OTHERS = frozenset(
     {
-        *("int", "float", "bool", "str", "bytes", "list", "tuple", "dict", "set", "ndarray"),
-        *("Image", "Mapping", "MutableMapping", "Sequence", "Iterable", "Path", "PathLike"),
-        *("Number", "Integral", "Real", "Module", "PreTrainedModel", "Callable", "Generator"),
+        "int",
+        "float",
+        "bool",
+        "str",
+        "bytes",
+        "list",
+        "tuple",
+        "dict",
+        "set",
+        "ndarray",
+        "Image",
+        "Mapping",
+        "MutableMapping",
+        "Sequence",
+        "Iterable",
+        "Path",
+        "PathLike",
+        "Number",
+        "Integral",
+        "Real",
+        "Module",
+        "PreTrainedModel",
+        "Callable",
+        "Generator",
     }
 )

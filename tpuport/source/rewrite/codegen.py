@@ -26,8 +26,13 @@ _FACTORY = "tpuport_factory"
 _FLAGS_OF_PLACE = inspect.CO_NESTED | inspect.CO_ITERABLE_COROUTINE
 _NO_COLUMN = -1
 _PLACED = (
-    *(ast.stmt, ast.expr, ast.excepthandler, ast.arg, ast.keyword, ast.alias),
-    *(ast.pattern,),
+    ast.stmt,
+    ast.expr,
+    ast.excepthandler,
+    ast.arg,
+    ast.keyword,
+    ast.alias,
+    ast.pattern,
 )
 
 

@@ -18,8 +18,16 @@ SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 DEFAULT_INDENT = "    "
 _MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
 _BINDERS = (
-    *(ast.Name, ast.arg, *FUNCTIONS, ast.ClassDef, ast.ExceptHandler, ast.MatchAs),
-    *(ast.MatchStar, ast.MatchMapping, ast.Global, ast.Nonlocal),
+    ast.Name,
+    ast.arg,
+    *FUNCTIONS,
+    ast.ClassDef,
+    ast.ExceptHandler,
+    ast.MatchAs,
+    ast.MatchStar,
+    ast.MatchMapping,
+    ast.Global,
+    ast.Nonlocal,
 )
 _BOUND_BY = (*(kind for kind in _BINDERS if kind is not ast.Name), ast.Import, ast.ImportFrom)
 

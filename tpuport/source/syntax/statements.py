@@ -11,9 +11,23 @@ from tpuport.source.syntax.module import FUNCTIONS
 _TRANSPARENT_ROOTS = ("torch.", "th.", "jax.", "F.", "nn.")
 _TRANSPARENT_NAMES = frozenset(
     {
-        *("autocast", "device", "enable_grad", "inference_mode", "no_grad", "nullcontext"),
-        *("open", "profile", "record_function", "sdpa_kernel", "set_grad_enabled", "Lock"),
-        *("autocast_context", "catch_warnings", "closing", "redirect_stdout", "profiler_record"),
+        "autocast",
+        "device",
+        "enable_grad",
+        "inference_mode",
+        "no_grad",
+        "nullcontext",
+        "open",
+        "profile",
+        "record_function",
+        "sdpa_kernel",
+        "set_grad_enabled",
+        "Lock",
+        "autocast_context",
+        "catch_warnings",
+        "closing",
+        "redirect_stdout",
+        "profiler_record",
     }
 )
 
