@@ -228,7 +228,7 @@ class TestVerdict:
 def test_timed_adds_up_and_counts_a_stage_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     report = PortReport("Model")
     clock = iter([1.0, 3.5, 10.0, 10.5])
-    monkeypatch.setattr("tpuport.reports.report.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("tpuport.reports.data.time.perf_counter", lambda: next(clock))
     with report.timed("trace"):
         pass
     with pytest.raises(KeyError), report.timed("trace"):
