@@ -369,3 +369,11 @@ def test_the_demo_fails_when_parity_does(invoke, monkeypatch, tmp_path, holds, e
 def test_a_wrong_option_is_a_wrong_call(invoke):
     assert invoke("demo", "--nope").exit_code == WRONG_CALL
     assert invoke("nope").exit_code == WRONG_CALL
+
+
+def test_every_name_of_training_is_found_and_is_no_module():
+    from tpuport import training
+
+    # In the order of the list a module is loaded before the function that it would hide.
+    kinds = {name: type(getattr(training, name)) for name in training.__all__}
+    assert [name for name, kind in kinds.items() if kind is type(training)] == []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tpuport.training.adapters.lightning import from_lightning
     from tpuport.training.adapters.transformers import from_training_arguments
-    from tpuport.training.alternating import Alternating, alternating
+    from tpuport.training.alternation import Alternating, alternating
     from tpuport.training.checkpoints import Checkpoints, Restored
     from tpuport.training.distributed import initialize
     from tpuport.training.input.batches import Batches
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tpuport.training.step import TrainStep, make_train_step
 
 _HOME = {
-    "Alternating": "turns", "Batches": "input.batches", "Buckets": "input.buckets",
-    "Checkpoints": "checkpoints", "JsonLines": "sinks", "Preempted": "preemption",
-    "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "sinks",
+    "Alternating": "alternation", "Batches": "input.batches", "Buckets": "input.buckets",
+    "Checkpoints": "checkpoints", "JsonLines": "metric_writers", "Preempted": "preemption",
+    "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "metric_writers",
     "TrainState": "tpuport.training.state",
-    "TrainStep": "step", "WandB": "sinks", "alternating": "turns", "fit": "loop",
+    "TrainStep": "step", "WandB": "metric_writers", "alternating": "alternation", "fit": "loop",
     "from_lightning": "adapters.lightning", "from_torch": "optimizers",
-    "from_training_arguments": "adapters.transformers", "initialize": "hosts",
+    "from_training_arguments": "adapters.transformers", "initialize": "distributed",
     "make_train_step": "step",
 }  # fmt: skip
 
