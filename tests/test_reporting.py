@@ -1,10 +1,11 @@
-"""The JSON of every report, to the letter as users' programs read it, and the codec behind it."""
+"""The JSON of every report, to the letter as users' programs read it, and what writes it."""
 
 import json
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import jinja2
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -16,7 +17,9 @@ from tpuport.aot.search import SearchReport, Trial
 from tpuport.compat.emulated.report import Descended, RunReport
 from tpuport.compat.imports import rewritten
 from tpuport.compat.imports.import_hook import Imported
+from tpuport.foundation.reporting import templates
 from tpuport.foundation.reporting.json_codec import decoded, encoded
+from tpuport.foundation.reporting.markup import Markup
 from tpuport.lint.records import Checked, Ignore, Problem, Reported, Trouble
 from tpuport.model.precision_audit import AuditPlace, PrecisionAudit
 from tpuport.sharding.checks import NoteKind, ShardingNote
@@ -229,3 +232,14 @@ def test_what_json_does_not_know_is_written_as_what_it_knows():
 def test_json_that_does_not_fit_its_type_is_refused(wrong: object):
     with pytest.raises((KeyError, TypeError, ValueError)):
         decoded(Outer, wrong)
+
+
+def test_a_template_shows_what_a_browser_would_obey():
+    evil = "<b>'\x1b\u202e"
+    written = templates._environment().from_string("{{ a }}|{{ b }}|{{ 3 | plural('branch') }}")
+    assert written.render(a=evil, b=Markup("<i>")) == ("&lt;b&gt;&#39;\\x1b\\u202e|<i>|3 branches")
+
+
+def test_a_value_that_a_template_lacks_is_an_error():
+    with pytest.raises(jinja2.UndefinedError, match="'reports' is undefined"):
+        templates.render("demo/templates/page.html.j2")
