@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 _END = 4096  # bytes to read at either end of a tensor
 

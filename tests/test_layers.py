@@ -58,6 +58,7 @@ TRACING_ROOMS = (
 # What comes with the base install alone.
 TEXT_ONLY = {
     "foundation.errors",
+    "foundation.files",
     "foundation.reporting",
     "foundation.version",
     "foundation.user_frames",

@@ -25,7 +25,7 @@ from tpuport.foundation.errors import (
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "torchax", "jax", "jaxlib", "numpy", "transformers", "diffusers")
-HEAVY_OR_CLI = (*HEAVY, "rich", "typer")
+HEAVY_OR_CLI = (*HEAVY, "rich", "typer", "jinja2")
 IMPORT_SECONDS = 0.3
 
 
@@ -65,7 +65,7 @@ for stage in ("source", "rules", "lint", "diagnosis", "doctor", "cli"):
     for module in walk_packages(import_module(name).__path__, name + "."):
         import_module(module.name)
 """
-    assert modules_loaded_by(walk, HEAVY) == set()
+    assert modules_loaded_by(walk, (*HEAVY, "jinja2")) == set()
     assert modules_loaded_by(walk, ("tpuport.rules._discovery",))
 
 
@@ -94,7 +94,8 @@ with TemporaryDirectory() as folder:
     ],
 )
 def test_lint_and_rewrite_load_no_framework(arguments: list[str], code: int):
-    assert modules_loaded_by(_RUN.format(arguments=arguments, code=code), HEAVY) == set()
+    loaded = modules_loaded_by(_RUN.format(arguments=arguments, code=code), (*HEAVY, "jinja2"))
+    assert loaded == ({"jinja2"} if "html" in arguments else set())
 
 
 @pytest.mark.parametrize("command", ["lint", "rewrite", "run"])
@@ -369,3 +370,11 @@ def test_the_demo_fails_when_parity_does(invoke, monkeypatch, tmp_path, holds, e
 def test_a_wrong_option_is_a_wrong_call(invoke):
     assert invoke("demo", "--nope").exit_code == WRONG_CALL
     assert invoke("nope").exit_code == WRONG_CALL
+
+
+def test_every_name_of_training_is_found_and_is_no_module():
+    from tpuport import training
+
+    # In the order of the list a module is loaded before the function that it would hide.
+    kinds = {name: type(getattr(training, name)) for name in training.__all__}
+    assert [name for name, kind in kinds.items() if kind is type(training)] == []

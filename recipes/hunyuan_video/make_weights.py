@@ -13,7 +13,7 @@ from recipes.hunyuan_video.upstream_weights import upstream_transformer, upstrea
 from recipes.quiet import quietly
 from recipes.small_tokenizer import SPECIAL, train_tokenizer
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_folder
+from tpuport.foundation.files import replacing_folder
 
 # Qwen 2.5's template, without tools and without a system message of its own.
 _CHAT_TEMPLATE = (

@@ -11,7 +11,7 @@ import numpy as np
 
 from recipes import packages
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file, replacing_folder
+from tpuport.foundation.files import replacing_file, replacing_folder
 
 FRAMES_A_SECOND = 24
 Frames = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from recipes.openpilot.constants import T_IDXS, X_IDXS
 from tpuport.foundation.errors import MissingExtraError, UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 Arrays = Mapping[str, NDArray[Any]]
 HORIZONS = (1.0, 2.0, 3.0, 5.0, 10.0)  # s

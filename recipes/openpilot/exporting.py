@@ -17,7 +17,7 @@ from recipes.openpilot.contract import ModelContract, load_onnx, read_contract
 from recipes.openpilot.importing import ImportedGraph, import_onnx
 from recipes.openpilot.importing.nodes import Origin
 from tpuport.foundation.errors import CheckpointError, UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 if TYPE_CHECKING:
     import onnx

@@ -27,7 +27,7 @@ from recipes.openpilot.scene import Drive, DriveOptions
 from recipes.openpilot.schema import zstandard
 from recipes.packages import av
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 LogFormat = Literal["zst", "bz2", "raw"]
 _FIRST_FRAME_ID = 37  # cameras run before the first frame is encoded

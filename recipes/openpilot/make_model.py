@@ -18,7 +18,7 @@ from recipes.openpilot.contract import read_contract, write_slices
 from recipes.openpilot.generations import GENERATIONS, FileKind, example_inputs
 from recipes.openpilot.small_model import build
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 if TYPE_CHECKING:
     import onnx

@@ -15,7 +15,7 @@ from recipes.openpilot.frames import check_packed, unpack
 from recipes.openpilot.geometry import model_from_calib, project
 from recipes.packages import av
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 Image = NDArray[np.uint8]
 Array = NDArray[Any]

@@ -15,7 +15,7 @@ from recipes.openpilot.shards import find_shards
 from recipes.openpilot.student import DoraOptions
 from recipes.openpilot.train import TrainOptions, train
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 ARGUMENTS = "arguments.json"
 

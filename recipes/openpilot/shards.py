@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TRAFFIC_CONVENTION_LEN
 from recipes.openpilot.labels import LABEL_SHAPES
 from tpuport.foundation.errors import CheckpointError, UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 Arrays = dict[str, NDArray[Any]]
 FORMAT = "openpilot-frames-1"

@@ -27,7 +27,7 @@ from torch._utils import _rebuild_tensor_v2
 from torch.nn.utils.rnn import pad_sequence
 
 from tpuport.foundation.errors import CheckpointError, UsageError
-from tpuport.weights.atomic import replacing_file, replacing_folder
+from tpuport.foundation.files import replacing_file, replacing_folder
 
 Layout = Literal["upstream", "safetensors"]
 Tensors = dict[str, torch.Tensor]

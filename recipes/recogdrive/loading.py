@@ -13,7 +13,7 @@ from recipes.recogdrive.samples import check_tokens
 from recipes.recogdrive.vlm import ChatModel, add_tokens, make_vlm
 from recipes.recogdrive.vlm_weights import config_of, to_transformers
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_folder
+from tpuport.foundation.files import replacing_folder
 
 
 def load_chat_model(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tpuport.foundation.errors import MissingExtraError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 _TRUE, _PREDICTED, _EGO = "#1a7f37", "#0969da", "#57606a"
 

@@ -14,7 +14,7 @@ from recipes.recogdrive.plots import check_plots, plot_trajectories
 from recipes.recogdrive.train import kind_of
 from recipes.recogdrive.validation import Validation, errors_of
 from recipes.recogdrive.weights import config_of, read_weights
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 _PLOTTED = 8
 

@@ -29,7 +29,7 @@ from recipes.recogdrive.packing import (
 )
 from recipes.recogdrive.tiles import Tiling, cut, num_tiles, pixels, read_image
 from tpuport.foundation.errors import UsageError
-from tpuport.weights.atomic import replacing_file
+from tpuport.foundation.files import replacing_file
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.lint import passes
+from tpuport.foundation.files import write_atomically
 from tpuport.lint import cache as caching
 from tpuport.lint import run as running
-from tpuport.lint.cache import Cache, fingerprint, write_atomically
+from tpuport.lint.cache import Cache, fingerprint
 from tpuport.lint.records import Checked, Problem, Reported, Trouble
 from tpuport.lint.run import Passes, run
 from tpuport.source.rewrite.finding import Severity
@@ -320,7 +321,7 @@ def test_runs_at_the_same_time_do_not_disturb_each_other(project, branch):
     for thread in threads:
         thread.join()
     assert results == [expected] * 4
-    assert not list(root.rglob("*.tmp"))
+    assert not list(root.rglob("*.tmp-*"))
 
 
 # Writing and records.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
-from tpuport.lint.cache import write_atomically
+from tpuport.foundation.files import write_atomically
 from tpuport.lint.records import Reported
 
 FORMAT = 1

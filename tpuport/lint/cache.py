@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tpuport.foundation.files import write_atomically
 from tpuport.foundation.version import __version__
 
 # Folders whose code decides what is found.
@@ -109,34 +108,3 @@ class Cache:
 def _seal(key: str, body: bytes) -> bytes:
     """Return the checksum that detects a truncated or changed record."""
     return hashlib.sha256(key.encode() + body).hexdigest().encode()
-
-
-def write_atomically(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Write a file atomically: an error leaves the old file unchanged.
-
-    Args:
-        path: The file. A link is followed to its target.
-        data: The new content.
-        mode: The permissions; those of a new file if left out.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    target = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, _new_mode() if mode is None else mode)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@cache
-def _new_mode() -> int:
-    """Return the permissions of new files by the umask; `mkstemp` allows only the owner."""
-    mask = os.umask(0)  # the only way to read it is to set it
-    os.umask(mask)
-    return 0o666 & ~mask

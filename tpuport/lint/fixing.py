@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
-from tpuport.lint.cache import Cache, write_atomically
+from tpuport.foundation.files import write_atomically
+from tpuport.lint.cache import Cache
 from tpuport.lint.comments import find_directives
 from tpuport.lint.notebooks import marked, marked_place, write_notebook
 from tpuport.lint.records import RANK, Checked, Problem, Trouble

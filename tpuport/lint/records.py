@@ -1,10 +1,11 @@
 """Records of a lint run about each file. They are cached as JSON, so all fields survive it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from tpuport.foundation.reporting.json_codec import decoded, encoded
 from tpuport.source.rewrite.finding import Severity
 
 # The rank of each severity; the worst is 0.
@@ -113,7 +114,7 @@ class Checked:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON for the cache, without the path: files may be copies."""
-        found = asdict(self)
+        found = encoded(self)
         for record in (found, *found["findings"], *found["problems"]):
             del record["file"]
         return found
@@ -125,30 +126,11 @@ class Checked:
         Raises:
             KeyError, TypeError, ValueError: the JSON does not come from `to_json`.
         """
-        return cls(
-            file,
-            findings=tuple(
-                Reported(
-                    file,
-                    **{
-                        **item,
-                        "severity": Severity(item["severity"]),
-                        "lines": tuple(item["lines"]),
-                        "ignored": tuple(item["ignored"]),
-                    },
-                )
-                for item in found["findings"]
-            ),
-            ignores=tuple(
-                Ignore(**{**item, "codes": tuple(item["codes"])}) for item in found["ignores"]
-            ),
-            problems=tuple(
-                Problem(file, item["reason"], Trouble(item["trouble"]))
-                for item in found["problems"]
-            ),
-            functions=int(found["functions"]),
-            reached=tuple(found["reached"]),
-        )
+        own = {
+            name: [{**item, "file": file} for item in found[name]]
+            for name in ("findings", "problems")
+        }
+        return decoded(cls, {**found, **own, "file": file})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.name_patterns import generalised
+from tpuport.foundation.reporting.json_codec import encoded
 from tpuport.foundation.reporting.markup import plural
 from tpuport.foundation.user_frames import inside_prefixes
 from tpuport.model.ported_model import PortedModel
@@ -98,7 +99,7 @@ class PrecisionAudit:
 
     def to_json(self) -> str:
         """Return all places as JSON."""
-        places = [asdict(place) | {"flag": place.flag} for place in self.places]
+        places = [encoded(place) | {"flag": place.flag} for place in self.places]
         return json.dumps({"name": self.name, "places": places}, indent=1)
 
     def __str__(self) -> str:

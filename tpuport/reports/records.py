@@ -1,10 +1,8 @@
 """The records in a port report: one frozen dataclass for each sort of finding."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, Self, TypeVar, get_args, get_type_hints
+from typing import Literal, Self, get_args
 
 import numpy as np
 
@@ -13,8 +11,6 @@ Stage = Literal["observe", "rewrite", "trace", "lower", "compile", "verify"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STAGES: tuple[Stage, ...] = get_args(Stage)
-
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -320,38 +316,6 @@ Record = (
     | RepeatedBlocks
     | Divergence
 )
-
-
-def to_plain(value: object) -> Any:
-    """Return the JSON-ready form of records, containers and scalars.
-
-    A float that JSON cannot hold becomes `"nan"`, `"inf"` or `"-inf"`, which `float` reads back.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return to_plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def from_plain(record: type[_R], data: Mapping[str, Any]) -> _R:
-    """Return a record from its `to_plain` form."""
-    restored = {
-        name: float(data[name])
-        if annotation is float
-        else tuple(data[name])
-        if isinstance(data[name], list)
-        else data[name]
-        for name, annotation in get_type_hints(record).items()
-        if name in data
-    }
-    return record(**restored)
 
 
 def _worst_element(

@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rich.console import RenderableType
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.reporting.json_codec import decoded, encoded
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
-from tpuport.reports.data import LIST_OF, ReportData
+from tpuport.reports.data import ReportData
 from tpuport.reports.html import to_html
-from tpuport.reports.records import Timing, from_plain, to_plain
 from tpuport.reports.text import WIDTH, render
 
 _FORMAT = 1
@@ -50,7 +50,7 @@ class PortReport(ReportData, SavedReport):
         `"-inf"`.
         """
         derived = {"format": _FORMAT, "ok": self.ok, "verdict": self.verdict}
-        return derived | to_plain(self)
+        return derived | encoded(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -64,11 +64,7 @@ class PortReport(ReportData, SavedReport):
                 f"Expected a port report of format {_FORMAT}, got format {data.get('format')!r}: "
                 "read it with the tpuport version that wrote it."
             )
-        given: dict[str, Any] = {f.name: data[f.name] for f in fields(cls)}
-        for record, name in LIST_OF.items():
-            given[name] = [from_plain(record, item) for item in given[name]]
-        given["timing"] = from_plain(Timing, given["timing"])
-        return cls(**given)
+        return decoded(cls, data)
 
     def to_json(self) -> str:
         """Return the report as standard JSON, indented."""

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tpuport.foundation.reporting.json_codec import encoded
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.model.ported_state import PortedState
 from tpuport.sharding import checks
@@ -81,10 +82,8 @@ class ShardingPlan(PlanData, SavedReport):
 
     def to_json(self) -> str:
         """Return the plan as JSON: for each dim of a spec an axis, a list of axes or null."""
-        rows = []
-        for row in self.rows:
-            spec = [list(part) if isinstance(part, tuple) else part for part in row.spec]
-            rows.append({**asdict(row), "shape": list(row.shape), "spec": spec})
+        # A PartitionSpec is no tuple, but has the parts of one.
+        rows = [encoded(row) | {"spec": encoded(tuple(row.spec))} for row in self.rows]
         return json.dumps(
             {
                 "model": self.model,
@@ -98,11 +97,8 @@ class ShardingPlan(PlanData, SavedReport):
                     for name, (whole, chip) in self.by_category().items()
                 },
                 "parameters": rows,
-                "activations": list(self.activations),
-                "findings": [
-                    {"kind": f.kind.value, "name": f.name, "message": f.message}
-                    for f in self.findings
-                ],
+                "activations": encoded(self.activations),
+                "findings": encoded(self.findings),
             },
             indent=1,
         )

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from tpuport.foundation.errors import CheckpointError, MissingExtraError, UsageError
+from tpuport.foundation.files import is_full
 from tpuport.training.state import TrainState
-from tpuport.weights.atomic import is_full
 
 _STATE, _POSITION = "state", "position"
 # The parts of a state that are dicts of arrays by fqn.

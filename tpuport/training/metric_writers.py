@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tpuport.foundation.errors import MissingExtraError, UsageError
-from tpuport.weights.atomic import explained, replacing_file
+from tpuport.foundation.files import explained, replacing_file
 
 
 class Sink(Protocol):

@@ -1,6 +1,6 @@
 """Weights in files: torch checkpoints, safetensors and Hugging Face directories, in and out.
 
-Names are loaded when they are first used: `tpuport.weights.atomic` needs neither torch nor jax.
+Names are loaded when they are first used, since they need torch and jax.
 """
 
 import importlib

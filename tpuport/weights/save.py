@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.foundation.files import flushed, replacing_file, replacing_folder
 from tpuport.weights import torch_file
-from tpuport.weights.atomic import flushed, replacing_file, replacing_folder
 from tpuport.weights.checkpoint import Checkpoint, open_checkpoint
 from tpuport.weights.locate import SAFETENSORS, TORCH, is_weights, locate
 from tpuport.weights.read import OpenFile, raw_bytes, same_bits

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuport.compat.imports.import_hook import Imported
+from tpuport.foundation.reporting.json_codec import encoded
 from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
 from tpuport.foundation.reporting.saved_report import SavedReport
 from tpuport.reports import wording as fmt
@@ -75,8 +76,8 @@ class RunReport(SavedReport):
         return {
             "ok": self.ok,
             "programs": [report.to_dict() for report in self.programs],
-            "descended": [vars(one) for one in self.descended],
-            "imported": [vars(module) for module in self.imported],
+            "descended": encoded(self.descended),
+            "imported": encoded(self.imported),
         }
 
     def to_json(self) -> str:

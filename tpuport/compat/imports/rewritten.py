@@ -14,6 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from tpuport.foundation.reporting.json_codec import decoded, encoded
 from tpuport.lint.cache import Cache
 
 # Part of every cache key: raise it when this file changes what is kept or how it is made.
@@ -129,7 +130,7 @@ def _run_rules(data: bytes, path: str) -> Rewritten:
 
 def _to_json(made: Rewritten) -> dict[str, Any]:
     code = None if made.code is None else base64.b64encode(marshal.dumps(made.code)).decode()
-    return vars(made) | {"code": code}
+    return encoded(made) | {"code": code}
 
 
 def _from_json(kept: Any) -> Rewritten | None:
@@ -144,9 +145,6 @@ def _from_json(kept: Any) -> Rewritten | None:
         code = kept["code"]
         if code is not None:
             code = marshal.loads(base64.b64decode(code, validate=True))
-        applied = tuple((name, line) for name, line in kept["applied"])
-        left = tuple((name, line, reason) for name, line, reason in kept["left"])
-        origins = tuple(kept["origins"])
-        return Rewritten(code, kept["text"], origins, applied, left, kept["reason"])
+        return decoded(Rewritten, {**kept, "code": code})
     except (KeyError, TypeError, ValueError, EOFError, binascii.Error):
         return None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.files import replacing
 
 
 def plain_text(report: Any, width: int) -> str:
@@ -49,10 +50,6 @@ class SavedReport(ABC):
                 f"the suffix chooses the format, as in report.save({path.stem + '.html'!r})."
             )
         text = writer().rstrip("\n") + "\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return path

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from itertools import groupby
 
-from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
+from tpuport.foundation.reporting.markup import plural
+from tpuport.foundation.reporting.templates import render
 from tpuport.foundation.version import __version__
 from tpuport.lint.output import Style
 from tpuport.lint.output.text import advice
@@ -28,47 +28,73 @@ def to_html(outcome: Outcome, style: Style) -> str:
     """Write the page. Names and source lines are escaped, so that they are shown as text."""
     del style
     summary = summarise(outcome)
-    sections = list(_sections(outcome, summary))
-    links = tag("nav", *(tag("a", title, href=f"#{name}") for name, title, _ in sections))
-    bodies = [tag("section", tag("h2", title), body, id=name) for name, title, body in sections]
-    main = tag("main", _verdict(outcome, summary), links, *bodies)
-    footer = tag("footer", f"tpuport {__version__} · {plural(outcome.files, 'file')}")
-    css = files("tpuport.lint.output").joinpath("page.css").read_text(encoding="utf-8")
-    return page("tpuport lint", main, footer, style=css)
+    by_file = [(file, list(found)) for file, found in groupby(outcome.shown, lambda f: f.file)]
+    classes, legend = _functions(outcome, summary)
+    scale = max(1, -(-len(classes) // _MAX_CELLS))
+    return render(
+        "lint/output/templates/page.html.j2",
+        blocked=any(summary.severities.get(name) for name in ("error", "silent")),
+        headline=_headline(summary),
+        lead=_lead(outcome),
+        facts=_facts(outcome),
+        sections=_sections(outcome, summary),
+        cells=classes[::scale],
+        scale=scale,
+        legend=legend,
+        steps=[
+            (step, [f for f in outcome.counted if f.code.startswith(step.start)])
+            for step in summary.steps
+        ],
+        most_of_a_step=max((step.count for step in summary.steps), default=0),
+        by_file=by_file,
+        ranked=sorted(by_file, key=lambda item: (-len(item[1]), item[0])),
+        max_rows=_MAX_ROWS,
+        open_files=_OPEN_FILES,
+        problems=outcome.problems,
+        num_files=outcome.files,
+        version=__version__,
+        advice=advice,
+        anchor=_anchor,
+        excerpt=_excerpt,
+        shares=_shares,
+    )
 
 
-def _verdict(outcome: Outcome, summary: PortingSummary) -> Markup:
-    blocked = any(summary.severities.get(name) for name in ("error", "silent"))
+def _headline(summary: PortingSummary) -> str:
     if summary.functions:
-        title = f"{int(summary.share * 100)} % of the step is ready for TPU"
-    else:
-        title = "No code of a training or sampling step here"
+        return f"{int(summary.share * 100)} % of the step is ready for TPU"
+    return "No code of a training or sampling step here"
+
+
+def _lead(outcome: Outcome) -> str:
     counts = Counter(finding.severity for finding in outcome.shown)
     lead = ", ".join(f"{counts[s]:,} {s} ({MEANING[s]})" for s in RANK if counts[s])
-    shown = plural(len(outcome.shown), "finding")
+    return f"{plural(len(outcome.shown), 'finding')}{': ' if lead else '.'}{lead}"
+
+
+def _facts(outcome: Outcome) -> list[str]:
     facts = [f"{count:,} of severity {name} not shown" for name, count in outcome.hidden.items()]
-    facts += [f"{outcome.baselined:,} in the baseline"] if outcome.baselined else []
-    mark = tag("span", "!" if blocked else "✓", class_="mark", aria_hidden="true")
-    words = [tag("h1", title), tag("p", f"{shown}{': ' if lead else '.'}{lead}", class_="lead")]
-    words += [tag("p", " · ".join(facts), class_="facts")] if facts else []
-    return tag("header", mark, tag("div", *words), class_="blocked" if blocked else "portable")
+    return facts + ([f"{outcome.baselined:,} in the baseline"] if outcome.baselined else [])
 
 
-def _sections(outcome: Outcome, summary: PortingSummary) -> Iterator[tuple[str, str, Markup]]:
+def _sections(outcome: Outcome, summary: PortingSummary) -> dict[str, str]:
+    """Return the titles of the sections that have something to show, by their anchors."""
+    found: dict[str, str] = {}
     if summary.functions:
-        yield "functions", "Functions of the step", _functions(outcome, summary)
+        found["functions"] = "Functions of the step"
     if summary.steps:
-        yield "order", "Order of work", _order(outcome, summary)
+        found["order"] = "Order of work"
     if outcome.shown:
-        yield "files", "Files", _files(outcome)
-        yield "findings", "Findings", _findings(outcome)
+        found |= {"files": "Files", "findings": "Findings"}
     if outcome.problems:
-        problems = tag("ul", *(tag("li", str(problem)) for problem in outcome.problems))
-        yield "problems", "Not linted", problems
+        found["problems"] = "Not linted"
+    return found
 
 
-def _functions(outcome: Outcome, summary: PortingSummary) -> Markup:
-    """Draw a square for each function, in the colour of its worst finding."""
+def _functions(
+    outcome: Outcome, summary: PortingSummary
+) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """Return the colour of each function, that of its worst finding, and the legend."""
     worst: dict[tuple[str, int, int], Severity] = {}
     for finding in outcome.counted:
         key = (finding.file, finding.cell, finding.function)
@@ -79,128 +105,32 @@ def _functions(outcome: Outcome, summary: PortingSummary) -> Markup:
     counts = Counter(worst.values())
     classes = [severity.value for severity in RANK for _ in range(counts[severity])]
     classes += ["ready"] * (summary.functions - len(classes))
-    scale = max(1, -(-len(classes) // _MAX_CELLS))
-    cells = tag("div", *(tag("i", class_=name) for name in classes[::scale]), class_="cells")
-    each = f"Each square is {'a function' if scale == 1 else plural(scale, 'function')}"
-    how = tag("p", f"{each} of the traced step, in the colour of its worst finding.", class_="how")
-    legend = [
-        tag("li", tag("i", class_=s.value), MEANING[s], tag("b", f"{counts[s]:,}"))
-        for s in RANK
-        if counts[s]
-    ]
+    legend = [(s.value, MEANING[s], counts[s]) for s in RANK if counts[s]]
     clean = summary.functions - sum(counts.values())
-    legend.append(tag("li", tag("i", class_="ready"), "nothing found", tag("b", f"{clean:,}")))
-    return join([how, cells, tag("ul", *legend, class_="legend")])
+    return classes, [*legend, ("ready", "nothing found", clean)]
 
 
-def _order(outcome: Outcome, summary: PortingSummary) -> Markup:
-    most = max(step.count for step in summary.steps)
-    rows = [
-        tag(
-            "div",
-            tag("span", tag("span", f"{number}.", class_="number"), step.title, class_="name"),
-            _lane([f for f in outcome.counted if f.code.startswith(step.start)], most),
-            tag("span", f"{step.count:,}", class_="value"),
-            tag(
-                "code", ", ".join(f"{code} {count:,}" for code, count in step.codes), class_="under"
-            ),
-            class_="row",
-        )
-        for number, step in enumerate(summary.steps, start=1)
-    ]
-    how = "Hatched: `tpuport rewrite` fixes it."
-    return join([tag("p", how, class_="how"), tag("div", *rows, class_="plot")])
-
-
-def _lane(findings: Sequence[Reported], most: int) -> Markup:
-    """Draw a bar divided by severity, and each part by whether its findings can be fixed."""
+def _shares(findings: Sequence[Reported]) -> list[tuple[str, bool, int]]:
+    """Return the number of findings of each severity, those that can be fixed by themselves."""
     counts = Counter((f.severity, f.safety in ("exact", "close")) for f in findings)
-    pieces = [
-        tag(
-            "i",
-            class_=f"{severity} fixable" if fixable else severity.value,
-            style=f"width:{100 * counts[severity, fixable] / most:.2f}%",
-            title=f"{counts[severity, fixable]:,} {severity}{', fixable' if fixable else ''}",
-        )
+    return [
+        (severity.value, fixable, counts[severity, fixable])
         for severity in RANK
         for fixable in (False, True)
         if counts[severity, fixable]
     ]
-    return tag("div", *pieces, class_="lane")
 
 
-def _files(outcome: Outcome) -> Markup:
-    by_file = sorted(_by_file(outcome), key=lambda item: (-len(item[1]), item[0]))
-    most = len(by_file[0][1])
-    rows = [
-        tag(
-            "div",
-            tag("a", tag("code", file), href=f"#{_file_anchor(found)}", class_="name"),
-            _lane(found, most),
-            tag("span", f"{len(found):,}", class_="value"),
-            class_="row",
-        )
-        for file, found in by_file
-    ]
-    parts = [tag("div", *rows[:_MAX_ROWS], class_="plot")]
-    if rest := rows[_MAX_ROWS:]:
-        more = tag("summary", f"{plural(len(rest), 'more file')}")
-        parts.append(tag("details", more, tag("div", *rest, class_="plot"), class_="all"))
-    return join(parts)
-
-
-def _by_file(outcome: Outcome) -> list[tuple[str, list[Reported]]]:
-    return [(file, list(found)) for file, found in groupby(outcome.shown, lambda f: f.file)]
-
-
-def _findings(outcome: Outcome) -> Markup:
-    return join(
-        tag(
-            "details",
-            tag("summary", tag("code", file), tag("small", plural(len(found), "finding"))),
-            *(_finding(finding) for finding in found),
-            class_="file",
-            id=_file_anchor(found),
-            open=number < _OPEN_FILES,
-        )
-        for number, (file, found) in enumerate(_by_file(outcome))
-    )
-
-
-def _finding(finding: Reported) -> Markup:
-    anchor = _anchor(finding)
-    cell = f"cell {finding.cell}, " if finding.cell else ""
-    place = tag("a", f"{cell}line {finding.line}", href=f"#{anchor}")
-    return tag(
-        "div",
-        tag(
-            "p",
-            tag("span", finding.severity.value, class_=f"tag {finding.severity}"),
-            finding.message,
-        ),
-        tag("p", place, f" · {finding.code} {finding.rule} · {advice(finding)}", class_="about"),
-        tag("pre", *_excerpt(finding)),
-        class_="finding",
-        id=anchor,
-    )
-
-
-def _excerpt(finding: Reported) -> Iterator[Markup]:
+def _excerpt(finding: Reported) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each line's number, and its text before, in and after the finding."""
     width = len(str(finding.line + len(finding.lines) - 1))
     for number, line in enumerate(finding.lines, start=finding.line):
         first, last = number == finding.line, number == finding.end_line
         start = finding.column if first else len(line) - len(line.lstrip())
         end = max(start, finding.end_column if last else len(line.rstrip()))
-        marked = tag("mark", line[start:end], class_=f"{finding.severity}-mark")
-        yield tag("b", f"{number:>{width}}  ")
-        yield join([visible(line[:start]), marked, visible(line[end:]), "\n"])
+        yield f"{number:>{width}}", line[:start], line[start:end], line[end:]
 
 
 def _anchor(finding: Reported) -> str:
-    return (
-        f"{_file_anchor([finding])}-{finding.cell}-{finding.line}-{finding.column}-{finding.code}"
-    )
-
-
-def _file_anchor(found: Sequence[Reported]) -> str:
-    return f"f-{found[0].file.encode(errors='replace').hex()}"
+    """Return the anchor of a finding's file."""
+    return f"f-{finding.file.encode(errors='replace').hex()}"

@@ -1,18 +1,19 @@
 """Atomic writes of files and directories.
 
-Everything is written under a temporary name next to the target, flushed to the disk, and then takes
-the target's place in one step. A process that is killed leaves the old files and the temporary
-ones (`.NAME.tmp-...`, to be deleted by hand).
+Everything is written under a temporary name next to the target, and then takes the target's place
+in one step. A process that is killed leaves the old files and the temporary ones (`.NAME.tmp-...`,
+to be deleted by hand). `replacing_file` and `replacing_folder` are for results that took long: they
+survive a power cut, if the block writes with `flushed`, and their errors say what is left.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,20 +25,53 @@ _AT_FDCWD = -100
 
 
 @contextlib.contextmanager
-def replacing_file(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path whose file replaces `path` at the end of the block.
+
+    A link is replaced, not followed. Nothing is flushed to the disk.
+
+    Raises:
+        OSError: the file cannot be written; the existing file is kept.
+    """
+    temporary = _temporary(path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Write a file atomically: an error leaves the old file unchanged.
+
+    Args:
+        path: the file; a link is followed to its target.
+        data: the new content.
+        mode: the permissions; those of a new file if left out.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Nobody may read what its permissions will forbid before the file has them.
+    opener = partial(os.open, mode=0o666 if mode is None else 0o600)
+    with replacing(Path(os.path.realpath(path))) as temporary:
+        with open(temporary, "xb", opener=opener) as out:
+            out.write(data)
+        if mode is not None:
+            os.chmod(temporary, mode)
+
+
+@contextlib.contextmanager
+def replacing_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces `path`, as `replacing`, for good.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
     """
-    temporary = _temporary(path)
     with explained(path):
-        try:
+        with replacing(path) as temporary:
             yield temporary
-            os.replace(temporary, path)
-            _flush_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _flush_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -135,7 +169,13 @@ def _swap(new: Path, old: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, and return whether the system can."""
+    """Exchange two names in one step, and return whether the system can.
+
+    Python has no function for it. Two renames would leave a moment without a directory, and a run
+    that is killed then would have lost the name of its weights.
+    """
+    import ctypes  # only here: a lint should not load it
+
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
