@@ -162,7 +162,11 @@ with Checkpoints(sys.argv[1], keep=3) as saved:
 """
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2])
+# At other moments of the writing.
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0.0, marks=pytest.mark.slow), 0.05, pytest.param(0.2, marks=pytest.mark.slow)],
+)
 def test_a_killed_run_resumes_from_the_last_whole_state(tmp_path, seconds: float):
     with subprocess.Popen(
         [sys.executable, "-c", _ENDLESS, str(tmp_path)],

@@ -145,7 +145,12 @@ CASES = {
         {"guidance": torch.tensor([6016.0]), "timestep_r": torch.tensor([500.0, 100.0])},
     ),
 }
-TRAINED = ["image to video, one sample", "torch", "flash2"]
+TRAINED = [
+    "torch",
+    # Their forward passes are tested below, and gradients of a block with "torch".
+    pytest.param("image to video, one sample", marks=pytest.mark.slow),
+    pytest.param("flash2", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("case", CASES)

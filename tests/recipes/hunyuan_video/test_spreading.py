@@ -40,7 +40,11 @@ def on_one(components: Components) -> np.ndarray:
     return latents_of(components, None)
 
 
-@pytest.mark.parametrize("name", SPREADS)
+# "mixed" has the tokens of "sequence" and the rules of "tensor".
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s in ("sequence", "tensor"))) for s in SPREADS],
+)
 def test_eight_devices_give_what_one_gives(components: Components, on_one: np.ndarray, name: str):
     assert jax.device_count() == 8
     found = latents_of(components, name)

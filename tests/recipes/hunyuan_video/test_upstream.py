@@ -37,7 +37,7 @@ OPTIONS = Options(
     height=48,
     width=64,
     frames=5,
-    steps=10,
+    steps=3,
     precision="float32",
     version="720p_t2v",
 )
@@ -62,6 +62,12 @@ def latents_of(
 
 
 @pytest.fixture(scope="module")
+def found(folders: tuple[Path, Path], encoded: dict[str, Any]) -> np.ndarray:
+    """Latents by upstream's class, on one device."""
+    return latents_of(open_components(folders[0], "float32", OPTIONS.version), OPTIONS, encoded)
+
+
+@pytest.fixture(scope="module")
 def encoded(folders: tuple[Path, Path]) -> dict[str, Any]:
     """Of upstream's folder: Qwen inside a chat model's folder, byT5 in a torch file."""
     return encode(open_components(folders[0], "float32", OPTIONS.version), OPTIONS)
@@ -75,12 +81,11 @@ def test_both_layouts_encode_alike(folders: tuple[Path, Path], encoded: dict[str
     assert np.asarray(encoded["glyph"]).any()
 
 
-def test_ten_steps_are_those_of_eager_pytorch_and_of_diffusers(
-    folders: tuple[Path, Path], encoded: dict[str, Any]
+def test_steps_are_those_of_eager_pytorch_and_of_diffusers(
+    folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray
 ):
     components = open_components(folders[0], "float32", OPTIONS.version)
     assert isinstance(components, UpstreamComponents)
-    found = latents_of(components, OPTIONS, encoded)
     noise = make_noise(OPTIONS, 8, size_of(OPTIONS), torch.float32)
     latents = torch.from_numpy(np.array(noise))
     with components.tracing(), torch.no_grad():
@@ -117,30 +122,28 @@ def test_image_to_video_is_that_of_diffusers(folders: tuple[Path, Path], picture
     assert relative(found, torch.from_numpy(latents_of(components, options, wanted))) < 1e-4
 
 
-def test_bfloat16_stays_near(folders: tuple[Path, Path], encoded: dict[str, Any]):
+def test_bfloat16_stays_near(
+    folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray
+):
     """As upstream's pipeline has it: weights and products in bfloat16, the rest by autocast."""
-    options = dataclasses.replace(OPTIONS, steps=3)
-    full = latents_of(open_components(folders[0], "float32", OPTIONS.version), options, encoded)
     half = {
         name: value.astype(jnp.bfloat16) if value.dtype == jnp.float32 else value
         for name, value in encoded.items()
     }
-    options = dataclasses.replace(options, precision="bf16")
-    found = latents_of(open_components(folders[0], "bf16", OPTIONS.version), options, half)
+    options = dataclasses.replace(OPTIONS, precision="bf16")
+    rounded = latents_of(open_components(folders[0], "bf16", OPTIONS.version), options, half)
     # 8 bits, rounded some ten times in a row in each of three blocks: a few times 4e-3.
-    assert 1e-4 < relative(found, torch.from_numpy(full)) < 3e-2
+    assert 1e-4 < relative(rounded, torch.from_numpy(found)) < 3e-2
 
 
-# "mixed" has the rules of "tensor" and the tokens of "sequence".
-@pytest.mark.parametrize("name", ["guidance", "mixed"])
+# "mixed" has the rules of "tensor" and the tokens of "sequence"; test_spreading.py has "guidance".
+@pytest.mark.parametrize("name", [pytest.param("guidance", marks=pytest.mark.slow), "mixed"])
 def test_eight_devices_give_what_one_gives(
-    folders: tuple[Path, Path], encoded: dict[str, Any], name: str
+    folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray, name: str
 ):
     components = open_components(folders[0], "float32", OPTIONS.version)
-    options = dataclasses.replace(OPTIONS, steps=2)
-    alone = latents_of(components, options, encoded)
-    found = latents_of(components, options, encoded, spread_of(name))
-    assert relative(found, torch.from_numpy(alone)) < 1e-5
+    shared = latents_of(components, OPTIONS, encoded, spread_of(name))
+    assert relative(shared, torch.from_numpy(found)) < 1e-5
     with components.tracing():
         ported = components.ported("transformer", STEPS, spread_of(name).shard)
     stored = "img_mod.linear" if name == "guidance" else "img_mlp.fc1"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tpuport
 from recipes.openpilot.exporting import export
 from recipes.openpilot.importing import import_onnx
 from recipes.openpilot.losses import LossWeights
@@ -93,7 +94,9 @@ def test_training_goes_on_after_the_last_whole_state(
     seen = (out / "seen" / "5.safetensors").stat().st_mtime_ns
     # While a state is written.
     said = r"disk is full.*states of the steps \[2\] are there.*make room there, and start again"
-    with monkeypatch.context() as patch, ExitStack() as disk:
+    # The next two runs have one program.
+    programs = tpuport.compile_cache(tmp_path / "programs")
+    with monkeypatch.context() as patch, programs, ExitStack() as disk:
         _Filling.disk = disk
         patch.setattr("recipes.openpilot.train.JsonLines", _Filling)
         with pytest.raises(CheckpointError, match=said):
@@ -101,7 +104,8 @@ def test_training_goes_on_after_the_last_whole_state(
     assert (out / "seen" / "5.safetensors").stat().st_mtime_ns == seen
     assert [name for name in names(out / "states") if name.isdigit()] == ["2"]
     lines = (out / "log.jsonl").read_text().splitlines()[:2]
-    train(files, shards, out, OPTIONS)
+    with programs:
+        train(files, shards, out, OPTIONS)
     assert names(out / "states") == ["2", "4"]
     after = (out / "log.jsonl").read_text().splitlines()
     assert after[:2] == lines  # steps 1 and 2 were not taken again

@@ -28,23 +28,24 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
-def test_64_frames_at_once_are_64_frames_one_by_one(
+def test_frames_at_once_are_frames_one_by_one(
     driving_models: Callable[..., list[Path]], tmp_path: Path
 ):
-    arrays = arrays_of(make_shard(tmp_path / "a.safetensors", 70, runs=(66, 4)))
+    # The first run takes two calls, of which the second is filled up.
+    arrays = arrays_of(make_shard(tmp_path / "a.safetensors", 14, runs=(10, 4)))
     files = driving_models("0.10.3")
     driver = load_driver(files)
     expected = drive_all(driver, driver, arrays, batch=1)
     ported = on_accelerator(driver)
-    found = drive_all(driver, ported, arrays, batch=64)
-    assert found.shape == expected.shape == (70, 2576)
+    found = drive_all(driver, ported, arrays, batch=8)
+    assert found.shape == expected.shape == (14, 2576)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     host = onnx_driver(files)
     some = {name: value[:8] for name, value in arrays.items()}
     np.testing.assert_allclose(drive_all(host, host, some, batch=3), expected[:8], atol=1e-4)
     # A run begins cold: its frames do not follow from those before.
-    alone = {name: value[66:] for name, value in arrays.items()}
-    np.testing.assert_allclose(drive_all(driver, driver, alone), expected[66:], atol=1e-4)
+    alone = {name: value[10:] for name, value in arrays.items()}
+    np.testing.assert_allclose(drive_all(driver, driver, alone, batch=4), expected[10:], atol=1e-4)
 
 
 def test_segments_are_labelled_once(driving_models: Callable[..., list[Path]], tmp_path: Path):

@@ -71,7 +71,11 @@ def loop_loss(driver: Driver, batch: Tensors, truncate: int | None) -> torch.Ten
     [
         ("0.10.3", ("plan", "attention"), None),
         ("2026-07", ("plan", "summarizer/feature"), 2),
-        ("0.9.7", ("desired_curvature", "summarizer/feature", "plan"), None),
+        # One file: as test_commands.py trains one.
+        pytest.param(
+            *("0.9.7", ("desired_curvature", "summarizer/feature", "plan"), None),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_step_is_that_of_the_python_loop(
@@ -124,12 +128,13 @@ def test_frames_that_were_seen_before_train_alike(
 
 
 def test_remat_changes_nothing(driving_models: Callable[..., list[Path]], shard: Path):
-    batch = batch_of(Windows([shard], WARMUP + LENGTH, 4, ["plan"]))
+    # Few frames: what is computed again is the step of a scan, whatever its length.
+    batch = batch_of(Windows([shard], 3, 4, ["plan"]), rows=1)
     found = []
     for remat in (False, True):
         driver = student_of(driving_models("0.10.3"), "plan")
         driver.remat = remat
-        loss = SequenceLoss(LossWeights(), WARMUP)
+        loss = SequenceLoss(LossWeights(), warmup=1)
         step = make_train_step(tpuport.convert(driver, verify=False), loss, optax.sgd(RATE))
         state, _ = step(step.init(), batch)
         found.append({name: np.asarray(value) for name, value in state.params.items()})
@@ -160,6 +165,8 @@ def plan_error(driver: Driver, shard: Path) -> float:
     return float((plan.mean - target)[..., 0].abs().mean())
 
 
+# test_commands.py trains and exports, test_full_disks.py goes on with a run.
+@pytest.mark.slow
 def test_a_model_is_trained_and_exported(
     driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
 ):
@@ -181,6 +188,8 @@ def test_a_model_is_trained_and_exported(
         train(files, [shard], out, replace(OPTIONS, learning_rate=1e-3))
 
 
+# test_commands.py trains with a teacher, test_teacher.py labels on the accelerator.
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher(
     driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
 ):

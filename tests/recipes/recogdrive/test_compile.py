@@ -1,13 +1,17 @@
 """`python -m recipes.recogdrive compile`: each program, for chips that are not there."""
 
+import jax
 import pytest
 
+import tpuport
 from recipes.recogdrive.compile import STAGES, compile_stage
 from tests.program.small import needs_libtpu
 from tpuport.foundation.errors import UsageError
+from tpuport.training import TrainStep
 
 TRAINED = {"finetune", "train", "grpo"}
-SLOW = {"finetune", "grpo", "chains"}
+# What they ask for is tested below; "train" is compiled.
+SLOW = set(STAGES) - {"train"}
 
 
 @needs_libtpu
@@ -30,6 +34,24 @@ def test_a_program_is_compiled_from_shapes(stage: str):
         "train": {"all-reduce"},
         "grpo": {"all-reduce"},
     }.get(stage, set())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_asks_for_its_program(stage: str, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(
+        tpuport, "compile_for", lambda *given, **named: asked.append((given, named))
+    )
+    compile_stage(stage, "tiny", batch=8, quick=False, kernel_times=False)
+    (((what, topology), named),) = asked
+    assert isinstance(what, TrainStep) == (stage in TRAINED)
+    assert (topology, named["quick"], named["kernel_times"]) == ("v6e-4", False, False)
+    assert named["rules"] == ("fsdp" if stage == "finetune" else "ddp")
+    methods = {"cache": "last_hidden_states", "sample": "sampled", "chains": "sampled_chains"}
+    assert named.get("method") == methods.get(stage)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(named["inputs"]) if hasattr(leaf, "shape")]
+    assert len(shapes) > 4
+    assert {shape[0] for shape in shapes} == {8}
 
 
 @pytest.mark.parametrize(("stage", "size"), [("trian", "small"), ("train", "medium")])

@@ -155,6 +155,8 @@ def test_a_step_is_on_policy_and_its_update_is_that_of_torch():
     assert isinstance(next(iter(state.params.values())), jax.Array)
 
 
+# Both programs run above, and test_several_hosts.py spreads a batch of scenes over devices.
+@pytest.mark.slow
 def test_a_mesh_leaves_the_numbers_as_they_are():
     """Each device has one scene: chains as without it, loss and gradient as torch has."""
     batch = {**scenes(8), grpo.INDEX: torch.arange(8)}

@@ -65,7 +65,10 @@ def kill_in_the_middle(arguments: list[str], out: Path, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("train", marks=pytest.mark.slow), "grpo"])
+# test_chain.py runs both commands to their end, test_cache.py kills one, and
+# tests/training/test_checkpoints.py goes on with the state of a killed run.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "grpo"])
 def test_a_killed_run_goes_on_to_the_same_weights(folder: Path, name: str):
     flags = {"train": TRAIN, "grpo": f"{GRPO} --checkpoint {folder / 'begun.safetensors'}"}
     given = [name, str(folder / "cache"), *flags[name].split(), *OFTEN.split()]

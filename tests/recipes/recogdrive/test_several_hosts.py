@@ -182,34 +182,51 @@ def test_two_processes_cache_what_one_does(small: Small, tmp_path: Path):
 # -- stage 2 ---------------------------------------------------------------------------------------
 
 
-def test_the_planner_trains_over_devices_and_processes_as_on_one_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Of twelve samples the second batch of an epoch is filled up."""
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The command that trains a planner; of twelve samples an epoch's second batch is filled up."""
     monkeypatch.setitem(planners.SIZES, "tiny", WIDE)
-    cache, made = tmp_path / "cache", []
-    make_cache(cache, count=12, tokens=4, width=12)
-    begun = stage2.make_step
+    make_cache(tmp_path / "cache", count=12, tokens=4, width=12)
+    flags = """--size tiny --batch-size 8 --epochs 2 --lr 1e-3 --warmup-epochs 0 --ema 0.5 --steps 3
+        --val-samples 8 --log-every 1"""
+    return ["train", str(tmp_path / "cache"), *flags.split()]
+
+
+def check_planners(one: Path, other: Path) -> None:
+    """The same training of a planner."""
+    names = ("loss", "grad_norm", "evaluate/val_l1", "evaluate/val_displacement")
+    check_logs(one, [other], names)
+    check_weights(*(out / "planner.safetensors" for out in (one, other)))
+
+
+def test_the_planner_trains_over_devices_as_on_one_device(
+    planned: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, begun = [], stage2.make_step
 
     def make_step(*given: Any) -> Any:
         made.append(begun(*given))
         return made[-1]
 
     monkeypatch.setattr(stage2, "make_step", make_step)
-    one, mesh, two = (tmp_path / name for name in ("one", "mesh", "two"))
-    given = ["train", str(cache), *"--size tiny --batch-size 8 --epochs 2 --lr 1e-3".split()]
-    given += "--warmup-epochs 0 --ema 0.5 --steps 3 --val-samples 8 --log-every 1".split()
-    started = start_two("-c", SCRIPT, *given, "--mesh", "fsdp=-1", "--out", str(two))
+    one, mesh = tmp_path / "one", tmp_path / "mesh"
+    command(*planned, "--out", one)
+    command(*planned, "--out", mesh, "--mesh", "fsdp=8")
+    assert len(spread(made[1])) > 5
+    check_planners(one, mesh)
+
+
+# The sibling above trains over a mesh; two processes join in the test of caching.
+@pytest.mark.slow
+def test_the_planner_trains_over_processes_as_on_one_device(planned: list[str], tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    started = start_two("-c", SCRIPT, *planned, "--mesh", "fsdp=-1", "--out", str(two))
     try:
-        command(*given, "--out", one)
-        command(*given, "--out", mesh, "--mesh", "fsdp=8")
+        command(*planned, "--out", one)
     finally:
         outputs = finish(started)
     assert all(JOINED in output for output in outputs)
-    assert len(spread(made[1])) > 5
-    names = ("loss", "grad_norm", "evaluate/val_l1", "evaluate/val_displacement")
-    check_logs(one, [mesh, two], names)
-    check_weights(*(out / "planner.safetensors" for out in (one, mesh, two)))
+    check_planners(one, two)
 
 
 # -- what is refused -------------------------------------------------------------------------------
