@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tpuport.training.adapters.lightning import from_lightning
     from tpuport.training.adapters.transformers import from_training_arguments
-    from tpuport.training.alternating import Alternating, alternating
+    from tpuport.training.alternation import Alternating, alternating
     from tpuport.training.checkpoints import Checkpoints, Restored
     from tpuport.training.distributed import initialize
     from tpuport.training.input.batches import Batches
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from tpuport.training.step import TrainStep, make_train_step
 
 _HOME = {
-    "Alternating": "alternating", "Batches": "input.batches", "Buckets": "input.buckets",
+    "Alternating": "alternation", "Batches": "input.batches", "Buckets": "input.buckets",
     "Checkpoints": "checkpoints", "JsonLines": "metric_writers", "Preempted": "preemption",
     "Profile": "loop", "Restored": "checkpoints", "TensorBoard": "metric_writers",
-    "TrainState": "state",
-    "TrainStep": "step", "WandB": "metric_writers", "alternating": "alternating", "fit": "loop",
+    "TrainState": "tpuport.training.state",
+    "TrainStep": "step", "WandB": "metric_writers", "alternating": "alternation", "fit": "loop",
     "from_lightning": "adapters.lightning", "from_torch": "optimizers",
     "from_training_arguments": "adapters.transformers", "initialize": "distributed",
     "make_train_step": "step",
@@ -43,7 +43,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    home = _HOME[name]
+    home = home if home.startswith("tpuport.") else f"{__name__}.{home}"
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 
