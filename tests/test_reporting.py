@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -243,3 +244,18 @@ def test_a_template_shows_what_a_browser_would_obey():
 def test_a_value_that_a_template_lacks_is_an_error():
     with pytest.raises(jinja2.UndefinedError, match="'reports' is undefined"):
         templates.render("demo/templates/page.html.j2")
+
+
+def test_the_page_of_a_run_has_its_programs_and_escapes_their_names():
+    report = RunReport(
+        [tpuport.PortReport("<b>Model")],
+        [Descended("Model.f", "a <i>loop</i>")],
+        [Imported("a", "/a.py", (("TPU101", 3),))],
+    )
+    page = report.to_html()
+    assert page.count("<td><code>&lt;b&gt;Model</code></td>") == 1
+    assert "<li>Model.f is not one program: a &lt;i&gt;loop&lt;/i&gt;</li>" in page
+    assert "TPU101 line 3</li>" in page
+    assert page.count("<details>") == page.count("</details>") == 1
+    assert not {"<b>", "<i>"} & set(re.findall(r"<\w>", page.partition("</style>")[2]))
+    assert "<table>" not in RunReport().to_html()

@@ -7,10 +7,11 @@ from typing import Any
 
 from tpuport.compat.imports.import_hook import Imported
 from tpuport.foundation.reporting.json_codec import encoded
-from tpuport.foundation.reporting.markup import Markup, join, page, plural, tag, visible
+from tpuport.foundation.reporting.markup import plural, visible
 from tpuport.foundation.reporting.saved_report import SavedReport
+from tpuport.foundation.reporting.templates import render
 from tpuport.reports import wording as fmt
-from tpuport.reports.html import sections_of, style
+from tpuport.reports.html import sections_of
 from tpuport.reports.report import PortReport
 
 
@@ -86,27 +87,15 @@ class RunReport(SavedReport):
 
     def to_html(self) -> str:
         """Return the report as one HTML page that loads nothing from elsewhere."""
-        rows = [
-            tag(
-                "tr",
-                tag("td", tag("code", report.model)),
-                tag("td", fmt.explanation(report)),
-                tag("td", str(len(report.retraces))),
-                tag("td", fmt.seconds(report.timing.trace + report.timing.compile)),
-            )
-            for report in self.programs
-        ]
-        names = ("program", "compared with eager PyTorch", "retraces", "to trace and compile")
-        head = tag("thead", tag("tr", *(tag("th", name) for name in names)))
-        table = tag("table", head, tag("tbody", *rows)) if rows else Markup("")
-        title = tag("header", tag("div", tag("h1", self._headline())), class_="run")
-        others = list(self._lines())[len(self.programs) :]
-        notes = tag("ul", *(tag("li", line) for line in others)) if others else Markup("")
-        details = [
-            tag("details", tag("summary", tag("code", report.model)), join(sections_of(report)))
-            for report in self.programs
-        ]
-        return page(self._headline(), tag("main", title, table, notes, *details), style=style())
+        return render(
+            "compat/emulated/templates/run.html.j2",
+            headline=self._headline(),
+            programs=self.programs,
+            notes=list(self._lines())[len(self.programs) :],
+            explanation=fmt.explanation,
+            seconds=fmt.seconds,
+            sections_of=sections_of,
+        )
 
 
 def _verdict(report: PortReport) -> str:
