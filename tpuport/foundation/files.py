@@ -63,7 +63,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int | None = None) -> Non
 
 @contextlib.contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path whose file replaces `path`, as `replacing`, for good.
+    """Yield a temporary path whose file replaces `path`, as `replacing` does.
 
     Raises:
         CheckpointError: the disk is full, or the file cannot be written.
