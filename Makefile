@@ -18,12 +18,13 @@ help: ## list the targets
 demo: $(VENV)/.installed-demo ## port two real models and print the report
 	$(BIN)/tpuport demo
 
-# More processes than two want more than 16 GiB of memory.
+# More processes than two want more than 16 GiB of memory. A process that is through takes tests from
+# the other one: by whole files, a long one may come last.
 test: $(VENV)/.installed-dev ## run the test suite
-	$(BIN)/pytest -q -n 2 --dist loadfile
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 test-all: $(VENV)/.installed-dev ## run the test suite and its slowest tests
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "slow or not slow"
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

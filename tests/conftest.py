@@ -12,11 +12,15 @@ from hypothesis import settings
 
 # jax reads these once, when it is first imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # XLA's optimisations are not under test: without its newer emitters of loops and with one LLVM
+    # module a program, compiling takes four tenths of its time. tests/exactness has the emitters.
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
-# LLVM's optimisations are not under test, and take half of the suite's time. tests/exactness
-# compiles as users do.
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
+# Nor are LLVM's, which take half of the suite's time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # A test that needs a download is a test that fails somewhere else.
 os.environ["HF_HUB_OFFLINE"] = "1"

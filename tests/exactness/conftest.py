@@ -1,14 +1,27 @@
 """Numbers to the last bit are compared of programs that are compiled as users compile them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
+from jax._src import compiler
+
+# Of tests/conftest.py: only what XLA makes of a flag can be asked for one program.
+_AS_BY_DEFAULT = {"xla_cpu_use_fusion_emitters": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised() -> Iterator[None]:
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    options_of = compiler.get_compile_options
+
+    def with_defaults(*given: Any, **options: Any) -> Any:
+        overrides = options.pop("env_options_overrides", None) or {}
+        return options_of(*given, env_options_overrides=_AS_BY_DEFAULT | overrides, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", with_defaults)
+        yield
     jax.config.update("jax_disable_most_optimizations", before)

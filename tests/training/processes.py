@@ -21,7 +21,7 @@ def start_two(*given: str, **environment: str) -> list[subprocess.Popen]:
     """Start Python twice with the same arguments, the first process of the two being rank 0."""
     env = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",

@@ -9,7 +9,7 @@ from tpuport.foundation.errors import UsageError
 
 @needs_libtpu
 def test_a_step_is_spread_over_the_chips():
-    model = make_transformer(num_layers=2, num_attention_heads=4)
+    model = make_transformer(num_layers=1, num_attention_heads=4)
     report = compile_denoise("sequence", "v6e-4", 5, 128, 128, model=model, kernel_times=False)
     assert (report.what, report.num_chips, report.quick) == ("denoise_step", 4, True)
     assert report.fits
