@@ -148,7 +148,8 @@ def test_imports_point_down_the_table(path: Path):
 
 # Every room is explained where it stands.
 
-ROOM_FOLDERS = [*ROOMS, *(f"tracing/{r}" for rooms in TRACING_ROOMS for r in rooms if "." not in r)]
+SUB_ROOMS = sorted(room for rooms in TRACING_ROOMS for room in rooms if "." not in room)
+ROOM_FOLDERS = [*ROOMS, *(f"tracing/{room}" for room in SUB_ROOMS)]
 READMES = sorted(PACKAGE.rglob("README.md"))
 
 

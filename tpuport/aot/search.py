@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def attention(self) -> str:
-        """Return the options of attention: `by heads`, `blocks 2048 x 1024 x 512`; "" if none."""
+        """Return the options of attention: `by ulysses`, `blocks 2048 x 1024 x 512`; "" if none."""
         blocks = f"blocks {' x '.join(map(str, self.blocks))}" if self.blocks else ""
         return " ".join(
             filter(None, (self.sequence_parallel and f"by {self.sequence_parallel}", blocks))

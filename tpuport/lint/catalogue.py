@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from tpuport.foundation.errors import UsageError
 from tpuport.lint.pseudo import UnusedIgnore
 from tpuport.lint.spelling import nearest
-from tpuport.rules._discovery import find_rules
 from tpuport.source.rewrite.finding import Severity
 
 if TYPE_CHECKING:
@@ -42,6 +41,9 @@ class CatalogueEntry:
 @cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return every rule, ordered by code."""
+    # Imported late: an answer from the cache needs no rules.
+    from tpuport.rules._discovery import find_rules
+
     own = CatalogueEntry(
         code=UnusedIgnore.CODE,
         name=UnusedIgnore.__name__,

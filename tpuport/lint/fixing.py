@@ -17,7 +17,6 @@ from tpuport.lint.records import RANK, Checked, Problem, Trouble
 from tpuport.lint.run import Failure, Progress, Workers, attempt, processors
 from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
-from tpuport.rules._discovery import find_rules
 from tpuport.source.inference.inference import StaticKinds
 from tpuport.source.rewrite.finding import Severity
 from tpuport.source.rewrite.matching import Match
@@ -163,6 +162,9 @@ def rewrite_file(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str
 
 
 def _rewrite(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
+    # Imported late: an answer from the cache needs no rules.
+    from tpuport.rules._discovery import find_rules
+
     result = rewrite(
         source.text if source.notebook is None else marked(source.notebook),
         rules=[rule for rule in find_rules() if rule.CODE in options["codes"]],
