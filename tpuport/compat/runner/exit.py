@@ -43,7 +43,7 @@ def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_
         idle: Seconds without progress after which background work counts as stuck.
         working: Seconds for which work that makes progress is waited for, and `atexit` functions.
     """
-    guard = _Guard(status, idle, working)
+    guard = _GuardThread(status, idle, working)
     guard.start()
     interrupted = False
     try:
@@ -63,7 +63,7 @@ def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_
         _leave(_INTERRUPTED if interrupted else status)
 
 
-class _Guard(threading.Thread):
+class _GuardThread(threading.Thread):
     """A thread that ends the process once nothing is left to wait for."""
 
     def __init__(self, status: int, idle: float, working: float) -> None:

@@ -34,7 +34,7 @@ class Decider(Protocol):
 
     @property
     def plan(self) -> Attempts:
-        """What earlier attempts at this trace learned."""
+        """Return what earlier attempts at this trace learned."""
         ...
 
     def decide(self, value: jax.Array) -> bool:
@@ -77,7 +77,7 @@ class CodeWatcher(Protocol):
         ...
 
 
-class Recorded(Protocol):
+class RefusalRecorder(Protocol):
     """The part of `context.Recorder` that errors use."""
 
     refusal: Exception | None
@@ -93,12 +93,12 @@ class ActiveTrace(Protocol):
 
     @property
     def explorer(self) -> Decider | None:
-        """Decider of branches on traced values, where the program may explore them."""
+        """Return the decider of branches on traced values; None if they are not explored."""
         ...
 
     @property
-    def recorder(self) -> Recorded:
-        """What the trace writes down for its caller."""
+    def recorder(self) -> RefusalRecorder:
+        """Return the recorder, which holds what the trace writes down for its caller."""
         ...
 
     def created(self, storage: Any) -> None:
