@@ -8,7 +8,8 @@ import pytest
 from jax._src import compiler
 
 # What tests/conftest.py turned off and one program can ask for again. The number of LLVM modules
-# stays at one: it is read once a process, and decides how a program is compiled, not what it computes.
+# stays at one: it is read once a process, and decides how a program is compiled, not what it
+# computes.
 _AS_BY_DEFAULT = {"xla_cpu_use_fusion_emitters": True}
 
 
