@@ -15,8 +15,9 @@ from tpuport.aot.compile_for import compile_for
 from tpuport.aot.report import CompileReport
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.reporting.json_codec import encoded
-from tpuport.foundation.reporting.markup import page, tag, visible
+from tpuport.foundation.reporting.markup import visible
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
+from tpuport.foundation.reporting.templates import render
 from tpuport.kernels.attention import BlockSizes
 from tpuport.model.ported_model import PortedModel
 from tpuport.reports import wording as fmt
@@ -126,7 +127,7 @@ class SearchReport(SavedReport):
     def to_html(self) -> str:
         """Return the page of the best trial; if none fits, a page with the trials as text."""
         if self.best is None or self.best.report is None:
-            return page(f"{self.topology}: nothing fits", tag("main", tag("pre", str(self))))
+            return render("aot/templates/search.html.j2", search=self)
         return self.best.report.to_html()
 
     def __str__(self) -> str:

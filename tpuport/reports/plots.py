@@ -6,6 +6,7 @@ its text keeps its size.
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tpuport.foundation.reporting.markup import Markup, join, plural, tag
 from tpuport.reports.records import Divergence, Parity
@@ -19,6 +20,45 @@ _LANE_HEAD = 24.0
 _EDGE = 14.0  # width of the bins for identical and for non-finite values, in percent
 _MAX_TICKS = 8
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class Part(NamedTuple):
+    """One piece of a stacked bar, with the line of its legend.
+
+    Attributes:
+        look: Its class in the style sheet.
+        amount: What its width shows.
+        name: What it stands for.
+        words: The amount, for reading.
+        remark: What follows it in the legend.
+    """
+
+    look: str
+    amount: float
+    name: str = ""
+    words: str = ""
+    remark: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.words}"
+
+
+class Bar(NamedTuple):
+    """One row of a bar chart.
+
+    Attributes:
+        name: What it stands for.
+        words: The amount, for reading.
+        amount: What its length shows.
+        under: What the line below says.
+        title: The whole name, where `name` is short.
+    """
+
+    name: str
+    words: str
+    amount: float
+    under: str = ""
+    title: str = ""
 
 
 class ErrorScale:
@@ -111,12 +151,12 @@ def axis(scale: ErrorScale) -> Markup:
     return _svg(18, scale.ticks(13), class_="track", label="logarithmic axis of relative error")
 
 
-def stacked_bar(amounts: Sequence[tuple[str, float]], label: str, *, height: int = 28) -> Markup:
-    """Return one bar cut into `(class, amount)` pieces, all of them visible."""
-    total = sum(amount for _, amount in amounts)
+def stacked_bar(pieces: Sequence[Part], label: str, *, height: int = 28) -> Markup:
+    """Return one bar cut into pieces, all of them visible."""
+    total = sum(piece.amount for piece in pieces)
     parts, left = [], 0.0
-    for name, amount in amounts:
-        width = 100 * amount / total
+    for piece in pieces:
+        width = 100 * piece.amount / total
         parts.append(
             tag(
                 "rect",
@@ -124,7 +164,7 @@ def stacked_bar(amounts: Sequence[tuple[str, float]], label: str, *, height: int
                 y="0",
                 width=_pc(max(width, 0.3)),
                 height=str(height),
-                class_=f"stage {name}",
+                class_=f"stage {piece.look}",
             )
         )
         left += width

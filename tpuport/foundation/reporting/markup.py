@@ -4,8 +4,6 @@ import html
 import unicodedata
 from collections.abc import Iterable
 
-_VOID = {"meta", "wbr"}
-
 
 def visible(text: object) -> str:
     """Escape the control, format and surrogate characters of text; tabs become spaces.
@@ -41,7 +39,7 @@ class Markup(str):
 
 
 def tag(name: str, /, *children: str, **attributes: object) -> Markup:
-    """Make an HTML or SVG element; every child and attribute that is not Markup is escaped.
+    """Make an SVG element; every child and attribute that is not Markup is escaped.
 
     Args:
         name: The element.
@@ -55,8 +53,6 @@ def tag(name: str, /, *children: str, **attributes: object) -> Markup:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    if name in _VOID:
-        return Markup(f"<{name}{written}>")
     return Markup(f"<{name}{written}>{join(children)}</{name}>")
 
 
@@ -65,18 +61,3 @@ def join(children: Iterable[str]) -> Markup:
     return Markup(
         "".join(c if isinstance(c, Markup) else html.escape(visible(c)) for c in children)
     )
-
-
-def page(title: str, *body: str, style: str = "") -> str:
-    """Make a complete page in the style of all reports; its policy forbids it to load anything.
-
-    Args:
-        title: The title of the page.
-        body: The children of the body.
-        style: Style sheet of this kind of report, after the shared one.
-    """
-    # Not at the top: that module needs this one, and a page is rarely written.
-    from tpuport.foundation.reporting.templates import render
-
-    template = "foundation/reporting/templates/base.html.j2"
-    return render(template, title=title, style=Markup(style), body=join(body))
