@@ -16,7 +16,7 @@ import tpuport
 from tests.training.small import Small, loss
 from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches, Buckets, make_train_step
-from tpuport.training.input.sources import HostShard
+from tpuport.training.input.sources import ArrayPlace, HostShard
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -105,6 +105,26 @@ def test_processes_read_their_rows_of_the_same_batches():
         next(batches._source.read(batches._place, HostShard(0, 3)))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_another_number_of_processes_goes_on_with_the_same_batches(count: int, last: Any):
+    def read(place: ArrayPlace, processes: int, steps: int) -> list[Any]:
+        batches = Batches(Numbered(46), batch_size=12, last=last)
+        sources = [batches._source.read(place, HostShard(p, processes)) for p in range(processes)]
+        parts = [list(itertools.islice(source, steps)) for source in sources]
+        assert len({part[-1].after for part in parts}) == 1
+        joined = [
+            {n: torch.cat([row.batch[n] for row in rows]) for n in rows[0].batch}
+            for rows in zip(*parts, strict=True)
+        ]
+        return [parts[0][-1].after, *joined]
+
+    _, *whole = read(ArrayPlace(), 1, 9)
+    place, *head = read(ArrayPlace(), 4, 2)
+    _, *tail = read(place, count, 7)
+    assert_same(head + tail, whole)
+
+
 def test_a_short_batch_is_left_out_or_padded_with_a_mask():
     assert len(Batches(Numbered(), batch_size=8)) == 4
     padded = list(Batches(Numbered(), batch_size=8, last="pad", shuffle=False).epoch())
@@ -185,7 +205,11 @@ def test_an_error_in_a_worker_is_raised_with_its_traceback_and_the_place_stays()
         assert [int(v) for v in next(given).values[0]] == [0, 1, 2, 3]
         with pytest.raises(KeyError, match=r"(?s)in __getitem__.*sample 5 is damaged"):
             next(given)
+        with pytest.raises(KeyError, match="sample 5 is damaged"):
+            next(given)
         assert batches.position["batch"] == 1
+    with pytest.raises(RuntimeError, match="the input was closed"):
+        next(given)
 
 
 def test_batches_are_placed_ahead_and_count_when_they_are_taken():
@@ -199,6 +223,15 @@ def test_batches_are_placed_ahead_and_count_when_they_are_taken():
     batches.restore(batches.position)
     with pytest.raises(UsageError, match="restored to another position while they were read"):
         next(given)
+
+
+def test_batches_that_were_read_ahead_are_not_lost_when_their_iterator_is_closed():
+    batches = Batches(Numbered(), batch_size=8, shuffle=False)
+    with batches.device_iterator(None) as given:
+        next(given)
+    with pytest.raises(RuntimeError, match="the input was closed"):
+        next(given)
+    assert next(batches.device_iterator(None))["i"][0] == 8
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -1,11 +1,8 @@
 """Batches on the devices before a step asks for them."""
 
-import contextlib
-import queue
-import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Self
 
 from tpuport.foundation.errors import UsageError
@@ -14,8 +11,7 @@ from tpuport.training.input.sources import ArrayPlace, HostShard
 if TYPE_CHECKING:
     from tpuport.training.input.batches import Batches
 
-_POLL_SECONDS = 0.1
-_JOIN_SECONDS = 10.0
+_END_SECONDS = 10.0
 
 
 class OnDevice:
@@ -33,10 +29,13 @@ class OnDevice:
         # The place to read next, and the place of `batches` after the last batch that was returned.
         self._next = self._left = batches._place
         self._share: HostShard = share_of(step)
-        self._ready: deque[tuple[Any, ArrayPlace]] = deque()
-        self._thread: _Thread | None = None
+        # Batches with the places after them; with a thread, the futures of such.
+        self._ready: deque[Any] = deque()
+        self._thread: ThreadPoolExecutor | None = None
         if ahead and batches._source.in_background:
-            self._thread = _Thread(self._load, ahead)
+            self._thread = ThreadPoolExecutor(1, "tpuport-input")
+        self._closed = False
+        self._error: BaseException | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -60,30 +59,47 @@ class OnDevice:
                 " other Batches of the same data for evaluation, or call"
                 " batches.device_iterator(step) again"
             )
-        if self._thread is not None:
-            batch, after = self._thread.take()
-        else:
-            # Steps are dispatched asynchronously, so this reads while the device computes.
-            while len(self._ready) <= self._ahead:
-                self._ready.append(self._load())
-            batch, after = self._ready.popleft()
+        if self._closed:
+            raise RuntimeError(
+                "the input was closed. What to do: call batches.device_iterator(step) again"
+            )
+        # Without a thread this reads while the device computes, as steps only begin there.
+        while len(self._ready) <= self._ahead:
+            self._ready.append(
+                self._thread.submit(self._load_in_thread) if self._thread else self._load()
+            )
+        first = self._ready[0]
+        batch, after = first if self._thread is None else first.result()
+        self._ready.popleft()
         self._batches._place = self._left = after
         return batch
 
+    def _load_in_thread(self) -> tuple[Any, ArrayPlace]:
+        """Load, but not after an error: the same batch would be read again."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._load()
+        except BaseException as error:
+            self._error = error
+            raise
+
     def _load(self) -> tuple[Any, ArrayPlace]:
         read = self._batches._read(self._next, self._share)
-        self._next = read.after
         batch = self._batches._masked(read, self._share)
         place = getattr(self._step, "place", None)
         if place is not None:
             batch = place(batch, share=self._share)
+        self._next = read.after
         return batch, read.after
 
     def close(self) -> None:
         """End the thread; batches that were read ahead are read again later."""
-        self._ready.clear()
+        self._closed = True
         if self._thread is not None:
-            self._thread.stop()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            wait([read for read in self._ready if not read.cancelled()], _END_SECONDS)
+        self._ready.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -98,66 +114,3 @@ def share_of(step: Any) -> HostShard:
 
     ask = getattr(step, "share", None)
     return default_share() if ask is None else ask()
-
-
-class _Thread:
-    """A thread that calls a function repeatedly, a few results ahead.
-
-    Args:
-        load: the bound method to call.
-        ahead: the number of results to keep ready.
-    """
-
-    def __init__(self, load: Any, ahead: int) -> None:
-        self._results: queue.Queue[Any] = queue.Queue(maxsize=ahead)
-        self._stopped, self._error = threading.Event(), None
-        self._thread = threading.Thread(
-            target=_pump,
-            args=(weakref.WeakMethod(load), self._results, self._stopped),
-            daemon=True,
-            name="tpuport-input",
-        )
-        self._started = False
-        weakref.finalize(self, self._stopped.set)
-
-    def take(self) -> Any:
-        """Return the next result, or raise what the function raised."""
-        if not self._started:
-            self._started = True
-            self._thread.start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                kind, result = self._results.get(timeout=_POLL_SECONDS)
-                break
-            if not self._thread.is_alive() and self._results.empty():
-                raise RuntimeError(
-                    "the input was closed. What to do: call batches.device_iterator(step) again"
-                )
-        if kind == "error":
-            raise result
-        return result
-
-    def stop(self) -> None:
-        """End the thread, and wait for its end."""
-        self._stopped.set()
-        if self._started and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_SECONDS)
-
-
-def _pump(load: Any, results: queue.Queue[Any], stopped: threading.Event) -> None:
-    """Fill the queue until stopped or its owner is gone; only a read keeps the owner alive."""
-    while not stopped.is_set():
-        call = load()
-        if call is None:
-            return
-        try:
-            result = ("result", call())
-        except BaseException as error:  # raised later, by the consumer of the batch
-            result = ("error", error)
-        call = None
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                results.put(result, timeout=_POLL_SECONDS)
-                break
-        if result[0] == "error":
-            return
