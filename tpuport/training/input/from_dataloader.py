@@ -22,7 +22,7 @@ from tpuport.training.input.buckets import Buckets
 from tpuport.training.input.grain_source import GrainSource, is_grain, is_random_access
 from tpuport.training.input.order import Order
 from tpuport.training.input.reading import Reader, as_is
-from tpuport.training.input.sources import DataSource, Indexed, ReadWorkers, StreamSource
+from tpuport.training.input.sources import Indexed, ReadWorkers, StreamSource
 
 # The setting of a loader that keeps short batches.
 _KEEP = "keep"
@@ -110,7 +110,7 @@ def _without_short(made: DataLoaderOptions) -> DataLoaderOptions:
     )
 
 
-def source_of(settings: DataLoaderOptions) -> DataSource:
+def source_of(settings: DataLoaderOptions) -> Indexed | StreamSource | GrainSource:
     """Return the source that batches are read from.
 
     Raises:

@@ -5,7 +5,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,58 +167,50 @@ def as_tensors(value: Any) -> Any:
                 )
             return value.item()
         return torch.from_numpy(np.array(value))
+    made = _mapped(as_tensors, value)
+    if isinstance(value, dict) and type(value) is not dict:
+        # A mapping of another class (ModelOutput) stays one.
+        for key, one in made.items():
+            if one is not value[key]:
+                value[key] = one
+        return value
+    return made
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to the entries of a container; anything else stays."""
     if isinstance(value, dict):
-        made = {key: as_tensors(one) for key, one in value.items()}
-        return made if type(value) is dict else _same_kind(value, made)
+        return {key: function(one) for key, one in value.items()}
     if isinstance(value, tuple):
-        parts = [as_tensors(one) for one in value]
+        parts = map(function, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return [as_tensors(one) for one in value] if isinstance(value, list) else value
-
-
-def _same_kind(value: Any, made: dict[Any, Any]) -> Any:
-    """Put values into a mapping of another class than dict (BatchFeature, ModelOutput)."""
-    for key, one in made.items():
-        if one is not value[key]:
-            value[key] = one
-    return value
+    return [function(one) for one in value] if isinstance(value, list) else value
 
 
 def rows_of(value: Any, start: int, stop: int, size: int) -> Any:
     """Slice the rows of a batch: of tensors whose first dim is `size`, and lists of that length."""
     if isinstance(value, torch.Tensor):
         return value[start:stop] if value.ndim and value.shape[0] == size else value
-    if isinstance(value, dict):
-        return {key: rows_of(one, start, stop, size) for key, one in value.items()}
-    if isinstance(value, tuple):
-        parts = [rows_of(one, start, stop, size) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        if len(value) == size and not any(isinstance(one, torch.Tensor) for one in value):
-            return value[start:stop]
-        return [rows_of(one, start, stop, size) for one in value]
-    return value
+    names = isinstance(value, list) and not any(isinstance(one, torch.Tensor) for one in value)
+    if names and len(value) == size:
+        return value[start:stop]
+    return _mapped(lambda one: rows_of(one, start, stop, size), value)
 
 
 def num_rows(value: Any) -> int:
     """Return the length of the first dim of the first tensor with dims; 0 if there is none."""
-    if isinstance(value, torch.Tensor):
-        return value.shape[0] if value.ndim else 0
-    parts: Sequence[Any] = ()
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    return next((n for n in map(num_rows, parts) if n), 0)
+    return next((length for length in _first_dims(value) if length), 0)
 
 
 def first_dims(value: Any) -> set[int]:
     """Return the lengths of the first dims of all tensors that have dims."""
-    if isinstance(value, torch.Tensor):
-        return {value.shape[0]} if value.ndim else set()
-    parts: Sequence[Any] = ()
-    if isinstance(value, dict):
-        parts = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    return {length for part in parts for length in first_dims(part)}
+    return set(_first_dims(value))
+
+
+def _first_dims(value: Any) -> Iterator[int]:
+    if isinstance(value, torch.Tensor) and value.ndim:
+        yield value.shape[0]
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple)):
+        for part in parts:
+            yield from _first_dims(part)

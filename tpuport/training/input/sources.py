@@ -6,7 +6,7 @@ Each yields one endless sequence over all epochs, from any batch on.
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -116,28 +116,6 @@ class Read:
     kept: int | None = None
     size: int | None = None
     ends: bool = False
-
-
-class DataSource(Protocol):
-    """Something that batches are read from."""
-
-    @property
-    def num_batches(self) -> int | None:
-        """Return the number of batches of one epoch, if that is known."""
-        ...
-
-    @property
-    def in_background(self) -> bool:
-        """Return whether other processes or threads read, so that a thread should wait for them."""
-        ...
-
-    def read(self, place: ArrayPlace, share: HostShard) -> Iterator[Read]:
-        """Yield batches from a place on, over all epochs, without end."""
-        ...
-
-    def close(self) -> None:
-        """End worker processes."""
-        ...
 
 
 @dataclass(frozen=True)
