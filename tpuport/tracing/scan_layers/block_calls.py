@@ -134,6 +134,7 @@ class BlockCalls:
         """Drop what belongs to the trace; the records are kept."""
         self.members.clear()
         self.programs.clear()
+        self.recipes = Recipes(NAME)
 
 
 def _read_outside(*given: Any) -> None:

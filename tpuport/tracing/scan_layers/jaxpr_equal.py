@@ -97,7 +97,7 @@ def _same_param(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same_param, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same_param(v, b[k]) for k, v in a.items())
-    if isinstance(a, (float, complex, np.ndarray, jax.Array)):
+    if isinstance(a, (float, complex, np.generic, np.ndarray, jax.Array)):
         return _same_array(a, b)
     return _same_object(a, b)
 
