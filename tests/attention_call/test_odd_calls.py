@@ -170,7 +170,7 @@ def test_a_product_of_int64_is_read_in_repeated_blocks():
     assert ported.report.ok, ported.report
     (call,) = ported.report.attention
     assert (call.mask, call.calls) == ("padded keys, padded queries", 4)
-    assert [(record.traced, record.reused) for record in ported.report.blocks] == [(1, 3)]
+    assert [(record.programs, record.shared) for record in ported.report.blocks] == [(1, 3)]
 
 
 SHAPES = {

@@ -47,7 +47,7 @@ def softmaxed(x: torch.Tensor) -> torch.Tensor:
 
 
 def counted(ported: Any) -> list[tuple[int, int]]:
-    return [(record.traced, record.reused) for record in ported.report.blocks]
+    return [(record.programs, record.shared) for record in ported.report.blocks]
 
 
 @pytest.mark.parametrize("act", [F.relu, F.logsigmoid, softmaxed, attended, F.gelu, F.softplus])

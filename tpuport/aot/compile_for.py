@@ -181,7 +181,7 @@ def _reported(
     names: dict[str, str],
 ) -> CompileReport:
     modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
-    # A block that is traced once for all like it has a generalised name, such as `blocks.*`.
+    # Blocks that share a program have one name in it, such as `blocks.*`.
     modules |= {generalised(fqn) for fqn in modules}
     placement: Any = spread._program.placement
     read = _read(ahead, modules, placement, kernel_times)

@@ -124,17 +124,15 @@ def _record_blocks(report: PortReport, trace: Any) -> None:
     if trace.blocks is None:
         return
     for one in trace.blocks.records.values():
-        if not (one.traced or one.reason):
+        if not one.programs:
             continue
         first, last = one.names[0], one.names[-1]
         found = RepeatedBlocks(
             first,
             last,
             count=len(one.names),
-            traced=one.traced,
-            reused=one.reused,
-            reason=one.reason or "",
-            changed=one.changed or "",
+            programs=one.programs,
+            shared=one.shared,
         )
         report.blocks[:] = [b for b in report.blocks if (b.first, b.last) != (first, last)]
         report.add(found)

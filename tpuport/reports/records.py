@@ -247,26 +247,22 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks of a model that are alike, and how often tracing ran their code.
+    """Blocks of a model that may be alike, and how many programs they are.
 
     Attributes:
         first: Fqn of the first of them.
         last: Fqn of the last.
         count: How many there are.
-        traced: How many had to be traced.
-        reused: How many calls reused the trace of another.
-        reason: Why one was traced by itself, if one was.
-        changed: What had changed outside of the blocks, so that one was retraced.
+        programs: How many different programs their calls are.
+        shared: How many calls have the program of an earlier one.
     """
 
     first: str
     last: str
     _: KW_ONLY
     count: int
-    traced: int
-    reused: int
-    reason: str
-    changed: str = ""
+    programs: int
+    shared: int
 
 
 @dataclass(frozen=True)

@@ -167,12 +167,9 @@ def blocks(found: RepeatedBlocks) -> str:
 
 
 def blocks_detail(found: RepeatedBlocks) -> str:
-    """Return how often one was traced for all, or why each was traced by itself."""
-    traced = f"{found.traced} traced, {plural(found.reused, 'call')} without tracing again"
-    again = found.changed and f"traced again for a change of {found.changed}"
-    by_itself = found.reason and f"by itself: {found.reason}"
-    parts = (traced if found.traced else "", again, by_itself)
-    return " · ".join(part for part in parts if part)
+    """Return how many programs the calls of the blocks are."""
+    calls = plural(found.programs + found.shared, "call")
+    return f"{calls}, {plural(found.programs, 'program')}"
 
 
 def facts(report: ReportData) -> list[str]:

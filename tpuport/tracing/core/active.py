@@ -7,7 +7,6 @@ They ask for it here, by the part of it that they use; everybody else calls
 
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +18,6 @@ class Attempts(Protocol):
     """The part of `speculation.SpeculationLog` that others use."""
 
     host_state: bool
-    apart: dict[str, str]
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""
@@ -59,21 +57,11 @@ class BlockTracer(Protocol):
     def call(
         self, member: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Call a block: reuse its trace, trace it now, or run it inline."""
+        """Call a block as a function that it shares with the calls that are equal to it."""
         ...
 
     def release(self) -> None:
         """Drop the tracers that a finished trace still holds."""
-        ...
-
-
-class CodeWatcher(Protocol):
-    """The part of `guards.python_state.PythonState` that modules below it use."""
-
-    found: Any
-
-    def saw(self, frame: FrameType) -> None:
-        """Note the code that runs, while a block is traced as a function."""
         ...
 
 

@@ -29,7 +29,7 @@ class KeyStream:
     """Numbered keys from one base key: the n-th random op of a program folds n into the base.
 
     `count` is traced after a branch or loop whose number of draws depends on data. In a block that
-    is traced once for several, numbers count from `start`.
+    several share, numbers count from `start`.
     """
 
     base: jax.Array
@@ -116,8 +116,6 @@ class Recorder:
         guards: What the program read from outside, to be compared before later calls.
         checks: The exceptions that were lifted out of the program, in order.
         refusal: The first error of ours, which the user's code may have caught.
-        activations: Activations that were given a spec, while a block is traced as a function.
-        watcher: Recorder of the code that runs, while a block is traced as a function.
         block: The block that is traced for its family, and the name of the family.
     """
 
@@ -125,8 +123,6 @@ class Recorder:
     guards: Guards = field(default_factory=Guards)
     checks: list[LiftedCheck] = field(default_factory=list)
     refusal: Exception | None = None
-    activations: list[tuple[str, str, int]] | None = None
-    watcher: active.CodeWatcher | None = None
     block: tuple[str, str] | None = None
 
     def scope_of(self, name: str) -> str:

@@ -5,6 +5,7 @@ holds inner tracers. Afterwards those still alive get the primitive's outputs as
 Python objects that refer to them are then right without being found and updated.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
+from tpuport.foundation import pytree
 from tpuport.tracing.core.context import Effects, KeyStream, Trace
 from tpuport.tracing.core.tensor import Storage
 
@@ -35,17 +37,29 @@ class Body:
     counts: dict[int, Any] = field(default_factory=dict)
     streams: list[KeyStream] = field(default_factory=list)
 
-    def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
+    def run(self, *, collect: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the thunk.
 
-        Return the values that escape (of storages, then of numbers) and the values of written
-        storages, which are restored before returning.
+        Args:
+            collect: Collect garbage first if more is alive than the result holds: reference cycles
+                keep values that nobody can read any more.
+
+        Returns:
+            The values that escape (of storages, then of numbers) and the values of written
+            storages, which are restored before returning.
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
             # Counts of masks are kept, so that sizes inside and outside are known to be equal.
             self.counts = dict(self.trace.mask_counts)
         storages, nodes = _made(effects)
+        if collect:
+            num_alive = sum(storage is not None for storage in storages)
+            del storages, nodes
+            if num_alive > len(pytree.flatten(self.result)[0]):
+                # Automatic collection is off while a trace runs.
+                gc.collect(0)
+            storages, nodes = _made(effects)
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
         self.positions = [i for i, storage in enumerate(storages) if storage is not None]

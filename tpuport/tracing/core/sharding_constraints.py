@@ -19,8 +19,6 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
         if not isinstance(leaf, TracedTensor) or leaf._storage.trace is not trace:
             continue
         before = leaf._elem
-        if trace.recorder.activations is not None:
-            trace.recorder.activations.append((module, side, before.ndim))
         after = trace.options.placement.activation(module, side, before)
         if after is before:
             continue

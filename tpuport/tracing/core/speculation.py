@@ -20,8 +20,7 @@ class UndecidedBranch(BaseException):
 class RestartTrace(BaseException):
     """Restart of the trace from the beginning with more known.
 
-    It carries what was learned: the code to rewrite, the module call to explore, the repeated
-    blocks to trace one by one, and why (`apart`).
+    It carries what was learned: the code to rewrite, the module call to explore.
 
     `site` is the code object that ran and the position in it, or None where rewriting cannot help.
     """
@@ -32,11 +31,9 @@ class RestartTrace(BaseException):
         site: tuple[CodeType, Site] | None = None,
         explore: str | None = None,
         host_state: bool = False,
-        apart: tuple[str, str] | None = None,
     ) -> None:
         super().__init__("trace again")
         self.site, self.explore, self.host_state = site, explore, host_state
-        self.apart = apart
 
 
 @dataclass
@@ -46,7 +43,6 @@ class SpeculationLog:
     `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
     module calls to run once for each outcome. `host_state` says whether small state stays concrete,
     `host_args` which arguments do. `numbers` are the Python numbers on modules that became state.
-    `apart` are the families of repeated blocks (keyed by their first) that are not pure functions.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -55,7 +51,6 @@ class SpeculationLog:
     numbers: set[str] = field(default_factory=set)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
-    apart: dict[str, str] = field(default_factory=dict)
 
     def widen(self, candidates: list[int]) -> bool:
         """Make the next choice of arguments concrete: each alone, smallest first, then all.
@@ -77,8 +72,6 @@ class SpeculationLog:
         if restart.explore is not None:
             self.explore.add(restart.explore)
         self.host_state = self.host_state or restart.host_state
-        if restart.apart is not None:
-            self.apart.update([restart.apart])
 
     def ask_for_rewrite(self) -> None:
         """Restart to have the line that runs now rewritten, unless that was tried already.

@@ -97,6 +97,13 @@ class _FunctionCall:
         self.saved: list[Any] = []
         self.autocast = autocast_state()
 
+    def program_key(self) -> list[Any]:
+        """Return what decides the backward, besides the values of tensors."""
+        metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
+        rest = [arg for arg, flag in zip(self.args, self.is_tensor, strict=True) if not flag]
+        contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
+        return [self.cls, self.is_tensor, rest, metas, contexts, self.frozen, list(self.autocast)]
+
     def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
         """Return outputs, values of escaping and of written storages, and the saved tensors."""
         if self.body is None:

@@ -1,7 +1,7 @@
-"""Repeated blocks: traced once, and compiled as the body of one loop."""
+"""Repeated blocks: equal ones are one function, and compiled as the body of one loop."""
 
+from tpuport.tracing.scan_layers.block_calls import BlockCalls
 from tpuport.tracing.scan_layers.families import Family, Member, families
-from tpuport.tracing.scan_layers.reuse import BlockCalls
 from tpuport.tracing.scan_layers.rolling import roll
 
 __all__ = ["BlockCalls", "Family", "Member", "families", "roll"]

@@ -1,15 +1,19 @@
 """Comparison of two traces: whether they are the same program."""
 
 import dataclasses
+import functools
+import types
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.extend import core
 from jax.extend.linear_util import WrappedFun
 
+from tpuport.foundation.pytree.compare import same_value
 from tpuport.tracing.scan_layers.iterations import same_kinds
 
 
@@ -93,21 +97,52 @@ def _same_param(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same_param, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same_param(v, b[k]) for k, v in a.items())
-    if isinstance(a, (float, complex, np.ndarray, jax.Array)):
+    if isinstance(a, (float, complex, np.generic, np.ndarray, jax.Array)):
         return _same_array(a, b)
     return _same_object(a, b)
 
 
 def _same_object(a: Any, b: Any) -> bool:
     if isinstance(a, WrappedFun):
-        # A derivative rule, which the program next to it defines.
-        return _same_param(a.f, b.f)
+        # A derivative rule; its static arguments are among those of its transformations.
+        return _same_param((a.f, a.transforms), (b.f, b.transforms))
+    if isinstance(a, types.FunctionType):
+        # Their globals are the same, as their code is one object.
+        return a.__code__ is b.__code__ and all(map(_same_param, _held_by(a), _held_by(b)))
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__ and _same_param(a.__self__, b.__self__)
+    if isinstance(a, functools.partial):
+        ours, theirs = ((p.func, p.args, p.keywords) for p in (a, b))
+        return _same_param(ours, theirs)
+    key = getattr(a, "program_key", None)
+    if key is not None:
+        return _same_param(key(), b.program_key())
     if dataclasses.is_dataclass(a) and not isinstance(a, type):
         # Pallas keeps jaxprs in dataclasses, and a jaxpr is equal only to itself.
         fields = [field.name for field in dataclasses.fields(a)]
         return all(_same_param(getattr(a, name), getattr(b, name)) for name in fields)
-    if callable(a):
-        return getattr(a, "__code__", None) is getattr(b, "__code__", None)
-    equal = a == b
-    # An object without its own equality cannot be compared, so it counts as equal.
-    return equal if isinstance(equal, bool) and type(a).__eq__ is not object.__eq__ else True
+    if isinstance(a, torch.Tensor):
+        return False  # it is another one, and its values may differ
+    if type(a).__eq__ is not object.__eq__:
+        equal = a == b
+        return isinstance(equal, bool) and equal
+    return same_value(a, b)
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """Return the values besides its code that decide what a function does."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    if (function.__module__ or "").partition(".")[0] == "jax":
+        # The rest is jax's own: tables of results, the running trace.
+        cells = [one for one in cells if isinstance(one, (*_FUNCTIONS, bool, int, str))]
+    return [cells, function.__defaults__, function.__kwdefaults__]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, WrappedFun)

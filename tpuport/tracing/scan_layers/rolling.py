@@ -17,8 +17,8 @@ from jax.extend import core
 
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.scan_layers.iterations import Loop, matched
+from tpuport.tracing.scan_layers.shared_programs import NAME, strong
 from tpuport.tracing.scan_layers.stack import copied_bytes, read_for, stacked
-from tpuport.tracing.scan_layers.traced_block import NAME, strong
 
 MIN_ROUNDS = 3
 _MAX_PERIOD = 8

@@ -1,6 +1,5 @@
 """The modes that are active while a trace runs: they see every ATen op and torch function."""
 
-import sys
 from typing import Any
 
 import torch
@@ -100,8 +99,6 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self.trace.recorder.watcher is not None:
-            self.trace.recorder.watcher.saw(sys._getframe(1))
         handler = FUNCTIONS.get(func)
         if handler is not None:
             result = handler(self.trace, func, args, kwargs or {})

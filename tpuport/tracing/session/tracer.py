@@ -205,7 +205,7 @@ class Tracer:
         before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
         if module is not None and tree is not None and self.blocks != "unroll":
-            trace.blocks = BlockCalls(trace, module, tree.leaves.values())
+            trace.blocks = BlockCalls(trace, module)
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
         explorer = trace.explorer
