@@ -109,12 +109,24 @@ class Gates(nn.Module):
         return self.gate(self.gate(x) + 0.3)
 
 
+def _two_names(x: torch.Tensor) -> Any:
+    y = x * 2
+    z, row = y, y[1]
+    if x.sum() > 0:
+        z += 10
+        row -= 1
+    z.mul_(2)
+    row.add_(x[0])
+    return y, z
+
+
 BRANCHES = [
     Scenario("if", lambda: _if, EACH, CONCRETE),
     Scenario("early_return", lambda: _early_return, EACH, CONCRETE),
     Scenario("and_or_ternary", lambda: _and_or_ternary, EACH, CONCRETE),
     Scenario("in_loop", lambda: _in_loop, EACH, CONCRETE),
     Scenario("writes", lambda: _writes, EACH, CONCRETE),
+    Scenario("two_names", lambda: _two_names, EACH, CONCRETE),
     Scenario("gates", Gates, EACH, CONCRETE, rtol=1e-4),
     Scenario("while", lambda: _while, EACH, CONCRETE, grads=False),
 ]
