@@ -188,6 +188,17 @@ def _masked_loss(x: torch.Tensor) -> Any:
     )
 
 
+def _masked_losses(x: torch.Tensor) -> Any:
+    kept, target = x > 0, x.detach().sin()
+    logits, labels = x[x < 1], target[x < 1] > 0
+    return (
+        F.mse_loss(x[kept], target[kept]),
+        F.smooth_l1_loss(x[kept], target[kept], reduction="sum"),
+        F.huber_loss(x[kept], target[kept], delta=0.5),
+        F.binary_cross_entropy_with_logits(logits, labels.float()),
+    )
+
+
 def _scatter_features(x: torch.Tensor, features: torch.Tensor, tokens: torch.Tensor) -> Any:
     """Image features into the places of image tokens."""
     out = x.clone()
@@ -257,6 +268,7 @@ SELECTIONS = [
     Scenario("masked_mean", lambda: _masked_mean, EACH, MASK),
     Scenario("masked_rows", lambda: _masked_rows, EACH, MASK),
     Scenario("masked_loss", lambda: _masked_loss, EACH, MASK),
+    Scenario("masked_losses", lambda: _masked_losses, EACH, MASK),
     Scenario(
         "scatter_features",
         lambda: _scatter_features,

@@ -96,3 +96,14 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return rowwise(func, args, kwargs)
     masked = filled(source, torch.finfo(source.dtype).min, [dim])
     return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))
+
+
+@handles("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each element, and reduce that."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    if not any(extents_of(value) for value in given.values()):
+        return NotImplemented
+    reduction = given.pop("reduction", 1)
+    each = pointwise(func, (given.pop("self"), given.pop("target")), {**given, "reduction": 0})
+    return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
