@@ -109,12 +109,24 @@ class Gates(nn.Module):
         return self.gate(self.gate(x) + 0.3)
 
 
+def _two_names(x: torch.Tensor) -> Any:
+    y = x * 2
+    z, row = y, y[1]
+    if x.sum() > 0:
+        z += 10
+        row -= 1
+    z.mul_(2)
+    row.add_(x[0])
+    return y, z
+
+
 BRANCHES = [
     Scenario("if", lambda: _if, EACH, CONCRETE),
     Scenario("early_return", lambda: _early_return, EACH, CONCRETE),
     Scenario("and_or_ternary", lambda: _and_or_ternary, EACH, CONCRETE),
     Scenario("in_loop", lambda: _in_loop, EACH, CONCRETE),
     Scenario("writes", lambda: _writes, EACH, CONCRETE),
+    Scenario("two_names", lambda: _two_names, EACH, CONCRETE),
     Scenario("gates", Gates, EACH, CONCRETE, rtol=1e-4),
     Scenario("while", lambda: _while, EACH, CONCRETE, grads=False),
 ]
@@ -173,6 +185,17 @@ def _masked_loss(x: torch.Tensor) -> Any:
     valid = target != -100
     return F.cross_entropy(x[valid], target[valid], reduction="sum"), F.cross_entropy(
         x, target, reduction="sum"
+    )
+
+
+def _masked_losses(x: torch.Tensor) -> Any:
+    kept, target = x > 0, x.detach().sin()
+    logits, labels = x[x < 1], target[x < 1] > 0
+    return (
+        F.mse_loss(x[kept], target[kept]),
+        F.smooth_l1_loss(x[kept], target[kept], reduction="sum"),
+        F.huber_loss(x[kept], target[kept], delta=0.5),
+        F.binary_cross_entropy_with_logits(logits, labels.float()),
     )
 
 
@@ -245,6 +268,7 @@ SELECTIONS = [
     Scenario("masked_mean", lambda: _masked_mean, EACH, MASK),
     Scenario("masked_rows", lambda: _masked_rows, EACH, MASK),
     Scenario("masked_loss", lambda: _masked_loss, EACH, MASK),
+    Scenario("masked_losses", lambda: _masked_losses, EACH, MASK),
     Scenario(
         "scatter_features",
         lambda: _scatter_features,

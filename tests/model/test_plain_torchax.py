@@ -218,6 +218,21 @@ def test_a_loop_draws_other_numbers_in_each_round():
     assert not torch.equal(first, second)
 
 
+def test_what_comes_after_a_loop_draws_other_numbers():
+    def function(x):
+        def body(x, rounds):
+            return torch.nn.functional.dropout(x, 0.5), rounds + 1
+
+        def once(x):
+            return ops.while_loop(lambda _, rounds: rounds < x.new_ones(()), body, (x, 0))[0]
+
+        return once(x), once(x), torch.nn.functional.dropout(x, 0.5)
+
+    first, second, third = run(function, torch.ones(64))
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

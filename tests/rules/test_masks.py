@@ -179,6 +179,19 @@ def test_rows_that_do_not_fit_raise_in_eager_and_are_nan_in_a_program(tmp_path):
     torch.testing.assert_close(equivalence.plain_jit(after, args), before(*args))
 
 
+def test_the_number_of_rows_is_a_traced_number():
+    from tpuport import ops
+
+    def function(x):
+        rows = ops.masked(x)[x[:, 0] > 0]
+        count, width = rows.shape
+        return rows.sum() / count, x * rows.size(0) / width, rows[: count - 1].sum()
+
+    equivalence.check_plain(function, function, [(torch.arange(12.0).reshape(3, 4) - 4,)])
+    with pytest.raises(Exception, match="Abstract tracer value"):
+        equivalence.plain_jit(lambda x: x[: ops.masked(x)[x > 0].shape[0]], (torch.randn(3),))
+
+
 def test_integers_that_might_not_fit_are_refused(tmp_path):
     """There is no NaN to tell of them."""
     from tpuport.foundation.errors import PortError

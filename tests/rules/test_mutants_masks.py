@@ -94,6 +94,7 @@ def reversed_order(rows, bound):
 
 compact = masked_rows.compact
 in_place = masked_access._in_place
+ZEROS = dict.fromkeys(masked_functions.IDENTITY, always(0.0))
 CODE = {
     "order lost": (masked_access, "compact", reversed_order, "x[m] = y[k]"),
     "order lost between": (masked_rows, "compact", reversed_order, "x[m] = x[m] * 0 + y[k]"),
@@ -103,8 +104,8 @@ CODE = {
         lambda value, target: (jnp.roll(in_place(value, target)[0], 1, axis=0), None),
         "x[m] = y[k]",
     ),
-    "wrong fill": (masked_functions, "_lowest", always(0.0), "x = x[m].max()"),
-    "wrong fill of a minimum": (masked_functions, "_highest", always(0.0), "x = (-x[m]).min()"),
+    "wrong fill": (masked_functions, "IDENTITY", ZEROS, "x = x[m].max()"),
+    "wrong fill of a minimum": (masked_functions, "IDENTITY", ZEROS, "x = (-x[m]).min()"),
     "every mask the same": (
         masked_rows,
         "is_same_selection",

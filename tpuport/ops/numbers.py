@@ -36,7 +36,7 @@ def to_bool(value: Any) -> Any:
 def _number(value: Any, kind: type) -> Any:
     if is_traced(value):
         if is_plain(value):
-            from tpuport.ops.torchax.control_flow import traced_number
+            from tpuport.ops.torchax.values import traced_number
         else:
             from tpuport.tracing.control_flow.cond import traced_number
 
@@ -47,18 +47,18 @@ def _number(value: Any, kind: type) -> Any:
 def item(value: Any) -> Any:
     """Return `value.item()`; for a traced tensor, a traced number."""
     if is_plain(value):
-        from tpuport.ops.torchax import control_flow
+        from tpuport.ops.torchax import values
 
-        return control_flow.item(value)
+        return values.item(value)
     return value.item()
 
 
 def to_list(value: Any) -> Any:
     """Return `value.tolist()`; for a traced tensor, nested lists of traced numbers."""
     if is_plain(value):
-        from tpuport.ops.torchax import control_flow
+        from tpuport.ops.torchax import values
 
-        return control_flow.to_list(value)
+        return values.to_list(value)
     return value.tolist()
 
 

@@ -68,10 +68,13 @@ def filled(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(shape: Any, *args: Any, **kwargs: Any) -> Any:
         value: Any = args[0] if args else kwargs.get("fill_value")
         if is_plain_torchax(value):
-            from tpuport.ops.torchax import filled
+            from tpuport.ops.torchax.values import filled
 
-            traced: Callable[..., Any] = getattr(filled, function.__name__)
-            return traced(shape, *args, **kwargs)
+            # A device is ignored: a tensor made of a traced number is part of the program.
+            dtype = kwargs.get("dtype")
+            if function.__name__ == "full_like":
+                dtype, shape = dtype or shape.dtype, shape.shape
+            return filled((shape,) if isinstance(shape, int) else tuple(shape), value, dtype)
         # PyTorch reads the value of a tensor before it dispatches the call, so the trace would stop
         # there. A traced number passes.
         if getattr(value, "is_traced", False) is True:

@@ -13,13 +13,10 @@ def is_traced(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a tensor that torchax alone traces."""
-    torchax = sys.modules.get("torchax.tensor")
-    if torchax is None or not isinstance(value, torchax.Tensor | torchax.View):
+    if not is_plain_torchax(value):
         return False
-    if hasattr(value, "is_traced"):
-        return False
-    array = value.source_jax() if isinstance(value, torchax.View) else value.jax()
-    return isinstance(array, torchax.jax.core.Tracer)
+    array = value.source_jax() if hasattr(value, "source_jax") else value.jax()
+    return isinstance(array, sys.modules["jax"].core.Tracer)
 
 
 def is_plain_torchax(value: Any) -> bool:

@@ -11,44 +11,15 @@ import jax
 import jax.numpy as jnp
 import torch
 import torchax
-from torchax.tensor import Tensor
 
 from tpuport.foundation import pytree
 from tpuport.ops.torchax.debug_checks import are_checks_on
 from tpuport.ops.torchax.sides import Sides
-from tpuport.ops.torchax.values import Kind, array_of, is_leaf, is_number, kind_of, number_of, truth
+from tpuport.ops.torchax.values import array_of, is_leaf, is_number, kind_of, number_of, truth, wrap
 from tpuport.tracing.core.errors import port_error
 
 
-def traced_number(value: torch.Tensor, kind: Kind) -> Tensor:
-    """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor."""
-    if kind is bool:
-        return number_of(truth(value), bool)
-    if value.numel() != 1:
-        raise ValueError("only one element tensors can be converted to Python scalars")
-    return number_of(array_of(value), kind)
-
-
-def item(value: torch.Tensor) -> Tensor:
-    """Return `t.item()` of a traced tensor."""
-    if value.numel() != 1:
-        raise RuntimeError(f"a Tensor with {value.numel()} elements cannot be converted to Scalar")
-    array = array_of(value)
-    return number_of(array, kind_of(array.dtype))
-
-
-def to_list(value: torch.Tensor) -> Any:
-    """Return `t.tolist()` of a traced tensor: nested lists of traced numbers."""
-    return _listed(array_of(value))
-
-
-def _listed(array: jax.Array) -> Any:
-    if not array.ndim:
-        return number_of(array, kind_of(array.dtype))
-    return [_listed(array[index]) for index in range(array.shape[0])]
-
-
-def traced_not(value: torch.Tensor) -> Tensor:
+def traced_not(value: torch.Tensor) -> torch.Tensor:
     """Return `not t` of a traced tensor."""
     return number_of(~truth(value), bool)
 
@@ -91,7 +62,7 @@ def traced_while(
     environment = torchax.default_env()
 
     def variables(values: list[jax.Array]) -> Any:
-        made = [Tensor(value, environment) for value in values]
+        made = [wrap(value) for value in values]
         return pytree.unflatten(spec, made), made
 
     def holds(carried: tuple[list[jax.Array], jax.Array]) -> jax.Array:
@@ -101,10 +72,12 @@ def traced_while(
         return truth(again) if isinstance(again, torch.Tensor) else jnp.asarray(bool(again))
 
     def step(carried: tuple[list[jax.Array], jax.Array]) -> Any:
+        nonlocal draws
         values, key = carried
         arguments, made = variables(values)
         with environment.override_property(prng=key):
             found, after = pytree.flatten(tuple(body(*arguments)), leaf=is_leaf)
+            draws = environment.prng_key is not key
             key = environment.prng_key
         written = [t for t, v in zip(made, values, strict=True) if t.jax() is not v]
         if after.key != spec.key or any(all(t is not f for f in found) for t in written):
@@ -112,8 +85,11 @@ def traced_while(
         pairs = zip(found, values, numbers, strict=True)
         return [_matching(leaf, value, number) for leaf, value, number in pairs], key
 
+    draws = False
     key = jax.random.fold_in(environment.prng_key, 1)
     final, _ = jax.lax.while_loop(holds, step, (start, key))
+    if draws:
+        environment.get_and_rotate_prng_key()
     return variables(final)[0]
 
 

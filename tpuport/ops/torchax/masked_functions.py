@@ -14,16 +14,19 @@ from tpuport.ops.torchax.masked_rows import (
     RowPiece,
     align,
     any_of,
-    array_of,
     fixed,
     poisoned,
     refuse,
-    wrap,
 )
+from tpuport.ops.torchax.values import array_of, wrap
 from tpuport.source.inference.rowwise import ELEMENTWISE, JOINS, LOSS_MODULES, LOSSES, REDUCTIONS
+from tpuport.tracing.dynamic_shapes.reductions import IDENTITY
 
 # Attributes by which tpuport and torchax tell what kind of value they have.
 PROBED = frozenset({"is_traced", "jax", "node"})
+# What a loss may be given, by name: everything that does not weigh its elements.
+_LOSS_OPTIONS = ("reduction", "ignore_index", "label_smoothing", "beta", "delta")
+_WEIGHTS = ("size_average", "reduce", "weight", "pos_weight")
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
@@ -54,8 +57,12 @@ def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywor
         PortError: its result is not defined for an unknown number of rows.
     """
     if isinstance(function, torch.nn.Module):
-        function, kwargs = _function_of(function, kwargs)
-    name = function.__name__
+        module, name = function, LOSS_MODULES.get(type(function).__name__, "")
+        given = {option: getattr(module, option, None) for option in (*_LOSS_OPTIONS, *_WEIGHTS)}
+        kwargs = {option: value for option, value in given.items() if value is not None} | kwargs
+        function = getattr(torch.nn.functional, name, module)
+    else:
+        name = function.__name__
     if name in JOINS:
         return join(*args, **kwargs)
     if name in REDUCTIONS:
@@ -64,26 +71,7 @@ def call_with_rows(function: Callable[..., Any], args: Arguments, kwargs: Keywor
         return loss(function, *args, **kwargs)
     if name in ELEMENTWISE:
         return elementwise(function, args, kwargs)
-    raise refuse(f"be given to {name}")
-
-
-def _function_of(module: torch.nn.Module, kwargs: Keywords) -> tuple[Callable[..., Any], Keywords]:
-    """Return the function that a loss module calls, and the options that it passes."""
-    name = LOSS_MODULES.get(type(module).__name__)
-    if name is None:
-        raise refuse(f"be given to {type(module).__name__}")
-    named = (
-        "reduction",
-        "weight",
-        "pos_weight",
-        "ignore_index",
-        "label_smoothing",
-        "beta",
-        "delta",
-    )
-    options = {option: getattr(module, option) for option in named if hasattr(module, option)}
-    given = {option: value for option, value in options.items() if value is not None}
-    return getattr(torch.nn.functional, name), {**given, **kwargs}
+    raise refuse(f"be given to {name or type(function).__name__}")
 
 
 def elementwise(function: Callable[..., Any], args: Arguments, kwargs: Keywords) -> MaskedRows:
@@ -109,69 +97,40 @@ def _as_rows(value: Any, right: int) -> Any:
     return fixed(value, right) if axis >= 0 and value.shape[axis] != 1 else value
 
 
-# Reductions.
-
-
 def reduce(
     name: str, rows: MaskedRows, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """Reduce the selected rows, over all axes or along one."""
-    array = array_of(rows.values if dtype is None else rows.values.to(dtype))
+    values = rows.values if dtype is None else rows.values.to(dtype)
     if dim is not None:
         if not isinstance(dim, int) or name in ("max", "min"):
             raise refuse(f"be reduced by {name} along {dim}")
-        if dim % rows.ndim != rows.axis:
-            made = getattr(torch, name)(wrap(array), dim=dim, keepdim=keepdim)
-            inner = dim % rows.ndim > rows.axis and not keepdim
+        if dim % rows.dim() != rows.axis:
+            made = getattr(torch, name)(values, dim=dim, keepdim=keepdim)
+            inner = dim % rows.dim() > rows.axis and not keepdim
             return replace(rows, values=wrap(array_of(made)), right=rows.right - inner)
-    axis = None if dim is None else rows.axis
-    keep = jnp.broadcast_to(rows.spread(rows.keep), array.shape)
-    made = _reduced(name, array, keep, axis, keepdim)
-    return wrap(poisoned(made, rows.wrong))
+    options = {"axis": None if dim is None else rows.axis, "keepdims": keepdim}
+    return wrap(poisoned(_reduced(name, rows, values, options), rows.wrong))
 
 
 def _reduced(
-    name: str, array: jax.Array, keep: jax.Array, axis: int | None, keepdim: bool
+    name: str, rows: MaskedRows, values: torch.Tensor, options: dict[str, Any]
 ) -> jax.Array:
+    array = array_of(values)
     inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-    options: dict[str, Any] = {"axis": axis, "keepdims": keepdim}
-    count = jnp.sum(keep, **options)
-    if name in ("all", "any"):
-        empty = name == "all"
-        return getattr(jnp, name)(jnp.where(keep, array.astype(bool), empty), **options)
-    if name in ("max", "amax", "min", "amin"):
-        is_max = name.endswith("max")
-        empty = _lowest(array.dtype) if is_max else _highest(array.dtype)
-        made = (jnp.max if is_max else jnp.min)(jnp.where(keep, array, empty), **options)
-        return jnp.where(count > 0, made, jnp.nan).astype(array.dtype) if inexact else made
-    if name == "prod":
-        return jnp.prod(jnp.where(keep, array, jnp.ones((), array.dtype)), **options)
     if name == "mean" and not inexact:
         raise RuntimeError("mean(): could not infer output dtype: the input is not floating point")
-    short = array.dtype in (jnp.bfloat16, jnp.float16)
-    total = jnp.sum(
-        jnp.where(keep, array, jnp.zeros((), array.dtype)),
-        **options,
-        dtype=jnp.float32 if short else None,
-    )
-    return ((total / count) if name == "mean" else total).astype(
-        array.dtype if short else total.dtype
-    )
-
-
-def _lowest(dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
-
-
-# Losses.
+    total = "sum" if name == "mean" else name
+    count = jnp.sum(jnp.broadcast_to(rows.spread, array.shape), **options)
+    filled = jnp.where(rows.spread, array, IDENTITY[total](values.dtype))
+    if array.dtype in (jnp.bfloat16, jnp.float16):
+        filled = filled.astype(jnp.float32)
+    made = getattr(jnp, total)(filled, **options)
+    if name == "mean":
+        made = made / count
+    elif inexact and name in ("max", "amax", "min", "amin"):
+        made = jnp.where(count > 0, made, jnp.nan)
+    return made.astype(array.dtype) if inexact and name not in ("all", "any") else made
 
 
 def loss(
@@ -182,45 +141,32 @@ def loss(
     reduction: str = "mean",
     **options: Any,
 ) -> Any:
-    """Compute a loss over the selected rows.
+    """Compute the mean or sum of a loss over the selected rows.
 
     Raises:
-        PortError: its reduction is unknown, or it is weighted.
+        PortError: it has another reduction, or it is weighted.
     """
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in ("mean", "sum"):
         raise refuse(f"be reduced by {reduction}")
-    if {"size_average", "reduce", "weight", "pos_weight"} & {
-        k for k, v in options.items() if v is not None
-    }:
+    if any(options.get(weight) is not None for weight in _WEIGHTS):
         raise refuse(f"be weighted in {function.__name__}")
-    each = function if reduction == "none" else partial(function, reduction="none")
-    if function.__name__ != "cross_entropy":
-        rows = elementwise(each, (input, target), options)
-        return rows if reduction == "none" else reduce(reduction, rows)
-    rows, target = _cross_entropies(each, input, target, options)
-    if reduction == "none":
-        return rows
-    if reduction == "mean":
-        ignored = options.get("ignore_index", -100)
-        rows = replace(rows, keep=rows.keep & (target != ignored), pieces=None)
+    if function.__name__ == "cross_entropy":
+        return _cross_entropy(input, target, reduction, options)
+    rows = elementwise(partial(function, reduction="none"), (input, target), options)
     return reduce(reduction, rows)
 
 
-def _cross_entropies(
-    each: Callable[..., Any], input: Any, target: Any, options: Keywords
-) -> tuple[MaskedRows, jax.Array]:
-    """Compute the cross entropy of each row; return it with the class of the row."""
+def _cross_entropy(input: Any, target: Any, reduction: str, options: Keywords) -> torch.Tensor:
+    """Compute the cross entropy of the selected rows; the others get the class to ignore."""
     scores = input if isinstance(input, MaskedRows) else fixed(input, input.ndim)
     classes = target if isinstance(target, MaskedRows) else fixed(target, target.ndim)
-    if scores.ndim != 2 or classes.ndim != 1 or scores.axis or classes.axis:
+    if scores.dim() != 2 or classes.dim() != 1 or scores.axis or classes.axis:
         raise refuse("be given to cross_entropy, except as scores of classes")
     (first, second), model = align([scores, replace(classes, right=scores.right)])
-    values = each(first.values, second.values, **options)
-    made = replace(model, values=wrap(array_of(values)), right=1)
-    return made, array_of(second.values)
-
-
-# Joins.
+    ignored = options.get("ignore_index", -100)
+    chosen = wrap(jnp.where(model.keep, array_of(second.values), ignored))
+    made = torch.nn.functional.cross_entropy(first.values, chosen, reduction=reduction, **options)
+    return wrap(poisoned(array_of(made), model.wrong))
 
 
 def join(tensors: Any, dim: int = 0) -> Any:
@@ -230,11 +176,11 @@ def join(tensors: Any, dim: int = 0) -> Any:
     present, for each mask: it then has all rows, in another order.
     """
     parts = [part if isinstance(part, MaskedRows) else fixed(part, part.ndim) for part in tensors]
-    if dim % parts[0].ndim or any(part.axis for part in parts):
+    if dim % parts[0].dim() or any(part.axis for part in parts):
         raise refuse("be joined along another axis than their own")
     values = torch.cat([part.values for part in parts], dim=0)
     keep = jnp.concatenate([part.keep for part in parts])
-    wrong = any_of([part.wrong for part in parts if part.wrong is not None])
+    wrong = any_of([part.wrong for part in parts])
     size = _whole_size(parts, tensors)
     if size is None:
         return MaskedRows(values, keep, values.ndim, None, wrong)

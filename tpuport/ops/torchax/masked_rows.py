@@ -7,8 +7,11 @@ selected rows to the front: the first `count` rows are real. If two counts diffe
 needs to be equal, the result is NaN.
 """
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +19,8 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.errors import PortError
+from tpuport.ops.torchax.values import array_of, number_of, wrap
+from tpuport.source.inference.rowwise import HOST_ATTRIBUTES
 
 REMEDY = "use tpuport.convert, which carries such sizes, or rewrite it with torch.where"
 
@@ -25,43 +30,21 @@ def refuse(what: str) -> PortError:
     return PortError(f"rows that a traced mask selects cannot {what}", code="TPU210", remedy=REMEDY)
 
 
-def wrap(array: jax.Array) -> torch.Tensor:
-    """Wrap an array in a tensor of torchax."""
-    from torchax import default_env
-    from torchax.tensor import Tensor
-
-    return Tensor(array, default_env())
-
-
-def array_of(value: Any) -> jax.Array:
-    """Return the array of a tensor; a CPU tensor becomes a constant of the program."""
-    if hasattr(value, "jax"):
-        return value.jax()
-    if isinstance(value, torch.Tensor):
-        return jnp.asarray(value.detach().numpy())
-    return jnp.asarray(value)
-
-
 @dataclass(frozen=True, eq=False)
 class RowPiece:
     """A run of rows: those of one mask, or with `negated` those that it leaves out.
 
-    `key` identifies the mask: its array, or for a view the array of its source and the steps of the
-    view.
+    The mask is known by its array, or for a view by the array of its source and its steps.
     """
 
-    key: tuple[Any, ...]
+    mask: jax.Array
+    steps: Sequence[Any]
     negated: bool
     size: int
 
-    def is_same(self, other: "RowPiece") -> bool:
-        """Return whether both select the same rows."""
-        return self.negated == other.negated and self.is_of_same_mask(other)
-
     def is_of_same_mask(self, other: "RowPiece") -> bool:
         """Return whether both come from one mask."""
-        (array, *steps), (other_array, *other_steps) = self.key, other.key
-        return array is other_array and steps == other_steps
+        return self.mask is other.mask and self.steps == other.steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +63,7 @@ class MaskedRows:
     keep: jax.Array
     right: int
     pieces: tuple[RowPiece, ...] | None = None
-    wrong: jax.Array | None = field(default=None)
+    wrong: jax.Array | None = None
 
     is_rows = True
 
@@ -99,38 +82,19 @@ class MaskedRows:
         """Return how many rows are selected, as int32[]."""
         return jnp.sum(self.keep, dtype=jnp.int32)
 
-    def spread(self, flags: jax.Array) -> jax.Array:
-        """Reshape flags of the rows so that they broadcast against the values."""
-        return flags.reshape((-1,) + (1,) * (self.right - 1))
+    @property
+    def spread(self) -> jax.Array:
+        """Return which rows are selected, in a shape that broadcasts against the values."""
+        return self.keep.reshape((-1,) + (1,) * (self.right - 1))
 
     # What Python and torch ask of a tensor.
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Return the sizes; that of the rows is an `UnknownSize`."""
+        """Return the sizes; that of the rows is a traced number."""
         sizes: list[Any] = list(self.values.shape)
-        sizes[self.axis] = UnknownSize()
+        sizes[self.axis] = number_of(self.count, int)
         return tuple(sizes)
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of axes."""
-        return self.values.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the values."""
-        return self.values.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Return whether the values take part in gradients."""
-        return self.values.requires_grad
 
     def dim(self) -> int:
         """Return the number of axes."""
@@ -146,39 +110,33 @@ class MaskedRows:
         if self.axis != 0 or not sizes or not isinstance(sizes[0], int) or sizes[0] != -1:
             raise refuse("be given a size, except that the first one may be -1")
         rest = tuple(int(size) for size in sizes[1:])
-        each, per_row = 1, 1
-        for size in rest:
-            each *= size
-        for size in self.values.shape[1:]:
-            per_row *= size
+        each, per_row = math.prod(rest), math.prod(self.values.shape[1:])
         if each == 0 or per_row % each:
             raise refuse(f"be cut into pieces of shape {rest}, which do not fill a row")
         factor = per_row // each
         values = self.values.reshape(self.bound * factor, *rest)
-        pieces = self.pieces if factor == 1 else None
-        keep = self.keep if factor == 1 else jnp.repeat(self.keep, factor)
-        return replace(self, values=values, keep=keep, right=values.ndim, pieces=pieces)
+        if factor == 1:
+            return replace(self, values=values, right=values.ndim)
+        keep = jnp.repeat(self.keep, factor)
+        return replace(self, values=values, keep=keep, right=values.ndim, pieces=None)
 
     view = reshape
 
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "MaskedRows":
-        """Join axes, beginning with the first."""
-        end = end_dim % self.ndim
-        if start_dim % self.ndim != 0:
-            raise refuse("be flattened from another axis than the first")
-        return self.reshape(-1, *self.values.shape[end + 1 :])
+    def flatten(self) -> "MaskedRows":
+        """Cut each row into its elements."""
+        return self.reshape(-1)
 
     def __getitem__(self, index: Any) -> "MaskedRows":
-        items = index if isinstance(index, tuple) else (index,)
-        first, rest = items[0], items[1:]
+        first, *rest = index if isinstance(index, tuple) else (index,)
         whole = first is Ellipsis or (isinstance(first, slice) and first == slice(None, first.stop))
-        if self.axis != 0 or not whole or sum(item is not None for item in rest) >= self.ndim:
+        if self.axis != 0 or not whole or sum(item is not None for item in rest) >= self.dim():
             raise refuse("be indexed by the number of a row, or sliced from another than the first")
         rows = self if first is Ellipsis or first.stop is None else self._first(first.stop)
         if not rest:
             return rows
         start = Ellipsis if first is Ellipsis else slice(None)
-        values = as_tensor(rows.values[(start, *rest)])
+        # A tensor of its own, where torchax returns a view.
+        values = wrap(array_of(rows.values[(start, *rest)]))
         return replace(rows, values=values, right=values.ndim)
 
     def _first(self, stop: Any) -> "MaskedRows":
@@ -191,27 +149,7 @@ class MaskedRows:
     def __getattr__(self, name: str) -> Any:
         from tpuport.ops.torchax.masked_functions import method
 
-        return method(self, name)
-
-
-class UnknownSize:
-    """The number of rows that a mask selects: it is unknown, and can only be printed."""
-
-    def __repr__(self) -> str:
-        return "?"
-
-    def _refuse(self, *_: Any) -> Any:
-        raise refuse("be counted while the program is traced")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __int__ = __index__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = _refuse
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
-def as_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own, where torchax returns a view."""
-    return wrap(array_of(value))
+        return getattr(self.values, name) if name in HOST_ATTRIBUTES else method(self, name)
 
 
 def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
@@ -223,19 +161,12 @@ def _operator(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     return apply
 
 
-def _install_operators() -> None:
-    import operator
-
-    names = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-    for name in names:
-        function = getattr(operator, f"__{name}__")
-        setattr(MaskedRows, f"__{name}__", _operator(function))
-        setattr(MaskedRows, f"__r{name}__", _operator(function, swapped=True))
-    for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "pos"):
-        setattr(MaskedRows, f"__{name}__", _operator(getattr(operator, f"__{name}__")))
-
-
-_install_operators()
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    _function = getattr(operator, f"__{_name}__")
+    setattr(MaskedRows, f"__{_name}__", _operator(_function))
+    setattr(MaskedRows, f"__r{_name}__", _operator(_function, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "abs", "pos"):
+    setattr(MaskedRows, f"__{_name}__", _operator(getattr(operator, f"__{_name}__")))
 
 
 # Several selections at once.
@@ -244,20 +175,20 @@ _install_operators()
 def fixed(value: torch.Tensor, right: int) -> MaskedRows:
     """Convert a tensor to `MaskedRows` that are all selected."""
     size = value.shape[value.ndim - right]
-    return MaskedRows(as_tensor(value), jnp.ones(size, bool), right)
+    return MaskedRows(wrap(array_of(value)), jnp.ones(size, bool), right)
 
 
 def compact(rows: MaskedRows, bound: int) -> MaskedRows:
     """Move the selected rows to the front, in order, and pad to `bound` rows with copies."""
-    order = jnp.argsort(~rows.keep, stable=True)
-    order = jnp.pad(order, (0, bound - rows.bound), mode="constant")
-    values = jnp.take(array_of(rows.values), order, axis=rows.axis) if rows.bound else None
-    if values is None:
-        shape = list(rows.values.shape)
-        shape[rows.axis] = bound
-        values = jnp.zeros(shape, array_of(rows.values).dtype)
-    keep = jnp.arange(bound) < rows.count
-    return replace(rows, values=wrap(values), keep=keep, pieces=None)
+    array = array_of(rows.values)
+    if rows.bound:
+        order = jnp.argsort(~rows.keep, stable=True)
+        order = jnp.pad(order, (0, bound - rows.bound), mode="constant")
+        values = jnp.take(array, order, axis=rows.axis)
+    else:
+        shape = (*array.shape[: rows.axis], bound, *array.shape[rows.axis + 1 :])
+        values = jnp.zeros(shape, array.dtype)
+    return replace(rows, values=wrap(values), keep=jnp.arange(bound) < rows.count, pieces=None)
 
 
 def align(parts: Sequence[MaskedRows]) -> tuple[list[MaskedRows], MaskedRows]:
@@ -269,7 +200,7 @@ def align(parts: Sequence[MaskedRows]) -> tuple[list[MaskedRows], MaskedRows]:
     first = parts[0]
     if any(part.right != first.right for part in parts):
         raise refuse("be combined along different axes")
-    wrongs = [part.wrong for part in parts if part.wrong is not None]
+    wrongs = [part.wrong for part in parts]
     if all(is_same_selection(part, first) for part in parts):
         return list(parts), replace(first, wrong=any_of(wrongs))
     bound = max(part.bound for part in parts)
@@ -282,8 +213,7 @@ def align(parts: Sequence[MaskedRows]) -> tuple[list[MaskedRows], MaskedRows]:
     moved = [
         _repeated(compact(part, bound), count) for part, count in zip(parts, counts, strict=True)
     ]
-    keep = jnp.arange(bound) < total
-    return moved, replace(moved[0], keep=keep, wrong=any_of(wrongs))
+    return moved, replace(moved[0], keep=jnp.arange(bound) < total, wrong=any_of(wrongs))
 
 
 def _repeated(rows: MaskedRows, count: jax.Array) -> MaskedRows:
@@ -299,18 +229,17 @@ def is_same_selection(first: MaskedRows, second: MaskedRows) -> bool:
     """Return whether two selections surely take the same rows of the same number of rows."""
     if first.keep is second.keep:
         return True
-    if first.pieces is None or second.pieces is None or first.bound != second.bound:
+    ours, theirs = first.pieces, second.pieces
+    if ours is None or theirs is None or first.bound != second.bound or len(ours) != len(theirs):
         return False
-    pairs = list(zip(first.pieces, second.pieces, strict=False))
-    return len(first.pieces) == len(second.pieces) and all(a.is_same(b) for a, b in pairs)
+    pairs = zip(ours, theirs, strict=True)
+    return all(a.is_of_same_mask(b) and a.negated == b.negated for a, b in pairs)
 
 
-def any_of(flags: Sequence[jax.Array]) -> jax.Array | None:
+def any_of(flags: Sequence[jax.Array | None]) -> jax.Array | None:
     """Return whether any of several traced flags holds; None if there are none."""
-    result = None
-    for flag in flags:
-        result = flag if result is None else result | flag
-    return result
+    given = [flag for flag in flags if flag is not None]
+    return functools.reduce(operator.or_, given) if given else None
 
 
 def poisoned(array: jax.Array, wrong: jax.Array | None) -> jax.Array:

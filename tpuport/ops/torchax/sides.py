@@ -14,11 +14,11 @@ from tpuport.foundation import pytree
 from tpuport.ops.torchax.values import (
     Kind,
     array_of,
-    as_array,
     is_leaf,
     is_number,
     kind_of,
     number_of,
+    wrap,
 )
 from tpuport.tracing.core.errors import port_error
 
@@ -35,7 +35,7 @@ class _TracedSide:
             result = function(*pytree.unflatten(spec, list(self.copies)))
             self.draws = environment.prng_key is not key
         self.leaves, self.spec = pytree.flatten(result, leaf=is_leaf)
-        self.arrays = [as_array(leaf) for leaf in self.leaves]
+        self.arrays = [array_of(leaf) for leaf in self.leaves]
         states = [_state(copy) for copy in self.copies]
         self.written = [a is not b for a, b in zip(given, states, strict=True)]
         for copy, is_written in zip(self.copies, self.written, strict=True):
@@ -107,7 +107,7 @@ class Sides:
         sources = [side.source(index) for side in self.seen]
         if sources[0] is not None and sources[0] == sources[1]:
             return self.originals[sources[0]]
-        return Tensor(value, self.environment)
+        return wrap(value)
 
     def _common_kinds(self) -> list[Kind | None]:
         """Return for each result the Python type of its number, or None for a tensor."""
@@ -142,7 +142,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, Tensor | View):
-        return Tensor(tensor.jax(), torchax.default_env())
+        return wrap(tensor.jax())
     return tensor.clone()
 
 

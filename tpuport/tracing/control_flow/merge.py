@@ -4,7 +4,7 @@ Each side is run abstractly first, to see whether the two agree in structure, sh
 a side raises, the condition becomes a check and the other side is the program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class _Side:
     metas: list[Any] = field(default_factory=list)
     frozen: list[bool] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
+    created: Collection[int] = ()
 
 
 def merge(
@@ -162,6 +163,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.error = error
         side.body = Body(trace, thunk)
         side.body.written = list(effects.before.values())
+        side.created = effects.created
         for storage, value, _ in side.body.written:
             storage.value, storage.version = value, storage.version + 1
         return 0
@@ -252,6 +254,11 @@ def _outline(side: _Side) -> str:
     return f"({text}{', ...' if len(side.metas) > 4 else ''})"
 
 
+def _is_from_outside(leaf: Any, side: _Side) -> bool:
+    """Return whether a result is a tensor that was there before the branch."""
+    return isinstance(leaf, TracedTensor) and leaf._storage.serial not in side.created
+
+
 def _rebuild_merged(
     trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
 ) -> Any:
@@ -259,7 +266,9 @@ def _rebuild_merged(
     leaves: list[Any] = []
     for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
         one, other = a.leaves[index], b.leaves[index]
-        if isinstance(meta, torch.Tensor):
+        if one is other and _is_from_outside(one, a):
+            leaves.append(one)
+        elif isinstance(meta, torch.Tensor):
             frozen = a.frozen[index] and b.frozen[index]
             leaves.append(wrap(value, meta.dtype, trace=trace, frozen=frozen))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:

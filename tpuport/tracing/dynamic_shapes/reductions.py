@@ -39,7 +39,8 @@ def _greatest(dtype: torch.dtype) -> Any:
     )
 
 
-_IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
+# What a reduction of nothing gives, which the padding is filled with.
+IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
     "sum": lambda _: 0, "prod": lambda _: 1, "any": lambda _: False, "all": lambda _: True,
     "count_nonzero": lambda _: 0, "linalg_vector_norm": lambda _: 0, "nansum": lambda _: 0,
     "amax": _least, "max": _least, "argmax": _least, "amin": _greatest, "min": _greatest,
@@ -47,13 +48,13 @@ _IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
 }  # fmt: skip
 
 
-@handles(*_IDENTITY)
+@handles(*IDENTITY)
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     dims = _reduced_dims(args, kwargs)
     if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, args, kwargs)
-    masked = filled(source, _IDENTITY[func._opname](source.dtype), dims)
+    masked = filled(source, IDENTITY[func._opname](source.dtype), dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
 
 
@@ -95,3 +96,14 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return rowwise(func, args, kwargs)
     masked = filled(source, torch.finfo(source.dtype).min, [dim])
     return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))
+
+
+@handles("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each element, and reduce that."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    if not any(extents_of(value) for value in given.values()):
+        return NotImplemented
+    reduction = given.pop("reduction", 1)
+    each = pointwise(func, (given.pop("self"), given.pop("target")), {**given, "reduction": 0})
+    return each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
