@@ -7,7 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, refuse, wrap_now
+from tpuport.tracing.dynamic_shapes.extents import (
+    attach,
+    extents_of,
+    filled,
+    isolated,
+    refuse,
+    wrap_now,
+)
 from tpuport.tracing.dynamic_shapes.handlers import handles, run
 from tpuport.tracing.dynamic_shapes.pointwise import pointwise
 from tpuport.tracing.dynamic_shapes.rowwise import rowwise
@@ -53,7 +60,14 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dims = _reduced_dims(args, kwargs)
     if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, args, kwargs)
-    masked = filled(source, _IDENTITY[func._opname](source.dtype), dims)
+    identity = _IDENTITY[func._opname](source.dtype)
+    if func._opname == "linalg_vector_norm":
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        dims = _reduced_dims((source, *args[2:3]), {k: v for k, v in kwargs.items() if k == "dim"})
+        if isinstance(order, torch.SymFloat | torch.SymInt):
+            raise refuse(func, " with a traced order")
+        identity = math.inf if order < 0 else 0
+    masked = filled(source, identity, dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
 
 
@@ -93,5 +107,5 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, dim = args[0], args[1] % max(args[0].dim(), 1)
     if dim not in extents_of(source):
         return rowwise(func, args, kwargs)
-    masked = filled(source, torch.finfo(source.dtype).min, [dim])
-    return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))
+    masked = filled(source, -math.inf, [dim])
+    return isolated(attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source))))
