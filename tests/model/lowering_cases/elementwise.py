@@ -11,6 +11,7 @@ INF, NAN = math.inf, math.nan
 BIG = t(2**24 + 1, -(2**25) - 3, 7, -7, 0)
 BYTES = t(0, 1, 7, 200, 255, dtype=torch.uint8)
 EDGES = t(-INF, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, INF, NAN)
+_THREES = t(-4.0, -3.0, -1.0, 0.0, 2.0, 3.0, 4.0)
 KINKS = t(-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 POSITIVE = f(3, 4).abs() + 0.1
 BROADCAST = (f(3, 1, 4), turned(f(5, 4, seed=2)))
@@ -234,6 +235,8 @@ LIMITS = [
         aten.hardtanh.default, call(KINKS), call(turned(f(3, 4)), -0.5, 0.3), call(b(64)),
         call(i(4)), call(f()), call(f(0)),
     ),
+    case(aten.hardsigmoid.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
+    case(aten.hardswish.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
     case(
         aten.leaky_relu.default, call(KINKS), call(b(64), 0.3), call(turned(f(3, 4)), -0.5),
         call(f()), call(f(0), 0.1),
@@ -295,6 +298,11 @@ UNARY = [
         call(torch.complex(f(4), f(4, seed=2))), call(torch.zeros(2, dtype=torch.complex64)),
     ),
     case(
+        aten.copysign.Tensor, call(KINKS, -KINKS), call(KINKS, t(0.0)), call(f(3, 1), f(4)),
+        call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)),
+    ),
+    case(aten.copysign.Scalar, call(KINKS, -2.0), call(b(8), 1), call(i(4), -1)),
+    case(
         aten.abs.default, call(KINKS), call(EDGES), call(turned(f(3, 4))), call(BIG), call(BYTES),
         call(b(8)), call(f()), call(f(0)), call(torch.complex(t(3.0, 0.0), t(-4.0, 0.0))),
     ),
@@ -307,6 +315,14 @@ UNARY = [
 _NEGATIVE = t(-0.3, -1.7, -5.5, -9.2, -20.6, 0.2, 3.5, 12.0)
 
 SPECIAL = [
+    case(
+        aten.sinc.default, call(t(0.0, 1.0, -2.0)), call(turned(f(3, 4))), call(b(8)), call(i(4)),
+        rtol=1e-4, bf16=8e-3,
+    ),
+    case(
+        aten.atan2.default, call(KINKS, KINKS.flip(0)), call(t(0.0, 0.0), t(1.0, -1.0)),
+        call(f(3, 1), f(4)), call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)), bf16=8e-3,
+    ),
     case(
         aten.polygamma.default, call(1, mask(4) | True), call(1, _NEGATIVE), call(2, _NEGATIVE),
         call(3, t(0.5, 2.5, 7.0)), call(0, _NEGATIVE), call(1, b(16).abs()), call(1, f(0)),

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     extents_of,
@@ -54,6 +55,21 @@ _IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
 }  # fmt: skip
 
 
+_NEEDS_ELEMENTS = {"amax", "max", "argmax", "amin", "min", "argmin"}
+
+
+def _require_elements(func: Any, source: Any, dims: list[int]) -> None:
+    """Make the program fail, as eager does, if there is nothing to reduce."""
+    name = func._opname
+    whole = name in ("max", "min", "linalg_vector_norm") and func._overloadname in ("", "default")
+    message = f"{name}(): expected a reduction over a dim of non-zero size"
+    for dim in dims:
+        node = extents_of(source).get(dim)
+        if node is not None and node.low <= 0:
+            error = RuntimeError(message) if whole else IndexError(message)
+            raise_if(node.value == 0, error)
+
+
 @handles(*_IDENTITY)
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
@@ -67,6 +83,10 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(order, torch.SymFloat | torch.SymInt):
             raise refuse(func, " with a traced order")
         identity = math.inf if order < 0 else 0
+    if func._opname in _NEEDS_ELEMENTS or (
+        func._opname == "linalg_vector_norm" and (order < 0 or order == math.inf)
+    ):
+        _require_elements(func, source, dims)
     masked = filled(source, identity, dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
 

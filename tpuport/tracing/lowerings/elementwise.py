@@ -234,6 +234,21 @@ def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Arra
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
 
 
+_AT_BOUNDS = "torchax halves the gradient at a bound, or passes it"
+
+
+@lowering(aten.hardsigmoid.default, reason=_AT_BOUNDS)
+def _hardsigmoid(x: jax.Array) -> jax.Array:
+    wider = wide(x)
+    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, 1, (wider + 3) / 6))
+
+
+@lowering(aten.hardswish.default, reason=_AT_BOUNDS)
+def _hardswish(x: jax.Array) -> jax.Array:
+    wider = wide(x)
+    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, wider, wider * (wider + 3) / 6))
+
+
 @lowering(
     aten.leaky_relu.default,
     reason="torchax has gradient 1 at zero, torch the slope; bfloat16 rounding",
@@ -317,6 +332,17 @@ def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
+
+
+@lowering(aten.copysign.Tensor, aten.copysign.Scalar, reason="torchax's gradient at zero is not 0")
+def _copysign(x: jax.Array, y: Any) -> jax.Array:
+    """Return `x` with the sign of `y`, which has no gradient."""
+    dtype = jnp.result_type(x, y)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    x, y = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+    value = jnp.copysign(x, y)
+    ratio = jnp.where(x == 0, 0, value / jnp.where(x == 0, 1, x))
+    return value_and_gradient(value, x * lax.stop_gradient(ratio))
 
 
 @lowering(aten.abs.default, reason="jnp.abs has gradient 1 at zero, torch 0")
