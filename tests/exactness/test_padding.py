@@ -176,6 +176,9 @@ CONTRACTIONS: dict[str, Program] = {
     "linear": lambda x, y, w, s, m: F.linear(x[m].log(), y[:3], w),
     "mm": lambda x, y, w, s, m: x[m].log() @ y[:3],
     "mm log": lambda x, y, w, s, m: (x[m] @ y[:3]).log(),
+    "torch.mm": lambda x, y, w, s, m: torch.mm(x[m].log(), y[:3]),
+    "torch.mm inner": lambda x, y, w, s, m: torch.mm(x[m].t().log(), y[m].log()),
+    "aten.bmm": lambda x, y, w, s, m: torch.ops.aten.bmm(x[m].log()[None], y[None, :3]),
     "inner": lambda x, y, w, s, m: x[m].t().log() @ y[m].log(),
     "gram": lambda x, y, w, s, m: (x[m] @ y[m].t()).log(),
     "addmm": lambda x, y, w, s, m: torch.addmm(w, x[m].log(), y[:3]),
@@ -371,7 +374,8 @@ NOT_HERE = {
     *("new_empty", "_fused_rms_norm"),
     *("rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout"),
     *("_unsafe_view", "_reshape_alias", "_unsafe_index_put", "lift_fresh", "contiguous"),
-    *("floor_divide", "equal"),
+    *("floor_divide", "equal", "alias", "argsort", "one_hot"),
+    *("std_mean", "var_mean", "view_as_real"),
 }
 
 

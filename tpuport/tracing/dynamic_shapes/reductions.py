@@ -77,15 +77,15 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, args, kwargs)
     identity = _IDENTITY[func._opname](source.dtype)
+    needs_elements = func._opname in _NEEDS_ELEMENTS
     if func._opname == "linalg_vector_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         dims = _reduced_dims((source, *args[2:3]), {k: v for k, v in kwargs.items() if k == "dim"})
         if isinstance(order, torch.SymFloat | torch.SymInt):
             raise refuse(func, " with a traced order")
         identity = math.inf if order < 0 else 0
-    if func._opname in _NEEDS_ELEMENTS or (
-        func._opname == "linalg_vector_norm" and (order < 0 or order == math.inf)
-    ):
+        needs_elements = order < 0 or order == math.inf
+    if needs_elements:
         _require_elements(func, source, dims)
     masked = filled(source, identity, dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))

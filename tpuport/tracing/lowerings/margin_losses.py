@@ -1,12 +1,13 @@
 """Losses of margins and of probabilities, with torch's gradients at their corners."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import torch
-from jax import lax
 
 from tpuport.tracing.core.lowering_registry import lowering
-from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
+from tpuport.tracing.lowerings._numeric import wide
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -26,13 +27,22 @@ def _binary_cross_entropy(
     x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = _MEAN
 ) -> jax.Array:
     """Return the cross entropy of probabilities; logarithms are at least -100."""
-    x, target = wide(x), wide(target)
-    log, log_other = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
-    logs = lax.stop_gradient((log, log_other))
-    losses = (target - 1) * logs[1] - target * logs[0]
-    slope = (x - target) / jnp.maximum((1 - x) * x, 1e-12)
-    losses = value_and_gradient(losses, losses + x * lax.stop_gradient(slope))
+    losses = _cross_entropy(wide(x), wide(target))
     return _reduced(losses if weight is None else losses * wide(weight), reduction)
+
+
+@jax.custom_jvp
+def _cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:
+    log, log_other = jnp.maximum(jnp.log(x), -100), jnp.maximum(jnp.log1p(-x), -100)
+    return (target - 1) * log_other - target * log
+
+
+@_cross_entropy.defjvp
+def _cross_entropy_jvp(primals: Any, tangents: Any) -> Any:
+    (x, target), (dx, dtarget) = primals, tangents
+    slope = (x - target) / jnp.maximum((1 - x) * x, 1e-12)
+    logs = jnp.maximum(jnp.log1p(-x), -100) - jnp.maximum(jnp.log(x), -100)
+    return _cross_entropy(x, target), dx * slope + dtarget * logs
 
 
 def _hinge(distance: jax.Array, p: int = 1) -> jax.Array:

@@ -19,6 +19,21 @@ aten = torch.ops.aten
 _TERMS = 1000
 
 
+@lowering(aten.lgamma.default, reason="torchax's gradient at zero is nan")
+def _lgamma(x: jax.Array) -> jax.Array:
+    return _lgamma_of(wide(x))
+
+
+@jax.custom_jvp
+def _lgamma_of(x: jax.Array) -> jax.Array:
+    return lax.lgamma(x)
+
+
+@_lgamma_of.defjvp
+def _lgamma_jvp(primals: Any, tangents: Any) -> Any:
+    return _lgamma_of(primals[0]), tangents[0] * _digamma_of(primals[0])
+
+
 @lowering(aten.sinc.default, reason="torchax's gradient at zero is nan")
 def _sinc(x: jax.Array) -> jax.Array:
     x = wide(x)
