@@ -11,6 +11,7 @@ INF, NAN = math.inf, math.nan
 BIG = t(2**24 + 1, -(2**25) - 3, 7, -7, 0)
 BYTES = t(0, 1, 7, 200, 255, dtype=torch.uint8)
 EDGES = t(-INF, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, INF, NAN)
+_THREES = t(-4.0, -3.0, -1.0, 0.0, 2.0, 3.0, 4.0)
 KINKS = t(-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 POSITIVE = f(3, 4).abs() + 0.1
 BROADCAST = (f(3, 1, 4), turned(f(5, 4, seed=2)))
@@ -180,7 +181,7 @@ POWERS = [
         call(POSITIVE, f(4)),
         call(POSITIVE[:, :1], turned(f(2, 3, 4))),
         call(b(64).abs(), b(64, seed=2)),
-        call(t(0.0, 0.0, 2.0), t(0.0, 2.0, 0.0)),
+        call(t(0.0, 0.0, 2.0), t(0.0, 2.0, 0.0)), call(t(0.0, 2.0), t(-1.0, -2.0)),
         call(f(2, 0), f(2, 1)),
     ),
     case(
@@ -234,6 +235,8 @@ LIMITS = [
         aten.hardtanh.default, call(KINKS), call(turned(f(3, 4)), -0.5, 0.3), call(b(64)),
         call(i(4)), call(f()), call(f(0)),
     ),
+    case(aten.hardsigmoid.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
+    case(aten.hardswish.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
     case(
         aten.leaky_relu.default, call(KINKS), call(b(64), 0.3), call(turned(f(3, 4)), -0.5),
         call(f()), call(f(0), 0.1),
@@ -294,6 +297,26 @@ UNARY = [
         aten.sgn.default, call(mask(4)), call(EDGES), call(i(4)),
         call(torch.complex(f(4), f(4, seed=2))), call(torch.zeros(2, dtype=torch.complex64)),
     ),
+    case(aten.fmax.default, call(KINKS, KINKS.clone()), call(EDGES, t(1.0)), call(f(3, 1), f(4))),
+    case(aten.fmin.default, call(KINKS, KINKS.clone()), call(EDGES, t(1.0)), call(f(3, 1), f(4))),
+    case(
+        aten.xlogy.Tensor, call(t(0.0, 0.0, 0.0, 2.0), t(0.0, -1.0, 3.0, 0.5)),
+        call(b(8), b(8, seed=2).abs()), call(i(4), i(4, low=1)), call(f(3, 1), f(4).abs()),
+        bf16=8e-3,
+    ),
+    case(aten.xlogy.Scalar_Self, call(2.0, f(4).abs()), call(0.0, t(0.0, 2.0))),
+    case(aten.xlogy.Scalar_Other, call(t(0.0, 1.0), 2.0), call(t(0.0), -1.0)),
+    case(
+        aten.special_xlog1py.default, call(t(0.0, 0.0, 0.0, 2.0), t(-1.0, -2.0, 3.0, 0.5)),
+        call(f(3, 1), f(4).abs()), call(i(4), i(4, low=1)),
+    ),
+    case(aten.special_xlog1py.self_scalar, call(2.0, f(4).abs()), call(0.0, t(-1.0, 2.0))),
+    case(aten.special_xlog1py.other_scalar, call(t(0.0, 1.0), 2.0), call(t(0.0), -2.0)),
+    case(
+        aten.copysign.Tensor, call(KINKS, -KINKS), call(KINKS, t(0.0)), call(f(3, 1), f(4)),
+        call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)),
+    ),
+    case(aten.copysign.Scalar, call(KINKS, -2.0), call(b(8), 1), call(i(4), -1)),
     case(
         aten.abs.default, call(KINKS), call(EDGES), call(turned(f(3, 4))), call(BIG), call(BYTES),
         call(b(8)), call(f()), call(f(0)), call(torch.complex(t(3.0, 0.0), t(-4.0, 0.0))),
@@ -307,6 +330,18 @@ UNARY = [
 _NEGATIVE = t(-0.3, -1.7, -5.5, -9.2, -20.6, 0.2, 3.5, 12.0)
 
 SPECIAL = [
+    case(
+        aten.lgamma.default, call(t(0.0, 1.0, 2.5)), call(turned(f(3, 4)).abs()),
+        call(b(8).abs() + 0.5), call(i(3, low=1)), rtol=1e-4, bf16=8e-3,
+    ),
+    case(
+        aten.sinc.default, call(t(0.0, 1.0, -2.0)), call(turned(f(3, 4))), call(b(8)), call(i(4)),
+        rtol=1e-4, bf16=8e-3,
+    ),
+    case(
+        aten.atan2.default, call(KINKS, KINKS.flip(0)), call(t(0.0, 0.0), t(1.0, -1.0)),
+        call(f(3, 1), f(4)), call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)), bf16=8e-3,
+    ),
     case(
         aten.polygamma.default, call(1, mask(4) | True), call(1, _NEGATIVE), call(2, _NEGATIVE),
         call(3, t(0.5, 2.5, 7.0)), call(0, _NEGATIVE), call(1, b(16).abs()), call(1, f(0)),

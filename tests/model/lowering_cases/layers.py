@@ -94,7 +94,37 @@ def _weighted(op: Any) -> Any:
     return lambda x, y, w, *rest: op(x, y, None if w is None else w.detach(), *rest)
 
 
+_SHARES, _SIDES = t(0.0, 1.0, 1.0, 0.0, 0.25, 0.6), t(0.0, 1.0, 0.0, 1.0, 0.5, 1.0)
+_TIES = t(2.0, 1.0, 0.5, 0.0, 1.0, 0.0, 3.0, 2.0, 1.0).reshape(3, 3)
+_LABELS = t(0, -1, 2, 2, 0, -1, 1, 1, -1).reshape(3, 3)
+
+
+def _of_probabilities(x: Any, target: Any, weight: Any, reduction: int) -> Any:
+    weight = None if weight is None else weight.detach()
+    return aten.binary_cross_entropy.default(x, target.detach(), weight, reduction)
+
+
 LOSSES = [
+    case(
+        aten.binary_cross_entropy.default,
+        *(call(_SHARES, _SIDES, w, how) for w in (None, f(6)) for how in (0, 1, 2)),
+        call(torch.sigmoid(f(3, 4)), torch.sigmoid(f(3, 4, seed=2)), None, 1),
+        run=_of_probabilities, rtol=1e-4,
+    ),
+    case(
+        aten.multi_margin_loss.default,
+        *(call(_TIES, t(0, 1, 2), 1, 1.0, w, how) for w in _WEIGHTS for how in (0, 1, 2)),
+        call(f(4, 3), t(0, 2, 1, 1), 2, 0.5), call(f(3), torch.tensor(1)),
+        run=lambda x, y, p=1, m=1.0, w=None, how=1: aten.multi_margin_loss.default(
+            x, y, p, m, None if w is None else w.detach(), how
+        ),
+    ),
+    case(
+        aten.multilabel_margin_loss_forward.default,
+        *(call(x, _LABELS, how) for x in (_TIES, f(3, 3)) for how in (0, 1, 2)),
+        call(f(3), t(1, 0, -1), 1), call(f(3), t(-1, 1, 2), 1), call(f(3), t(0, 1, 2), 1),
+        outputs=1,
+    ),
     case(
         aten.nll_loss_forward.default,
         *(call(_LOGS, _CLASSES, weight, how, -100) for weight in _WEIGHTS for how in (0, 1, 2)),

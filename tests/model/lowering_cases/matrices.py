@@ -291,6 +291,10 @@ _MANY = f(30, 3)
 _SAME_ROWS = torch.cat([f(2, 3), f(2, 3)])
 DISTANCES = [
     case(
+        aten.dist.default, call(f(3), f(3).clone()), call(f(2, 3), f(3, seed=2), 1),
+        call(f(2, 3), f(2, 3, seed=2), 3.0), call(f(4), f(4, seed=2), float("inf")),
+    ),
+    case(
         aten._cdist_forward.default, call(_SAME_ROWS, _SAME_ROWS.clone(), 2.0, 2),
         call(f(2, 4, 3), f(2, 5, 3, seed=2), 1.0, None),
         call(turned(f(4, 3)), f(5, 3, seed=2), float("inf"), None),

@@ -26,14 +26,15 @@ def _weak(value: Any, kind: type) -> jax.Array:
     return array
 
 
-_ATOMS = itertools.count()
+_ATOMS = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear combination of unknown counts, with integer factors.
+    """A linear combination of unknown integers (atoms), with integer factors.
 
-    Equal expressions are equal numbers in every run.
+    Equal expressions are equal numbers in every run. An atom that may be negative has a negative
+    number.
     """
 
     const: int
@@ -50,6 +51,10 @@ class Linear:
     def times(self, factor: int) -> "Linear":
         """Return this times a known number."""
         return Linear(self.const * factor, tuple((a, f * factor) for a, f in self.terms if factor))
+
+    def is_natural(self) -> bool:
+        """Return whether this is at least 0 in every run, as far as the atoms tell."""
+        return self.const >= 0 and all(a > 0 and f > 0 for a, f in self.terms)
 
 
 class NumberNode:
@@ -69,10 +74,11 @@ class NumberNode:
         self.value = _weak(value, kind)
         self.kind = kind
         if kind is int and expr is None:
+            atom = next(_ATOMS)
             expr = (
                 Linear(int(low))
                 if low == high and abs(low) != math.inf
-                else Linear(0, ((next(_ATOMS), 1),))
+                else Linear(0, ((atom if low >= 0 else -atom, 1),))
             )
         if expr is not None and not expr.terms:
             low = high = expr.const

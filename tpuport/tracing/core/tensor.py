@@ -58,8 +58,8 @@ class TracedTensor(backend.TorchaxTensor):
     # Sizes that depend on data, by dim. The physical size is an upper bound; elements past the size
     # are padding.
     _extents: dict[int, Any] | None = None
-    # The smallest and largest value that an integer tensor can hold, where an op guarantees it.
-    _bounds: tuple[int, int] | None = None
+    # The storage and version that `_bounds` hold for, and the bounds.
+    _bounds_of: "tuple[Storage, int, tuple[int, int] | None] | None" = None
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
@@ -146,6 +146,21 @@ class TracedTensor(backend.TorchaxTensor):
         self._storage.set(written)
         if not self._chain:
             self._keep(value)
+
+    @property
+    def _bounds(self) -> tuple[int, int] | None:
+        """Return the smallest and largest value that an integer tensor can hold.
+
+        None where no op guarantees them, or the tensor was written since.
+        """
+        known = self._bounds_of
+        if known is None or known[0] is not self._storage or known[1] != self._storage.version:
+            return None
+        return known[2]
+
+    @_bounds.setter
+    def _bounds(self, bounds: tuple[int, int] | None) -> None:
+        self._bounds_of = (self._storage, self._storage.version, bounds)
 
     def jax(self) -> jax.Array:
         """Return the value as a jax array (a tracer while a program is traced)."""

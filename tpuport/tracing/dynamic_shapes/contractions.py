@@ -12,6 +12,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     bound_of,
     extents_of,
     filled,
+    isolated,
     node_of,
     refuse,
     require_equal,
@@ -44,8 +45,8 @@ def _masked_contraction_of(a: Any, b: Any, inner_a: int, inner_b: int) -> tuple[
     else:
         require_equal(left, right, "mat1 and mat2 shapes cannot be multiplied")
         size = min(bound_of(a, inner_a), bound_of(b, inner_b))
-    new_a = _keep(a, resized(filled(a, 0, [inner_a]), inner_a, size), inner_a)
-    new_b = _keep(b, resized(filled(b, 0, [inner_b]), inner_b, size), inner_b)
+    new_a = _keep(a, resized(filled(a, 0), inner_a, size), inner_a)
+    new_b = _keep(b, resized(filled(b, 0), inner_b, size), inner_b)
     return True, new_a, new_b
 
 
@@ -69,7 +70,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if d != inner_b:
             at = d + rank - b.dim()
             require_equal(extents.setdefault(at, n), n, "batch dims of a matrix product differ")
-    return attach(torch.matmul(strip(left), strip(right)), extents)
+    return isolated(attach(torch.matmul(filled(left, 0), filled(right, 0)), extents))
 
 
 def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
@@ -84,12 +85,11 @@ def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
             require_equal(nodes.setdefault(names[d], n), n, f"einsum: sizes of {names[d]!r} differ")
     plain = []
     for names, operand in zip(letters, operands, strict=True):
-        fill = [d for d, letter in enumerate(names) if letter in nodes and letter not in output]
         if any(d not in extents_of(operand) for d in (names.index(x) for x in nodes if x in names)):
             raise refuse(aten.einsum.default, " against one of static size")
-        plain.append(strip(filled(operand, 0, fill)))
+        plain.append(filled(operand, 0))
     extents = {output.index(letter): n for letter, n in nodes.items() if letter in output}
-    return attach(torch.einsum(equation, *plain), extents)
+    return isolated(attach(torch.einsum(equation, *plain), extents))
 
 
 def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +112,7 @@ def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, tor
     made = []
     for tensor, dim in ((key, at), (value, to)):
         others = {d: n for d, n in extents_of(tensor).items() if d != dim}
-        plain = resized(strip(tensor), dim, size)
+        plain = resized(filled(tensor, 0), dim, size)
         made.append(attach(plain, {**others, dim: node}))
     return made[0], made[1]
 

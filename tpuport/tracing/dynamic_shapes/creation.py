@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.interop import backend
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import (
     Extents,
     attach,
     bound_of,
     extents_of,
+    isolating,
+    natural,
     node_of,
     refuse,
     require_equal,
@@ -42,7 +45,8 @@ def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sizes = args[at]
     if not any(isinstance(s, torch.SymInt) for s in sizes):
         return NotImplemented
-    nodes = [node_of(s) for s in sizes]
+    negative = RuntimeError(f"{func._opname}: a size is negative")
+    nodes = [natural(node_of(s), negative) for s in sizes]
     if any(n.high == math.inf for n in nodes):
         raise refuse(func, " without an upper bound")
     physical = [int(n.high) for n in nodes]
@@ -58,14 +62,20 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, end, step = (0, args[0], 1) if len(args) == 1 else (*args, 1)[:3]
     if isinstance(step, torch.SymInt) or not isinstance(step, int):
         raise refuse(func, " with a traced step")
+    if isinstance(start, float) or isinstance(end, float):
+        raise refuse(func, " between a traced integer and a float")
     low, high = node_of(start), node_of(end)
     span = high.sub(low)  # type: ignore[attr-defined]
+    message = "upper bound and lower bound inconsistent with step sign"
+    raise_if((span.value if step > 0 else -span.value) < 0, RuntimeError(message))
     if step != 1:
-        value = jnp.maximum((span.value + step - 1) // step, 0)
-        span = NumberNode(value, int, 0, max(-(-span.high // step), 0))
+        widest = span.high if step > 0 else -span.low
+        if widest == math.inf:
+            raise refuse(func, " without an upper bound")
+        span = NumberNode(-(-span.value // step), int, 0, max(-(-widest // abs(step)), 0))
     if span.high == math.inf:
         raise refuse(func, " without an upper bound")
-    bound = int(span.high)
+    bound = max(int(span.high), 0)
     values = low.value + step * jnp.arange(bound, dtype=jnp.int32)
     dtype = kwargs.get("dtype") or torch.int64
     made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
@@ -100,11 +110,23 @@ def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             require_equal(node_of(bound_of(base, dim - lead)), size.node, message)
             physical.append(-1)
         else:
-            if size.node.high == math.inf:
+            node = natural(size.node, RuntimeError(f"expand: the size of dim {dim} is negative"))
+            if node.high == math.inf:
                 raise refuse(func, " without an upper bound")
-            extents[dim] = size.node
-            physical.append(int(size.node.high))
+            extents[dim] = node
+            physical.append(int(node.high))
     result = run(func, (strip(base), physical), {})
     if not isinstance(result, TracedTensor):
         result = wrap_now(value_of(result), result.dtype)
-    return attach(result, extents)
+    copied = {d: n for d, n in extents.items() if d - lead not in extents_of(base)}
+    return attach(_isolating_view(result, copied), extents)
+
+
+def _isolating_view(view: TracedTensor, copied: Extents) -> TracedTensor:
+    """Return a view whose copies past these sizes add nothing to the gradient of their source."""
+    if view._frozen or not view._chain:
+        return view
+    step = view._chain[-1]
+    for dim, node in copied.items():
+        step = isolating(step, dim, node)
+    return TracedTensor(view._storage, (*view._chain[:-1], step), meta_of(view), None)

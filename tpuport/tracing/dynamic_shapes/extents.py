@@ -2,8 +2,15 @@
 
 The first `count` elements of the physical array along a dim are the real ones. The others are
 padding with arbitrary values.
+
+Gradients: padding may hold a value where an op has no finite derivative (the log of an excluded 0),
+and zero times that is NaN. An op on independent rows keeps such a NaN in its row. Wherever rows
+meet what is not padding, `filled` or `isolated` selects, so that the NaN is dropped and not added:
+where rows are taken from a tensor, where an operand is shared by all rows, and where rows are
+summed.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +23,7 @@ from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.sym_node import Linear, NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.view_steps import ViewStep
 
 Extents = dict[int, NumberNode]
 
@@ -66,6 +74,14 @@ def count_node(value: Any, high: int, expr: Linear | None = None) -> NumberNode:
     return NumberNode(value, int, 0, high, expr)
 
 
+def natural(node: NumberNode, error: Exception) -> NumberNode:
+    """Return a size that is at least 0; make the program fail, as eager does, if it is not."""
+    if node.low >= 0:
+        return node
+    raise_if(node.value < 0, error)
+    return NumberNode(node.value, int, 0, max(node.high, 0), node.expr)
+
+
 def require_equal(a: NumberNode, b: NumberNode, message: str) -> None:
     """Make the program fail, as eager does, if two sizes differ."""
     if a.expr == b.expr:
@@ -83,18 +99,58 @@ def wrap_now(value: jax.Array, dtype: torch.dtype | None = None) -> TracedTensor
     return wrap(value, dtype, trace=current(), frozen=True)
 
 
-def _column(mask: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-    return mask.reshape([-1 if d == dim else 1 for d in range(rank)])
+def real_elements(extents: Extents, shape: Sequence[int]) -> torch.Tensor:
+    """Return which elements of a physical array are real: a mask that broadcasts to `shape`."""
+    column = [-1] + [1] * (len(shape) - 1)
+    masks = [
+        valid(node, shape[dim]).reshape(column).movedim(0, dim) for dim, node in extents.items()
+    ]
+    return functools.reduce(torch.logical_and, masks)
+
+
+def carries_gradients(tensor: torch.Tensor) -> bool:
+    """Return whether a gradient may flow to a tensor."""
+    if tensor.dtype.is_complex:
+        return True
+    frozen = isinstance(tensor, TracedTensor) and tensor._frozen
+    return tensor.dtype.is_floating_point and not frozen
+
+
+def cut_padding(plain: torch.Tensor, extents: Extents) -> torch.Tensor:
+    """Cut the gradients of the elements of a physical tensor past some sizes; the values stay."""
+    if not extents or not carries_gradients(plain):
+        return plain
+    return torch.where(real_elements(extents, plain.shape), plain, plain.detach())
+
+
+def isolated(tensor: Any) -> Any:
+    """Cut the gradients of the elements past a tensor's sizes; the values stay."""
+    extents = extents_of(tensor)
+    return attach(cut_padding(strip(tensor), extents), dict(extents)) if extents else tensor
+
+
+def isolating(step: ViewStep, dim: int, node: NumberNode) -> ViewStep:
+    """Return a view step that also cuts the gradients of the elements past a size."""
+
+    def forward(value: jax.Array) -> jax.Array:
+        seen = step.forward(value)
+        if not jnp.issubdtype(seen.dtype, jnp.inexact):
+            return seen
+        column = [-1 if d == dim else 1 for d in range(seen.ndim)]
+        real = (jnp.arange(seen.shape[dim]) < node.value).reshape(column)
+        return jnp.where(real, seen, jax.lax.stop_gradient(seen))
+
+    return ViewStep(forward, step.inverse)
 
 
 def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Set the elements past a tensor's sizes to `value`, along `dims` (default all)."""
     plain = strip(tensor)
-    for dim, node in extents_of(tensor).items():
-        if dims is None or dim in dims:
-            mask = _column(valid(node, plain.shape[dim]), dim, plain.dim())
-            plain = torch.where(mask, plain, torch.full((), value, dtype=plain.dtype))
-    return plain
+    extents = {d: n for d, n in extents_of(tensor).items() if dims is None or d in dims}
+    if not extents:
+        return plain
+    other = torch.full((), value, dtype=plain.dtype)
+    return torch.where(real_elements(extents, plain.shape), plain, other)
 
 
 def refuse(func: Any, why: str = "") -> Exception:

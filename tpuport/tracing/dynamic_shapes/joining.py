@@ -13,6 +13,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     bound_of,
     extents_of,
+    isolated,
     node_of,
     refuse,
     require_equal,
@@ -26,12 +27,16 @@ aten = torch.ops.aten
 
 
 def compacted(keep: jax.Array, bound: int) -> jax.Array:
-    """Return int32[bound]: positions of the True elements of `keep` (flat) in order, then zeros."""
+    """Return int32[bound]: positions of the True elements of `keep` (flat) in order.
+
+    The rest repeats the first of them: its value is harmless in whatever follows.
+    """
     flat = keep.reshape(-1)
     # False elements go out of range, where the scatter drops them.
     target = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, bound)
+    first = jnp.argmax(flat).astype(jnp.int32) if flat.size else 0
     return (
-        jnp.zeros(bound, jnp.int32)
+        jnp.full(bound, first, jnp.int32)
         .at[target]
         .set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
     )
@@ -68,7 +73,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         total = total.add(node)  # type: ignore[attr-defined]
     bound = int(total.low) if total.low == total.high else min(int(total.high), joined.shape[dim])
     order = wrap_now(compacted(keep, bound), torch.int64)
-    return attach(joined.index_select(dim, order), {**others, dim: total})
+    return isolated(attach(joined.index_select(dim, order), {**others, dim: total}))
 
 
 @handles("constant_pad_nd")

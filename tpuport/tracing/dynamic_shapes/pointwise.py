@@ -9,7 +9,10 @@ from tpuport.tracing.dynamic_shapes.extents import (
     Extents,
     attach,
     bound_of,
+    carries_gradients,
+    cut_padding,
     extents_of,
+    isolated,
     node_of,
     require_equal,
     resized,
@@ -26,6 +29,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = tensors_of(args, kwargs)
     rank = max(t.dim() for t in tensors)
     found: Extents = {}
+    sizes: dict[int, int] = {}
     replaced: dict[int, torch.Tensor] = {id(t): strip(t) for t in tensors}
     for out_dim in range(rank):
         users = [
@@ -50,6 +54,9 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             replaced[id(t)] = resized(replaced[id(t)], d, size)
         if not statics:
             found[out_dim] = node
+            sizes[out_dim] = size
+    for t in tensors:
+        replaced[id(t)] = _shared(func, t, replaced[id(t)], rank, found, sizes)
 
     def swap(value: Any) -> Any:
         return replaced.get(id(value), value)
@@ -61,4 +68,29 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if isinstance(result, (tuple, list)):
         return tuple(attach(r, dict(found)) for r in result)
-    return attach(result, found)
+    made = attach(result, found)
+    return isolated(made) if func._opname in _VALUE_OF_ONE_ELEMENT else made
+
+
+# Ops that take a value of no dims, and are linear in it.
+_VALUE_OF_ONE_ELEMENT = {"fill", "masked_fill"}
+
+
+def _shared(
+    func: Any,
+    tensor: torch.Tensor,
+    plain: torch.Tensor,
+    rank: int,
+    found: Extents,
+    sizes: dict[int, int],
+) -> torch.Tensor:
+    """Return an operand that several rows share so that padding adds nothing to its gradient."""
+    lead = rank - tensor.dim()
+    own = extents_of(tensor)
+    missing = {dim: node for dim, node in found.items() if dim - lead not in own}
+    if not missing or not carries_gradients(tensor) or func._opname in _VALUE_OF_ONE_ELEMENT:
+        return plain
+    shape = [1] * lead + list(plain.shape)
+    for dim in missing:
+        shape[dim] = sizes[dim]
+    return cut_padding(plain.expand(shape), missing)

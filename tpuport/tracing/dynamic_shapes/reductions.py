@@ -7,7 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, refuse, wrap_now
+from tpuport.tracing.core.concretize import raise_if
+from tpuport.tracing.dynamic_shapes.extents import (
+    attach,
+    extents_of,
+    filled,
+    isolated,
+    refuse,
+    wrap_now,
+)
 from tpuport.tracing.dynamic_shapes.handlers import handles, run
 from tpuport.tracing.dynamic_shapes.pointwise import pointwise
 from tpuport.tracing.dynamic_shapes.rowwise import rowwise
@@ -48,13 +56,39 @@ IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
 }  # fmt: skip
 
 
+_NEEDS_ELEMENTS = {"amax", "max", "argmax", "amin", "min", "argmin"}
+
+
+def _require_elements(func: Any, source: Any, dims: list[int]) -> None:
+    """Make the program fail, as eager does, if there is nothing to reduce."""
+    name = func._opname
+    whole = name in ("max", "min", "linalg_vector_norm") and func._overloadname in ("", "default")
+    message = f"{name}(): expected a reduction over a dim of non-zero size"
+    for dim in dims:
+        node = extents_of(source).get(dim)
+        if node is not None and node.low <= 0:
+            error = RuntimeError(message) if whole else IndexError(message)
+            raise_if(node.value == 0, error)
+
+
 @handles(*IDENTITY)
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     dims = _reduced_dims(args, kwargs)
     if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, args, kwargs)
-    masked = filled(source, IDENTITY[func._opname](source.dtype), dims)
+    identity = IDENTITY[func._opname](source.dtype)
+    needs_elements = func._opname in _NEEDS_ELEMENTS
+    if func._opname == "linalg_vector_norm":
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        dims = _reduced_dims((source, *args[2:3]), {k: v for k, v in kwargs.items() if k == "dim"})
+        if isinstance(order, torch.SymFloat | torch.SymInt):
+            raise refuse(func, " with a traced order")
+        identity = math.inf if order < 0 else 0
+        needs_elements = order < 0 or order == math.inf
+    if needs_elements:
+        _require_elements(func, source, dims)
+    masked = filled(source, identity, dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
 
 
@@ -94,8 +128,8 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, dim = args[0], args[1] % max(args[0].dim(), 1)
     if dim not in extents_of(source):
         return rowwise(func, args, kwargs)
-    masked = filled(source, torch.finfo(source.dtype).min, [dim])
-    return attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source)))
+    masked = filled(source, -math.inf, [dim])
+    return isolated(attach(run(func, (masked, *args[1:]), kwargs), dict(extents_of(source))))
 
 
 @handles("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")

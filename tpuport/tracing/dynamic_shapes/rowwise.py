@@ -8,7 +8,14 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.sym_node import Linear, NumberNode
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dynamic_shapes.contractions import masked_contraction
-from tpuport.tracing.dynamic_shapes.extents import attach, bound_of, extents_of, refuse
+from tpuport.tracing.dynamic_shapes.extents import (
+    attach,
+    bound_of,
+    extents_of,
+    filled,
+    isolated,
+    refuse,
+)
 from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles, run, tensors_of
 
 
@@ -28,12 +35,21 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(physical_sizes(a, args) for a in args)
     _refuse_mixing(func, args, kwargs)
     args = masked_contraction(func, args)
-    result = run(func, args, kwargs)
+    mixes = not func.is_view and _meets_others(func, args, kwargs)
+    padding = 1 if func._opname == "cumprod" else 0
+    given = [map_tensors(lambda t: filled(t, padding), a) for a in args] if mixes else args
+    result = run(func, tuple(given), kwargs)
     for expr, node in exprs.items():
         before = _meta_run(func, args, kwargs, expr, 0)
         after = _meta_run(func, args, kwargs, expr, _PERTURB)
         result = _attach_grown(func, result, before, after, node)
-    return result
+    return map_tensors(isolated, result) if mixes else result
+
+
+def _meets_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether rows meet what is not padding: an operand that all share, or other rows."""
+    shared = any(not extents_of(t) for t in tensors_of(args, kwargs))
+    return shared or func._opname in ("cumsum", "cumprod", "mm", "bmm", "addmm")
 
 
 # The growth of a dim in meta runs: a prime, so that the growth of the result shows its factor.

@@ -185,10 +185,10 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     size = plain.shape[along]
     keep = valid(node, size)
     shaped = keep.reshape([-1 if d == along else 1 for d in range(plain.dim())])
-    extended = torch.cat([target, target.narrow(dim, 0, 1)], dim)
+    extended = torch.cat([target, torch.ones_like(target.narrow(dim, 0, 1))], dim)
     # Rows past the count go to an extra row that is cut off afterwards.
     moved = torch.where(shaped, plain, torch.full((), target.shape[dim], dtype=plain.dtype))
-    rest = [strip(a) if isinstance(a, torch.Tensor) else a for a in args[3:]]
+    rest = [filled(a, 1) if isinstance(a, torch.Tensor) else a for a in args[3:]]
     source = args[3] if len(args) > 3 else None
     given = extents_of(source).get(dim) if isinstance(source, torch.Tensor) else None
     if given is not None:
@@ -226,5 +226,6 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         require_equal(node, extents_of(operand)[0], "input and target have different batch sizes")
     bound = min(torch.Tensor.size(scores)[0], torch.Tensor.size(target)[0])
     plain = filled(target, ignored).narrow(0, 0, bound)
-    result = run(func, (strip(scores).narrow(0, 0, bound), plain, weight, reduction, ignored), {})
+    scores = filled(scores, 0).narrow(0, 0, bound)
+    result = run(func, (scores, plain, weight, reduction, ignored), {})
     return (attach(result[0], {0: node}), result[1]) if reduction == 0 else result

@@ -15,6 +15,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     count_node,
     extents_of,
     filled,
+    isolated,
     note_dynamic,
     refuse,
     require_equal,
@@ -190,7 +191,7 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             continue
         before = sum(1 for p in positions if p < d)
         out_extents[d - before + (rank if (d > first or not together) else 0)] = n
-    made = attach(result, out_extents) if out_extents else result
+    made = isolated(attach(result, out_extents)) if out_extents else result
     if isinstance(source, TracedTensor) and isinstance(made, TracedTensor):
         made._bounds = source._bounds
     return made
@@ -218,7 +219,7 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     extents = {d: n for d, n in extents_of(source).items() if d != dim}
     if extents_of(positions):
         extents[dim] = extents_of(positions)[0]
-    return attach(result, extents) if extents else result
+    return isolated(attach(result, extents)) if extents else result
 
 
 @handles("bincount")

@@ -17,6 +17,8 @@ from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     bound_of,
     extents_of,
+    isolating,
+    natural,
     node_of,
     refuse,
     require_equal,
@@ -62,30 +64,20 @@ def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, 
     return min(exact or candidates, key=lambda c: abs(c[0] - dim))
 
 
-def _clamped(start: Any, size: NumberNode, default: int | NumberNode) -> NumberNode:
+def _clamped(end: Any, size: NumberNode, default: NumberNode) -> NumberNode:
     """Clamp a slice end as Python does: negative counts from the end, then into [0, size]."""
-    if start is None:
-        return default if isinstance(default, NumberNode) else node_of(default)
-    if isinstance(start, int):
-        start = max(min(start, 2**31 - 1), -(2**31) + 1)
-    node = node_of(start)
-    if node.high == 0 and node.low < 0:
-        # In Python `x[:-n]` with n = 0 is empty, not all of x. Nobody means that, so the program
-        # fails there and needs no second case.
-        message = (
-            "a slice x[:-n] or x[-n:] whose n depends on data has n = 0, which selects nothing or"
-            " everything"
-        )
-        raise_if(node.value == 0, IndexError(message))
-        node = NumberNode(node.value, int, node.low, -1, node.expr)
+    if end is None:
+        return default
+    if isinstance(end, int):
+        end = max(min(end, 2**31 - 1), -(2**31) + 1)
+    node = node_of(end)
     if node.high < 0:
         node = node.add(size)  # type: ignore[attr-defined]
     elif node.low < 0:
         wrapped = jnp.where(node.value < 0, node.value + size.value, node.value)
-        node = NumberNode(wrapped, int, 0, size.high)
-    zero = node_of(0)
+        node = NumberNode(wrapped, int, min(node.low + size.low, 0), max(node.high, size.high - 1))
     if node.low < 0:
-        node = node.sym_max(zero)  # type: ignore[attr-defined]
+        node = node.sym_max(node_of(0))  # type: ignore[attr-defined]
     decided = _at_most(node, size)
     if decided is not None:
         return node if decided else size
@@ -100,10 +92,7 @@ def _at_most(a: NumberNode, b: NumberNode) -> bool | None:
     difference = b.expr.plus(a.expr, -1)  # type: ignore[union-attr, arg-type]
     if not difference.terms:
         return difference.const >= 0
-    # b - a is a count by construction (a sum that contains a): counts are never negative.
-    if difference.const >= 0 and all(f > 0 for _, f in difference.terms):
-        return True
-    return None
+    return True if difference.is_natural() else None
 
 
 def _traced(base: torch.Tensor) -> TracedTensor:
@@ -130,7 +119,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if step != 1:
         raise refuse(func, " with a step")
     size = extents.get(dim, node_of(physical))
-    low, high = _clamped(start, size, 0), _clamped(end, size, size)
+    low, high = _clamped(start, size, node_of(0)), _clamped(end, size, size)
     at_most = _at_most(low, high)
     length = high.sub(low)  # type: ignore[attr-defined]
     if not at_most:
@@ -161,7 +150,9 @@ def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> 
     sizes = list(torch.Tensor.size(base))
     sizes[dim] = bound
     meta = torch.empty(sizes, dtype=base.dtype, device="meta")
-    view = view_of(strip(base), ViewStep(forward, inverse), meta, base._frozen)
+    step = ViewStep(forward, inverse)
+    step = step if base._frozen else isolating(step, dim, length)
+    view = view_of(strip(base), step, meta, base._frozen)
     return attach(view, extents_of(base) | {dim: length})
 
 
@@ -172,12 +163,10 @@ def _split_with_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if dim not in extents_of(base) and not any(isinstance(s, torch.SymInt) for s in sizes):
         return rowwise(func, args, kwargs)
     base = _traced(base)
-    lengths = [node_of(size) for size in sizes]
+    message = "split_with_sizes expects split_sizes to have only non-negative entries"
+    lengths = [natural(node_of(size), RuntimeError(message)) for size in sizes]
     starts = [node_of(0)]
     for node in lengths:
-        if node.low < 0:
-            message = "split_with_sizes expects split_sizes to have only non-negative entries"
-            raise_if(node.value < 0, RuntimeError(message))
         starts.append(starts[-1].add(node))  # type: ignore[attr-defined]
     size = extents_of(base).get(dim, node_of(bound_of(base, dim)))
     require_equal(

@@ -18,7 +18,7 @@ from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import check_one_dtype, to_meta
 from tpuport.tracing.dispatch.meta_rules import attention_meta, linear_meta, matmul_meta
 from tpuport.tracing.dynamic_shapes import contractions
-from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, strip
+from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, isolated
 from tpuport.tracing.functions import promotion
 from tpuport.tracing.functions.registry import any_traced, function
 from tpuport.tracing.lowerings._numeric import broadcast_wide
@@ -65,8 +65,8 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
         return y if b is None else y + broadcast_wide(b, y.shape)
 
-    result = _whole(trace, [strip(x), weight, bias], meta, compute)
-    return attach(result, dict(extents_of(x)))
+    result = _whole(trace, [filled(x, 0), weight, bias], meta, compute)
+    return isolated(attach(result, dict(extents_of(x))))
 
 
 @function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
@@ -125,7 +125,7 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     k, v = contractions.same_rows(k, v)
     if extents_of(k) or extents_of(mask):
         mask = contractions.key_mask(k, mask)
-    q, k, v = (strip(t) for t in (q, k, v))
+    q, k, v = (filled(t, 0) for t in (q, k, v))
     dropout = float(bound.get("dropout_p") or 0.0)
     options = {
         "is_causal": bool(bound.get("is_causal", False)),
@@ -146,4 +146,4 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return attention_call(trace, q, k, v, call)
 
     result = _whole(trace, [q, k, v, mask], meta, compute)
-    return attach(result, extents) if extents else result
+    return isolated(attach(result, extents)) if extents else result

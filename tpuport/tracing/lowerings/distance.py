@@ -18,6 +18,11 @@ def _between(a: jax.Array, b: jax.Array, p: float) -> jax.Array:
     return vector_norm(a - b, p, (-1,))
 
 
+@lowering(aten.dist.default, reason="torchax's gradient between equal tensors is nan")
+def _dist(a: jax.Array, b: jax.Array, p: float = 2) -> jax.Array:
+    return vector_norm(a - b, p)
+
+
 @lowering(
     aten._cdist_forward.default,
     reason="torchax's gradient between equal rows is nan; torch's is zero",

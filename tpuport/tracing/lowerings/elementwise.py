@@ -160,8 +160,25 @@ def _pow(x: Any, y: Any) -> jax.Array:
     x, y = _promoted(x, y)
     if is_low(x):
         x, y = wide(x), wide(y)
-    # The gradient of 0 ** 0 with respect to the base is 0, where XLA's formula gives nan.
-    return jnp.power(jnp.where(y == 0, lax.stop_gradient(x), x), y)
+    if is_complex(x):
+        return jnp.power(jnp.where(y == 0, lax.stop_gradient(x), x), y)
+    return _real_pow(x, y)
+
+
+@jax.custom_jvp
+def _real_pow(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.power(x, y)
+
+
+@_real_pow.defjvp
+def _real_pow_jvp(primals: Any, tangents: Any) -> Any:
+    """Give 0 ** 0 no gradient for the base, and 0 ** -1 that of -inf for the exponent."""
+    (x, y), (dx, dy) = primals, tangents
+    value, constant = _real_pow(x, y), y == 0
+    by_base = jnp.where(constant, 0, y * _real_pow(x, jnp.where(constant, 1, y - 1)))
+    flat = (x == 0) & (y >= 0)
+    by_exponent = jnp.where(flat, 0, value * jnp.log(jnp.where(flat, 1, x)))
+    return value, dx * by_base + dy * by_exponent
 
 
 def _static_pow(x: jax.Array, y: float) -> jax.Array:
@@ -197,6 +214,8 @@ def _clamp(x: jax.Array, min: Any = None, max: Any = None) -> jax.Array:
     """Limit to [min, max]; the upper bound wins where they cross, and a nan bound gives nan."""
     dtype = jnp.result_type(*(v for v in (x, min, max) if v is not None))
     x = x.astype(dtype)
+    if isinstance(min, jax.Array) and isinstance(max, jax.Array):
+        min = jnp.where(min < max, min, lax.stop_gradient(min))
     if min is not None:
         x = _limited(x, min, jnp.greater_equal, jnp.maximum)
     if max is not None:
@@ -232,6 +251,23 @@ def _clamp_max(x: jax.Array, max: Any) -> jax.Array:
 def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Array:
     low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
     return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
+
+
+_AT_ZERO = "torchax's gradient is nan at zero"
+_AT_TIES = "torchax's gradient of equal operands goes to the second"
+_AT_BOUNDS = "torchax halves the gradient at a bound, or passes it"
+
+
+@lowering(aten.hardsigmoid.default, reason=_AT_BOUNDS)
+def _hardsigmoid(x: jax.Array) -> jax.Array:
+    wider = wide(x)
+    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, 1, (wider + 3) / 6))
+
+
+@lowering(aten.hardswish.default, reason=_AT_BOUNDS)
+def _hardswish(x: jax.Array) -> jax.Array:
+    wider = wide(x)
+    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, wider, wider * (wider + 3) / 6))
 
 
 @lowering(
@@ -307,6 +343,51 @@ def _rsqrt(x: jax.Array) -> jax.Array:
     return lax.rsqrt(wide(x))
 
 
+@lowering(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, reason=_AT_ZERO)
+def _xlogy(x: Any, y: Any) -> jax.Array:
+    """Return x * log(y), which is 0 where x is 0; its gradient there is not."""
+    return _times_log(x, y, jnp.log, 0)
+
+
+@lowering(
+    aten.special_xlog1py.default,
+    aten.special_xlog1py.self_scalar,
+    aten.special_xlog1py.other_scalar,
+    reason=_AT_ZERO,
+)
+def _xlog1py(x: Any, y: Any) -> jax.Array:
+    return _times_log(x, y, jnp.log1p, -1)
+
+
+def _times_log(x: Any, y: Any, log: Callable[[jax.Array], jax.Array], pole: int) -> jax.Array:
+    x, y = (wide(v) for v in _promoted(x, y))
+
+    @jax.custom_jvp
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * log(y)))
+
+    @product.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, y), (dx, dy) = primals, tangents
+        flat = (x == 0) & (y <= pole)
+        by_first = jnp.where(flat, 0, log(jnp.where(flat, 1, y)))
+        return product(x, y), dx * by_first + dy * (x / (y - pole))
+
+    return product(x, y)
+
+
+@lowering(aten.fmax.default, reason=_AT_TIES)
+def _fmax(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = _promoted(x, y)
+    return jnp.where((x >= y) | (y != y), x, y)
+
+
+@lowering(aten.fmin.default, reason=_AT_TIES)
+def _fmin(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = _promoted(x, y)
+    return jnp.where((x <= y) | (y != y), x, y)
+
+
 # -- signs and parts -------------------------------------------------------------------------------
 
 
@@ -317,6 +398,17 @@ def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x
     return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
+
+
+@lowering(aten.copysign.Tensor, aten.copysign.Scalar, reason="torchax's gradient at zero is not 0")
+def _copysign(x: jax.Array, y: Any) -> jax.Array:
+    """Return `x` with the sign of `y`, which has no gradient."""
+    dtype = jnp.result_type(x, y)
+    dtype = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+    x, y = jnp.broadcast_arrays(jnp.asarray(x, dtype), jnp.asarray(y, dtype))
+    value = jnp.copysign(x, y)
+    ratio = jnp.where(x == 0, 0, value / jnp.where(x == 0, 1, x))
+    return value_and_gradient(value, x * lax.stop_gradient(ratio))
 
 
 @lowering(aten.abs.default, reason="jnp.abs has gradient 1 at zero, torch 0")

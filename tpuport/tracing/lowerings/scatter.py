@@ -127,6 +127,7 @@ def _combine(
     is_bool = x.dtype == jnp.bool_
     if is_bool:
         x, src = x.astype(jnp.int32), src.astype(jnp.int32)
+    own = x
     if not include_self:
         x = x.at[where].set(_start(reduce, x.dtype))
     if reduce in ("sum", "mean"):
@@ -136,7 +137,7 @@ def _combine(
     elif reduce == "prod":
         result = _product(x, where, src)
     else:
-        result = _extreme(x, where, src, reduce == "amax")
+        result = _extreme(x, where, src, reduce == "amax", own)
     return result != 0 if is_bool else result
 
 
@@ -150,16 +151,16 @@ def _divided(
     return total // count.astype(total.dtype)
 
 
-def _extreme(x: jax.Array, where: Any, src: jax.Array, largest: bool) -> jax.Array:
+def _extreme(x: jax.Array, where: Any, src: jax.Array, largest: bool, own: jax.Array) -> jax.Array:
     stopped = jax.lax.stop_gradient
     place = stopped(x).at[where]
     value = place.max(stopped(src)) if largest else place.min(stopped(src))
     if not is_float(x):
         return value
     # jax has no gradient of a scatter-max: torch shares it equally among all that equal the
-    # extreme.
+    # extreme. A value of its own counts among them even if it was not included.
     mine, theirs = x == value, src == value[where]
-    count = mine.astype(jnp.float32).at[where].add(theirs.astype(jnp.float32))
+    count = (own == value).astype(jnp.float32).at[where].add(theirs.astype(jnp.float32))
     total = jnp.where(mine, x, 0).at[where].add(jnp.where(theirs, src, 0))
     return value_and_gradient(value, (total / jnp.maximum(count, 1)).astype(x.dtype))
 

@@ -19,6 +19,37 @@ aten = torch.ops.aten
 _TERMS = 1000
 
 
+@lowering(aten.lgamma.default, reason="torchax's gradient at zero is nan")
+def _lgamma(x: jax.Array) -> jax.Array:
+    return _lgamma_of(wide(x))
+
+
+@jax.custom_jvp
+def _lgamma_of(x: jax.Array) -> jax.Array:
+    return lax.lgamma(x)
+
+
+@_lgamma_of.defjvp
+def _lgamma_jvp(primals: Any, tangents: Any) -> Any:
+    return _lgamma_of(primals[0]), tangents[0] * _digamma_of(primals[0])
+
+
+@lowering(aten.sinc.default, reason="torchax's gradient at zero is nan")
+def _sinc(x: jax.Array) -> jax.Array:
+    x = wide(x)
+    zero = x == 0
+    angle = math.pi * jnp.where(zero, 1, x)
+    return jnp.where(zero, 1, jnp.sin(angle) / angle)
+
+
+@lowering(aten.atan2.default, reason="torchax's gradient at the origin is nan")
+def _atan2(y: jax.Array, x: jax.Array) -> jax.Array:
+    y, x = wide(y), wide(x)
+    zero = (y == 0) & (x == 0)
+    value = lax.stop_gradient(jnp.arctan2(y, x))
+    return jnp.where(zero, value, jnp.arctan2(jnp.where(zero, 1, y), jnp.where(zero, 1, x)))
+
+
 @lowering(
     aten.polygamma.default,
     reason="torchax refuses bool and bfloat16, and loses all digits below -8",

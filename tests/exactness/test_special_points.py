@@ -1,0 +1,185 @@
+"""Gradients where a derivative has a corner, a pole or a tie: those of eager PyTorch.
+
+Every function of a table is called at all its special points at once, with arguments of its own, so
+that one backward pass gives the gradients of the table. A point where eager itself gives NaN says
+nothing, and is left out.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.exactness.scenario import by_tpuport
+
+Function = Callable[..., torch.Tensor]
+POINTS = torch.tensor([0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 0.5, -0.5, 2.0, -2.0, 6.0, 20.0, -20.0])
+PAIRS = tuple(p.reshape(-1) for p in torch.meshgrid(POINTS, POINTS, indexing="ij"))
+
+
+def twice(function: Function, **options: Any) -> Function:
+    return lambda x: function(torch.stack([x, x], 1), **options)
+
+
+def with_zero(function: Function, **options: Any) -> Function:
+    return lambda x: function(torch.stack([x, x * 0], 1), **options)
+
+
+UNARY: dict[str, Function] = {
+    **{
+        name: getattr(torch, name)
+        for name in """abs acos acosh asin asinh atan atanh ceil cos cosh digamma erf erfc erfinv
+        exp exp2 expm1 floor frac lgamma log log10 log1p log2 nan_to_num neg reciprocal relu
+        round sgn sigmoid sign sin sinc sinh sqrt square tan tanh trunc""".split()
+    },
+    **{
+        name: getattr(F, name)
+        for name in """elu selu celu gelu silu mish softplus logsigmoid hardswish hardsigmoid
+        hardtanh relu6 hardshrink softshrink leaky_relu tanhshrink softsign""".split()
+    },
+    # At -0.0 torch's gradient is +inf and jax's -inf.
+    "rsqrt": lambda x: torch.where(x == 0, 1.0, x).rsqrt(),
+    "threshold": lambda x: F.threshold(x, 1.0, 0.0),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp_min": lambda x: x.clamp(min=0),
+    "hardtanh of 3": lambda x: F.hardtanh(x, -0.5, 3.0),
+    **{f"power {p}": partial(torch.pow, exponent=p) for p in (0, 0.5, 1, 1.5, 2, 3, -1)},
+    "exponent": lambda x: 2.0**x,
+    "norm": lambda x: x.norm(),
+    **{f"norm {p}": with_zero(torch.linalg.vector_norm, ord=p, dim=1) for p in (1, 2, 3)},
+    "norm inf": twice(torch.linalg.vector_norm, ord=float("inf"), dim=1),
+    "normalize": with_zero(F.normalize, dim=1),
+    "amax": twice(torch.amax, dim=1),
+    "amin": twice(torch.amin, dim=1),
+    "max": twice(lambda x: x.max(1)[0]),
+    "max of all": twice(torch.max),
+    "min of all": twice(torch.min),
+    "cummax": twice(lambda x: x.cummax(1)[0]),
+    "prod": twice(torch.prod, dim=1),
+    "cumprod": twice(torch.cumprod, dim=1),
+    "logsumexp": twice(torch.logsumexp, dim=1),
+    "std": twice(torch.std, dim=1),
+    "max_pool": lambda x: F.max_pool1d(torch.stack([x, x, x, x], 1)[:, None], 2),
+    "layer_norm": twice(F.layer_norm, normalized_shape=(2,)),
+    "complex abs": lambda x: torch.complex(x, x * 0).abs(),
+}
+
+
+def loss(name: str, **options: Any) -> Function:
+    return lambda a, b: getattr(F, name)(a, b, reduction="none", **options)
+
+
+def side(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.detach() > 0, 1.0, -1.0)
+
+
+def scattered(how: str, own: bool, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a[:13].scatter_reduce(0, PLACES, b, how, include_self=own)
+
+
+CLASSES = torch.arange(169) % 3
+LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [-1, 1, 1], [0, 1, 2]]).repeat(43, 1)[:169]
+PLACES = torch.arange(169) % 13
+
+BINARY: dict[str, Function] = {
+    **{
+        name: getattr(torch, name)
+        for name in """add sub mul div pow atan2 maximum minimum fmin fmax xlogy fmod remainder
+        logaddexp copysign dist""".split()
+    },
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "clamp": lambda a, b: a.clamp(max=b),
+    "clamp_min": lambda a, b: a.clamp(min=b),
+    "clamp to one value": lambda a, b: a.clamp(b, b),
+    "xlog1py": torch.special.xlog1py,
+    "cdist": lambda a, b: torch.cdist(a[:20, None], b[:20, None]),
+    "cdist 1": lambda a, b: torch.cdist(a[:20, None], b[:20, None], p=1.0),
+    "pairwise_distance": lambda a, b: F.pairwise_distance(a[:, None], b[:, None]),
+    "cosine_similarity": lambda a, b: F.cosine_similarity(
+        torch.stack([a, b], 1), torch.stack([b, a], 1)
+    ),
+    "l1": loss("l1_loss"),
+    "mse": loss("mse_loss"),
+    "smooth_l1": loss("smooth_l1_loss"),
+    "smooth_l1 of 0": loss("smooth_l1_loss", beta=0.0),
+    "huber": loss("huber_loss"),
+    "huber of 3": loss("huber_loss", delta=3.0),
+    "soft_margin": lambda a, b: F.soft_margin_loss(a, side(b), reduction="none"),
+    "hinge": lambda a, b: F.hinge_embedding_loss(a, side(b), reduction="none"),
+    "margin_ranking": lambda a, b: F.margin_ranking_loss(a, b, side(b), 1.0, reduction="none"),
+    "poisson": lambda a, b: F.poisson_nll_loss(a, b.detach(), reduction="none"),
+    "bce": lambda a, b: F.binary_cross_entropy(
+        a.clamp(0, 1), b.detach().clamp(0, 1), reduction="none"
+    ),
+    "bce of weights": lambda a, b: F.binary_cross_entropy(
+        a.clamp(0, 1), b.detach().clamp(0, 1), weight=b.detach().abs()
+    ),
+    "bce with logits": loss("binary_cross_entropy_with_logits"),
+    "kl": loss("kl_div"),
+    "kl of logs": loss("kl_div", log_target=True),
+    "multi_margin": lambda a, b: F.multi_margin_loss(
+        torch.stack([a, b, a], 1), CLASSES, reduction="none"
+    ),
+    "multi_margin squared": lambda a, b: F.multi_margin_loss(
+        torch.stack([a, b, a], 1), CLASSES, p=2, margin=0.5
+    ),
+    "multilabel_margin": lambda a, b: F.multilabel_margin_loss(
+        torch.stack([a, b, a], 1), LABELS, reduction="none"
+    ),
+    "triplet_margin": lambda a, b: F.triplet_margin_loss(
+        torch.stack([a, b], 1), torch.stack([a, a], 1), torch.stack([b, b], 1), reduction="none"
+    ),
+    "cross_entropy": lambda a, b: F.cross_entropy(
+        torch.stack([a, b], 1), CLASSES % 2, reduction="none"
+    ),
+    **{
+        f"scatter_reduce {how} {own}": partial(scattered, how, own)
+        for how in ("amax", "amin", "mean")
+        for own in (True, False)
+    },
+    "index_reduce": lambda a, b: a[:13].index_reduce(0, PLACES[:13] % 5, b[:13], "amax"),
+}
+
+TABLES = {"unary": (UNARY, (POINTS,)), "binary": (BINARY, PAIRS)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("table", TABLES)
+def test_gradients_at_special_points_are_those_of_eager(table):
+    functions, args = TABLES[table]
+    ported = by_tpuport(
+        lambda *copies: [f(*own) for f, *own in zip(functions.values(), *copies, strict=True)]
+    )
+    weights = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 1.5, 1000)).float()
+
+    def total(*copies: Any) -> Any:
+        outs = ported.apply({}, {}, jax.random.key(0), *copies)[0]
+        return sum(jnp.sum(o.reshape(-1) * weights.numpy()[: o.size]) for o in outs), outs
+
+    copies = [jnp.stack([jnp.asarray(a.numpy())] * len(functions)) for a in args]
+    places = tuple(range(len(args)))
+    backward = jax.jit(jax.value_and_grad(total, argnums=places, has_aux=True))
+    (_, outs), gradients = backward(*copies)
+    wrong = []
+    for index, (name, function) in enumerate(functions.items()):
+        leaves = [a.clone().requires_grad_() for a in args]
+        out = function(*leaves)
+        if not same(outs[index], out.detach()):
+            wrong.append(f"{name}: {outs[index]}, eager {out}")
+        (out.reshape(-1) * weights[: out.numel()]).sum().backward()
+        for leaf, ours in zip(leaves, gradients, strict=True):
+            theirs = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            told = ~theirs.isnan().numpy()
+            if not same(np.asarray(ours[index])[told], theirs[told]):
+                wrong.append(f"gradient of {name}: {ours[index]}, eager {theirs}")
+    assert not wrong, "\n".join(wrong)
+
+
+def same(ours: Any, theirs: torch.Tensor) -> bool:
+    return np.allclose(ours, theirs.numpy(), rtol=1e-3, atol=1e-4, equal_nan=True)
