@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpuport.cost.walking import sub_jaxprs
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.name_patterns import generalised
 from tpuport.foundation.reporting.json_codec import encoded
@@ -197,18 +198,8 @@ def _places(
             sized = {"count": times, "flops": place.flops * times, "bytes": place.bytes * times}
             yield replace(place, module=here[0], line=here[1], **sized)
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for part in _inside(eqn.params.values()):
+        for part in sub_jaxprs(eqn):
             yield from _places(part, here, times * rounds, modules)
-
-
-def _inside(params: Any) -> Iterator[Any]:
-    for value in params:
-        if hasattr(value, "eqns"):
-            yield value
-        elif hasattr(getattr(value, "jaxpr", None), "eqns"):
-            yield value.jaxpr
-        elif isinstance(value, (tuple, list)):
-            yield from _inside(value)
 
 
 def _place(eqn: Any) -> AuditPlace | None:
