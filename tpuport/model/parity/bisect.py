@@ -9,8 +9,8 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.model.parity.verify import SameNumbers, Verifier, eager_copy, host_arguments
-from tpuport.model.program_cache import flattened
 from tpuport.reports.records import Divergence, Parity
+from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.reentrancy import part_of_program
 from tpuport.tracing.scan_layers import stacked_params
@@ -44,13 +44,14 @@ def first_difference(
     with torch.no_grad(), mode, part_of_program(), casting.in_force():
         ported._tracer.method(module, method)(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
-    _, call = flattened((args, kwargs))
+    leaves, spec, paths = arguments.flatten_call((args, kwargs))
+    values, metas = arguments.argument_arrays(leaves, paths)
     state = stacked_params.unstack(before)
     request = TraceRequest(
-        *(method, state, key, call.values, call.metas, call.spec),
+        *(method, state, key, values, metas, spec),
         checks=False,
         known=state,
-        known_leaves=dict(enumerate(call.values)),
+        known_leaves=dict(enumerate(values)),
         on_module=lambda module: _record(module, got),
     )
     try:
