@@ -94,7 +94,7 @@ def test_masks_are_looked_for_once(monkeypatch: pytest.MonkeyPatch):
     counts = []
     for depth in (4, 12):
         ported = tpuport.convert(MaskedStack(Masked, depth), verify=False, blocks="scan")
-        ported._program.target = "tpu"
+        ported._reconfigure(target="tpu")
         x, lengths = torch.zeros(2, 256, DIM), torch.tensor([200, 256])
         walked.clear()
         with torch.no_grad():

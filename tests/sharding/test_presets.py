@@ -86,7 +86,7 @@ def compiled_step(made: tiny.Tiny, ported: Any) -> tuple[str, Any]:
     args = [numpy_of(a) for a in made.args]
     shardings = None
     if ported.sharding is not None:
-        placement = ported._program.placement
+        placement = ported._placement
         args = placement.arguments(args, [f"[0][{i}]" for i in range(len(args))])
         names = [f"[1].{name}" for name in tensors]
         tensors = dict(

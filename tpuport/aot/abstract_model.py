@@ -1,6 +1,5 @@
 """A ported model copied as shapes on a mesh, whose devices may only be described."""
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -94,18 +93,18 @@ def spread_out(
     how = Spreading(**options)
     stacked_params.refuse_stacks(ported._values(), "compiling it for another mesh")
     devices = as_mesh(mesh, topology, how.dcn)
-    made: Any = copy.copy(ported)
-    made.params = {name: shape_of(value) for name, value in ported.params.items()}
-    made.buffers = {name: shape_of(value) for name, value in ported.buffers.items()}
-    made._cache = {}
-    made._program = dataclasses.replace(ported._program, placement=NOWHERE)
+    params, buffers = (
+        {name: shape_of(value) for name, value in part.items()}
+        for part in (ported.params, ported.buffers)
+    )
+    made = ported._copy(params, buffers, placement=NOWHERE)
     changed = None if how.policy is None else how.policy(made)
     made = changed if isinstance(changed, PortedModel) else made
     with warnings.catch_warnings():
         # The same warnings are findings of the plan.
         warnings.simplefilter("ignore", ShardingWarning)
         plan = shard(made, devices, rules, inputs=how.input_specs, strict=how.strict)
-    if how.stack and made._program.rolls:
+    if how.stack and made._rolls:
         stack_blocks(made)
     return made, plan
 

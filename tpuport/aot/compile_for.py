@@ -28,7 +28,6 @@ from tpuport.reports import wording as fmt
 from tpuport.sharding.mesh import sizes_of
 from tpuport.sharding.plan import ShardingPlan
 from tpuport.sharding.shard import OnMesh, ShardingWarning
-from tpuport.tracing.core.context import no_policy
 from tpuport.training.first_call_state import settled
 from tpuport.training.optimizer_state import as_optimizer
 from tpuport.training.step_function import Training, Trains
@@ -96,7 +95,7 @@ def compile_for(
     training = _training_of(ported, method, train, optimizer)
     model: Any = ported if training is None else training.ported
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
-    placement: Any = spread._program.placement
+    placement: Any = spread._placement
     options = {**(_LITTLE_EFFORT if quick else {}), **(options or {})}
     ahead = settled(lambda: _ahead(training, spread, method, inputs, options))
     names = _names(training, method, topology, placement.mesh)
@@ -107,7 +106,7 @@ def compile_for(
 def _ahead(
     training: Training | None, spread: PortedModel, method: Any, inputs: Any, options: Any
 ) -> Ahead:
-    placement: Any = spread._program.placement
+    placement: Any = spread._placement
     with _quiet():
         if training is not None:
             step = training_step(replace(training, ported=spread), inputs)
@@ -183,7 +182,7 @@ def _reported(
     modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
     # Blocks that share a program have one name in it, such as `blocks.*`.
     modules |= {generalised(fqn) for fqn in modules}
-    placement: Any = spread._program.placement
+    placement: Any = spread._placement
     read = _read(ahead, modules, placement, kernel_times)
     captured = captured_constants(ahead, modules)
     device, refused = placement.mesh.devices.flat[0], ahead.too_large
@@ -210,7 +209,7 @@ def _reported(
     )
     if report.fits:
         return report
-    return advise(report, plan, recomputes=spread._program.remat is not no_policy)
+    return advise(report, plan, recomputes=spread._recomputes)
 
 
 @dataclass(frozen=True)

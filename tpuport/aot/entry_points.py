@@ -15,6 +15,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.model import lowering
 from tpuport.model.ported_model import PortedModel
+from tpuport.model.program_cache import CallArguments
 from tpuport.model.pure import traced
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.keys import unused_key
@@ -145,7 +146,7 @@ def training_step(training: Training, inputs: Any) -> EntryPoint:
 def _state_shapes(training: Training) -> TrainState:
     """Return the shapes and shardings of a training state."""
     ported = training.ported
-    placement = ported._program.placement
+    placement = ported._placement
     whole = NamedSharding(placement.mesh, P()) if placement.mesh is not None else None
 
     def average(value: Any) -> jax.ShapeDtypeStruct:
@@ -170,14 +171,14 @@ def _state_shapes(training: Training) -> TrainState:
     )
 
 
-def _placed(ported: PortedModel, inputs: Any) -> tuple[lowering.Shapes, list[Any]]:
+def _placed(ported: PortedModel, inputs: Any) -> tuple[CallArguments, list[Any]]:
     """Flatten the arguments of a call; return them, and their shapes with shardings."""
     taken = lowering.flatten_call(*as_call(inputs))
     shapes = [
         value if isinstance(value, jax.ShapeDtypeStruct) else shape_of(value)
         for value in taken.values
     ]
-    return taken, ported._program.placement.arguments(shapes, taken.paths)
+    return taken, ported._placement.arguments(shapes, taken.paths)
 
 
 def _call(
@@ -185,7 +186,7 @@ def _call(
 ) -> tuple[Callable[..., Any], list[Any], Any]:
     """Return the pure function of a method, its arguments' shapes, and the shape of its key."""
     taken, values = _placed(ported, inputs)
-    placement = ported._program.placement
+    placement = ported._placement
     known = known_values(taken.values, accumulate=1)
 
     def call(params: Any, buffers: Any, key: Any, values: Any) -> Any:
@@ -202,7 +203,7 @@ def _call(
             known_leaves=known,
         )
         with ported._precision_scope():
-            outcome = traced(ported._program, request, given)
+            outcome = traced(ported, request, given)
         outcome.state = placement.state(outcome.state)
         return outcome
 

@@ -85,12 +85,12 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
             f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
         )
     policy = as_policy(policy)
-    program, master = ported._program, ported.module
-    if program.casting.before is None:
+    known, master = ported._tracer.casting, ported.module
+    if known.before is None:
         floating = (p.dtype for p in master.parameters() if p.dtype.is_floating_point)
         before = next(floating, torch.get_default_dtype())
     else:
-        before = program.casting.before
+        before = known.before
     decisions = policy.decide(master)
     inside = {name: one.dtype for name, one in decisions.items()}
     parameters = frozenset(name for name in inside if name in dict(master.named_parameters()))
@@ -99,14 +99,11 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
         held |= dict.fromkeys(parameters, torch_dtype(policy.weights))
     values = {n: _converted(n, v, _held(n, held)) for n, v in ported._values().items()}
     outputs = before if policy.outputs == "restore" and before != policy.dtype else None
-    program.casting = Casting(policy.dtype, inside, held, outputs, before)
-    program.master = cast_module(master, inside)
+    casting = Casting(policy.dtype, inside, held, outputs, before)
+    ported._reconfigure(casting=casting, master=cast_module(master, inside))
     ported.params = {name: values.get(name, value) for name, value in ported.params.items()}
     ported.buffers = {name: values.get(name, value) for name, value in ported.buffers.items()}
-    ported._cache.clear()
-    if ported._verifier is not None:
-        ported._verifier.done.clear()
-    return CastReport(type(master).__name__, program.casting, decisions, parameters)
+    return CastReport(type(master).__name__, casting, decisions, parameters)
 
 
 def _held(name: str, held: dict[str, torch.dtype]) -> torch.dtype | None:

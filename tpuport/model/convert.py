@@ -9,11 +9,8 @@ import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
-from tpuport.model import report_builder
-from tpuport.model.parity.verify import Verifier
+from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
-
-BLOCKS = ("auto", "scan", "once", "unroll")
 
 
 def convert(
@@ -60,24 +57,15 @@ def convert(
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.
     """
-    _check_blocks(blocks)
     names, functions = _named(methods)
+    options = ConvertOptions(names, functions, verify, rtol, checks, matmul_precision, blocks)
     _check_target(target, names, functions)
-    given = {"methods": names, "checks": checks, "precision": matmul_precision}
-    ported = PortedModel(target, report=report_builder.new_report(target), **given)
-    ported._program.blocks, ported._program.functions = blocks, functions
-    if verify:
-        ported._verifier = Verifier(ported, target, rtol)
+    ported = PortedModel(target, options)
     if args is not None or kwargs is not None:
         args, kwargs = () if args is None else args, {} if kwargs is None else kwargs
         _check_arguments(target, names[0], functions.get(names[0]), args, kwargs)
         ported.trace_now(names[0], tuple(args), kwargs)
     return ported
-
-
-def _check_blocks(blocks: str) -> None:
-    if blocks not in BLOCKS:
-        raise UsageError(f"blocks is one of {', '.join(map(repr, BLOCKS))}; got {blocks!r}")
 
 
 def _named(

@@ -1,10 +1,11 @@
 """A ported model: the jitted calls, its state as pytrees, and the way back to torch."""
 
 import contextlib
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.core
@@ -13,28 +14,31 @@ import torch
 
 from tpuport.diagnosis.explain import explaining
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
-from tpuport.model import lowering, pure, report_builder
+from tpuport.model import lowering, report_builder
+from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import verify
 from tpuport.model.parity.bisect import fail
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
     BoundCall,
     CachedProgram,
+    CallArguments,
     JittedProgram,
     Signature,
     compile_times,
+    flattened,
     release,
     retrace_causes,
     signature_of,
 )
-from tpuport.reports.records import (
-    Retrace,
-)
+from tpuport.model.pure import traced
+from tpuport.reports.records import Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
-from tpuport.tracing.core.keys import fresh_key, unused_key
+from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
@@ -48,21 +52,15 @@ class PortedModel(PortedState):
     """
 
     def __init__(
-        self,
-        target: torch.nn.Module | Callable[..., Any],
-        *,
-        methods: tuple[str, ...],
-        report: PortReport,
-        checks: bool,
-        precision: str | None,
+        self, target: torch.nn.Module | Callable[..., Any], options: ConvertOptions
     ) -> None:
-        super().__init__(target)
-        self.report = report
-        self.methods = methods
-        self._checks = checks
-        self._precision = precision
+        self.report = report_builder.new_report(target)
+        super().__init__(target, options)
+        self.methods = options.methods
         self._cache: dict[Signature, CachedProgram] = {}
         self._verifier: Any = None
+        if options.verify:
+            self._verifier = verify.Verifier(self, target, options.rtol)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -77,11 +75,11 @@ class PortedModel(PortedState):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.__dict__.get("methods", ()):
-            program = self.__dict__.get("_program")
+            tracer = self.__dict__.get("_tracer")
             where = (
                 ""
-                if program is None or program.master is None
-                else f" of a ported {type(program.master).__name__}"
+                if tracer is None or tracer.master is None
+                else f" of a ported {type(tracer.master).__name__}"
             )
             msg = (
                 f"{name!r} is not a ported method{where}; to call a method of the module, name it:"
@@ -102,50 +100,30 @@ class PortedModel(PortedState):
     ) -> tuple[Any, dict[str, Any]]:
         """Run one jitted call; return its output and the state before it."""
         call = self._prepare(method, args, kwargs, key)
-        with call.timing:
-            results = call.compiled.run(call.picked, call.key, call.values)
-        return self._finish(call, results), call.state
+        return self._finish(call, call.run()), call.state
 
     def _prepare(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
     ) -> BoundCall:
         """Find or compile the program for a call, and collect its inputs."""
-        leaves, spec, paths = arguments.flatten_call((args, kwargs))
-        values, metas = arguments.argument_arrays(leaves, paths)
-        values = self._program.placement.arguments(values, paths)
+        leaves, given = flattened((args, kwargs), self._placement)
         state = self._values()
-        signature = self._signature(method, values, metas, paths, spec)
-        compiled = self._cache.get(signature)
-        outside = compiled.outcome.trace.recorder.guards.changed() if compiled is not None else None
-        self._count_outside(outside)
-        if (
-            compiled is None
-            or outside is not None
-            or any(state[n] is not v for n, v in compiled.baked.items())
-        ):
-            self._note_retrace(signature, outside)
-            compiled = self._compile(signature, state, values, metas, spec)
-            # Tracing may have found that it needs the value of an argument, which then becomes part
-            # of the signature.
-            signature = self._signature(method, values, metas, paths, spec)
-            self._cache[signature] = compiled
-            timing = compile_times(self.report)
-        else:
-            timing = contextlib.nullcontext()
+        compiled, is_new = self._program_for(method, state, given, is_call=True)
+        timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         if key is None:
             key = fresh_key() if compiled.outcome.uses_key else unused_key()
-        return BoundCall(compiled, leaves, spec, paths, values, state, key, timing)
+        return BoundCall(compiled, leaves, given, state, key, timing)
 
     def _finish(self, call: BoundCall, results: Any) -> Any:
         """Apply a program's results: failed checks, changed arguments, new state, output."""
         outs, new_state, mutated, put, code = results
         compiled, outcome = call.compiled, call.compiled.outcome
         self._raise_failed_check(compiled, code)
-        arguments.refuse_shared_memory(call.leaves, call.paths, mutated)
+        arguments.refuse_shared_memory(call.leaves, call.given.paths, mutated)
         arguments.write_leaves(call.leaves, mutated)
         if outcome.argument_changes is not None:
             left = list(map(self._result, put, outcome.put_metas))
-            outcome.argument_changes.write_back(call.spec, call.leaves, left)
+            outcome.argument_changes.write_back(call.given.spec, call.leaves, left)
         self._advance(compiled, new_state)
         given = self._sharing(call, list(map(self._result, outs, outcome.out_metas)))
         return pytree.unflatten(outcome.out_spec, given)
@@ -223,14 +201,12 @@ class PortedModel(PortedState):
             self.eval_shape(*args, method=method, **kwargs)
             self.report.why_not_verified = "the model is on the meta device and has no weights"
             return
-        master, version = (
-            clone_module(self._program.master, lambda t: t)[0] if self._program.master else None,
-            self._state_version,
-        )
+        version, master = self._state_version, self._tracer.master
+        kept = None if master is None else clone_module(master, lambda t: t)[0]
         self._call(method, *arguments.copies((args, kwargs)))
         self.params, self.buffers = params, buffers
         if self._state_version != version:
-            self._program.master = master
+            self._replace_module(kept)
             self._state_version = version
             self._state_changes.clear()
             self._same_changes.clear()
@@ -264,35 +240,72 @@ class PortedModel(PortedState):
             UsageError: A parameter or buffer is missing.
             PortError: The code cannot be ported exactly.
         """
-        return pure.apply(self, params, buffers, rng, method, args, kwargs)
+        given = {**buffers, **params}
+        values = self._checked_values(
+            stacked_params.unstack(params), stacked_params.unstack(buffers)
+        )
+        _, call = flattened((args, kwargs))
+        request = TraceRequest(
+            *(method, values, None if rng is None else as_key(rng)),
+            *(call.values, call.metas, call.spec),
+            checks=False,
+            known={n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)},
+            known_leaves={
+                i: v for i, v in enumerate(call.values) if not isinstance(v, jax.core.Tracer)
+            },
+        )
+        with self._precision_scope():
+            outcome = traced(self, request, given)
+        leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
+        changed = {name: value for name, value in outcome.state.items() if name not in params}
+        return pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
 
     # -- compiling ---------------------------------------------------------------------------------
 
-    def _signature(
-        self,
-        method: str,
-        values: list[Any],
-        metas: list[Any],
-        paths: list[str],
-        spec: pytree.TreeSpec,
-    ) -> Signature:
-        host = self._program.plan_for(method, spec).host_args
-        version = (self._state_version, self._variant())
-        return signature_of(method, values, metas, paths, spec, version, host)
+    def _program_for(
+        self, method: str, state: dict[str, Any], given: CallArguments, *, is_call: bool
+    ) -> tuple[CachedProgram, bool]:
+        """Return the program for such arguments, and whether it was traced now.
 
-    def _compile(
-        self,
-        signature: Signature,
-        state: dict[str, Any],
-        values: list[Any],
-        metas: list[Any],
-        spec: pytree.TreeSpec,
+        A program compiled ahead (`is_call` is false) is no retrace for the report.
+        """
+        signature = self._signature(method, given)
+        known = self._cache.get(signature)
+        outside = None if known is None else known.outcome.trace.recorder.guards.changed()
+        if is_call:
+            self._count_outside(outside)
+        if known is not None and outside is None:
+            if all(state[n] is v for n, v in known.baked.items()):
+                return known, False
+        if is_call:
+            self._note_retrace(signature, outside)
+        made = self._trace_to_jaxpr(signature, state, given)
+        # Tracing may have found that it needs the value of an argument, which then becomes part
+        # of the signature.
+        self._cache[self._signature(method, given)] = made
+        return made, True
+
+    def _signature(self, method: str, given: CallArguments) -> Signature:
+        host = self._tracer.plan_for(method, given.spec).host_args
+        for index in host:
+            if isinstance(given.values[index], jax.ShapeDtypeStruct):
+                raise UsageError(
+                    f"the program depends on the value of {given.paths[index].lstrip('.')}, and"
+                    " only its shape is given; pass a tensor with the value"
+                )
+        version = (self._state_version, self._variant())
+        return signature_of(method, given, version, host)
+
+    def _trace_to_jaxpr(
+        self, signature: Signature, state: dict[str, Any], given: CallArguments
     ) -> CachedProgram:
         self._refuse_meta(state)
         hoisted = Hoisted()
         held: dict[str, TraceResult] = {}
         # When compiling ahead of time, an argument may be only a shape.
-        given = {i: v for i, v in enumerate(values) if not isinstance(v, jax.ShapeDtypeStruct)}
+        known = {
+            i: v for i, v in enumerate(given.values) if not isinstance(v, jax.ShapeDtypeStruct)
+        }
         concrete = dict(state)
 
         def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
@@ -301,17 +314,17 @@ class PortedModel(PortedState):
                 stacked_params.unstack(state),
                 key,
                 values,
-                metas,
-                spec,
+                given.metas,
+                given.spec,
                 hoisted.array,
-                self._checks,
+                self._options.checks,
                 concrete,
-                given,
+                known,
             )
-            outcome = self._program.trace(request)
-            placed = self._program.placement.state(outcome.state)
+            outcome = self._tracer.trace(request)
+            placed = self._placement.state(outcome.state)
             outcome.state = stacked_params.restack(placed, state)
-            host = self._program.plan.host_args
+            host = self._tracer.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
             code = outcome.error_code
@@ -322,15 +335,17 @@ class PortedModel(PortedState):
         start = time.perf_counter()
         with self._precision_scope(), self._tracing():
             program = self._transformed(call, [path for path, _ in signature.parts])
-            closed, shape = jax.make_jaxpr(program, return_shape=True)(state, unused_key(), values)
-        traced = time.perf_counter()
-        closed = self._program.rolled(closed)
-        run = JittedProgram(closed, shape, f"{self.report.model}_{signature.method}")
-        run.hoisted = self._program.placement.constants(run.hoisted)
+            closed, shape = jax.make_jaxpr(program, return_shape=True)(
+                state, unused_key(), given.values
+            )
+        ended = time.perf_counter()
+        closed = self._tracer.rolled(closed)
+        name = f"{self.report.model}_{signature.method}"
+        run = JittedProgram(closed, shape, name, place=self._placement.constants)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
         compiled = CachedProgram(run, outcome, signature, list(state), baked)
-        self._note(outcome, hoisted.tensors(run.hoisted), traced - start)
+        self._note(outcome, hoisted.tensors(run.hoisted), ended - start)
         release(outcome)
         return compiled
 
@@ -348,9 +363,25 @@ class PortedModel(PortedState):
         return pure
 
     def _precision_scope(self) -> Any:
-        if self._precision is None:
+        """Return the context in which float32 products get the precision that was asked for."""
+        precision = self._options.matmul_precision
+        if precision is None:
             return contextlib.nullcontext()
-        return jax.default_matmul_precision(self._precision)
+        return jax.default_matmul_precision(precision)
+
+    def _reconfigure(self, **parts: Any) -> None:
+        """Replace parts of the `Tracer`, such as its placement, and forget all programs."""
+        self._tracer = dataclasses.replace(self._tracer, **parts)
+        self._cache.clear()
+        if "casting" in parts and self._verifier is not None:
+            self._verifier.done.clear()
+
+    def _copy(self, params: dict[str, Any], buffers: dict[str, Any], **parts: Any) -> Self:
+        """Return a model with other state and parts of the `Tracer`, and programs of its own."""
+        made = copy.copy(self)
+        made.params, made.buffers, made._cache = params, buffers, {}
+        made._tracer = dataclasses.replace(self._tracer, **parts)
+        return made
 
     @explaining()
     def compile(self, *args: Any, method: str = "forward", **kwargs: Any) -> None:
@@ -384,7 +415,7 @@ class PortedModel(PortedState):
 
     def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array) -> None:
         checks = compiled.outcome.trace.recorder.checks
-        if checks and self._checks:
+        if checks and self._options.checks:
             failed = int(code)
             if failed:
                 raise checks[failed - 1].error

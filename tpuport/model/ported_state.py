@@ -1,7 +1,8 @@
 """The state that a ported model holds between calls: params, buffers and Python attributes."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,10 +15,13 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import weights
+from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
+from tpuport.tracing.core.context import no_policy
+from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
@@ -34,17 +38,25 @@ class PortedState:
     changes in both.
     """
 
-    def __init__(self, target: torch.nn.Module | Callable[..., Any]) -> None:
+    def __init__(
+        self, target: torch.nn.Module | Callable[..., Any], options: ConvertOptions
+    ) -> None:
         is_module = isinstance(target, torch.nn.Module)
         self._source = target
+        self._options = options
         self.params: dict[str, jax.Array] = {}
         self.buffers: dict[str, jax.Array] = {}
         master = None
         if is_module:
             master, _ = clone_module(target, lambda t: t)
             self._load_state(master)
-        self._program = Tracer(
-            None if is_module else target, master, patches=find_shims(patches), rules=live_rules()
+        self._tracer = Tracer(
+            None if is_module else target,
+            master,
+            functions=dict(options.functions),
+            patches=find_shims(patches),
+            rules=live_rules(),
+            blocks=options.blocks,
         )
         self._state_version = 0
         self._versions = itertools.count(1)
@@ -76,10 +88,10 @@ class PortedState:
         Raises:
             UsageError: A function was ported, not a module.
         """
-        if self._program.master is None:
+        if self._tracer.master is None:
             msg = "this is a ported function; it has no module"
             raise UsageError(msg)
-        return self._program.master
+        return self._tracer.master
 
     @property
     def frozen(self) -> dict[str, jax.Array]:
@@ -89,14 +101,29 @@ class PortedState:
         return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
     @property
+    def _placement(self) -> Placement:
+        """Return where `tpuport.shard` put the model."""
+        return self._tracer.placement
+
+    @property
+    def _rolls(self) -> bool:
+        """Return whether its repeated blocks may become loops."""
+        return self._tracer.rolls
+
+    @property
+    def _recomputes(self) -> bool:
+        """Return whether `tpuport.remat` chose what the backward pass computes again."""
+        return self._tracer.remat is not no_policy
+
+    @property
     def sharding(self) -> Any:
         """Return the `ShardingPlan` by which `tpuport.shard` spread the model, or None."""
-        return getattr(self._program.placement, "plan", None)
+        return getattr(self._placement, "plan", None)
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
         """Return the mesh that `tpuport.shard` placed the model on, or None."""
-        return self._program.placement.mesh
+        return self._placement.mesh
 
     @property
     def training(self) -> bool:
@@ -127,7 +154,20 @@ class PortedState:
         """Start a new state version, which invalidates every cached program."""
         self._state_version = next(self._versions)
 
+    def _replace_module(self, module: torch.nn.Module | None) -> None:
+        """Take another module as the one that is traced from now on."""
+        self._tracer = dataclasses.replace(self._tracer, master=module)
+
+    def _name_of(self, function: Callable[..., Any], prefix: str) -> str:
+        """Return the name by which a function is called as a method, a new one if it has none."""
+        functions = self._tracer.functions
+        known = next((name for name, one in functions.items() if one is function), None)
+        name = known or f"{prefix}_{len(functions)}"
+        functions[name] = function
+        return name
+
     def _values(self) -> dict[str, Any]:
+        """Return all of `params` and `buffers`; blocks may be stacked."""
         return {**self.buffers, **self.params}
 
     def by_fqn(self) -> dict[str, Any]:
@@ -143,7 +183,7 @@ class PortedState:
             UsageError: A function was ported, or the model was on the meta device and has no
                 weights.
         """
-        return self._as_module(self._program.casting.held_dtype)
+        return self._as_module(self._tracer.casting.held_dtype)
 
     def _eager(self) -> torch.nn.Module:
         """Return a module as `to_torch` does, in the dtypes that the program computes in."""
@@ -168,7 +208,7 @@ class PortedState:
             return made
 
         made = clone_module(self.module, back)[0]
-        for name in self._program.numbers & values.keys():
+        for name in self._tracer.numbers & values.keys():
             # A Python number that became state of the program: `master` still has its old value.
             fqn, attribute = tree.owners[name]
             owner = made.get_submodule(fqn)
@@ -242,7 +282,7 @@ class PortedState:
         stacked_params.refuse_stacks(self._values(), "loading weights")
         where = {"variant": variant, "subfolder": subfolder, "key": key}
         options = {"prefix": prefix, "rename": rename, "progress": progress}
-        place = place or self._program.placement.place
+        place = place or self._placement.place
         return weights.load_model(self, source, strict=strict, place=place, **options, **where)
 
     def _checkpoint_values(
@@ -277,21 +317,20 @@ class PortedState:
             again = count >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])
-        self._program.master = changes.apply(master)
+        self._replace_module(changes.apply(master))
         if changes.replacement is not None:
-            self._adopt(changes.replacement)
+            self._adopt(changes.replacement, state_tree(changes.replacement).leaves)
         for name, value in changes.host_state.items():
             target = self.params if name in self.params else self.buffers
             target[name] = backend.to_jax(value)
         for name in changes.gone:
             self.buffers.pop(name, None)
 
-    def _adopt(self, master: torch.nn.Module) -> None:
-        """Sort the state into params and buffers again after a call that exchanged submodules."""
-        tree = state_tree(master)
+    def _adopt(self, module: torch.nn.Module, names: Iterable[str]) -> None:
+        """Sort the state into params and buffers again after submodules were exchanged."""
         values = self.by_fqn()
-        trainable = {n for n, p in master.named_parameters() if p.requires_grad}
-        kept = {name: values[name] for name in tree.leaves if name in values}
+        trainable = {n for n, p in module.named_parameters() if p.requires_grad}
+        kept = {name: values[name] for name in names if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
         self.buffers = {n: v for n, v in kept.items() if n not in trainable}
 
@@ -314,7 +353,7 @@ class PortedState:
 
     def _promote_number(self, name: str, value: Any) -> None:
         """Turn a Python number that changes at each call into state of the program."""
-        self._program.numbers.add(name)
+        self._tracer.numbers.add(name)
         self.buffers[name] = jnp.asarray(value)
 
 

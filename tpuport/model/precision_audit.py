@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuport.foundation.interop import backend
+from tpuport.cost.walking import sub_jaxprs
 from tpuport.foundation.interop.name_patterns import generalised
 from tpuport.foundation.reporting.json_codec import encoded
 from tpuport.foundation.reporting.markup import plural
 from tpuport.foundation.user_frames import inside_prefixes
+from tpuport.model import lowering
 from tpuport.model.ported_model import PortedModel
-from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import unused_key
 from tpuport.tracing.state.request import TraceRequest
 
@@ -149,16 +149,14 @@ def _modules(ported: PortedModel) -> frozenset[str]:
 
 
 def _traced(ported: PortedModel, method: str, args: Any, kwargs: Any) -> Any:
-    leaves, spec, paths = arguments.flatten_call((args, kwargs))
-    metas = [arguments.meta_argument(*pair) for pair in zip(leaves, paths, strict=True)]
-    shapes = [jax.ShapeDtypeStruct(tuple(m.shape), backend.jax_dtype(m.dtype)) for m in metas]
+    call = lowering.shapes_in(args, kwargs)
 
     def pure(state: Any, key: Any, values: Any) -> Any:
-        request = TraceRequest(method, state, key, values, metas, spec, checks=False)
-        return ported._program.trace(request).out_leaves
+        request = TraceRequest(method, state, key, values, call.metas, call.spec, checks=False)
+        return ported._tracer.trace(request).out_leaves
 
     with ported._precision_scope():
-        return jax.make_jaxpr(pure)(ported.by_fqn(), unused_key(), shapes)
+        return jax.make_jaxpr(pure)(ported.by_fqn(), unused_key(), call.values)
 
 
 def audit_jaxpr(closed: Any, name: str, modules: frozenset[str] = frozenset()) -> PrecisionAudit:
@@ -197,18 +195,8 @@ def _places(
             sized = {"count": times, "flops": place.flops * times, "bytes": place.bytes * times}
             yield replace(place, module=here[0], line=here[1], **sized)
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for part in _inside(eqn.params.values()):
+        for part in sub_jaxprs(eqn):
             yield from _places(part, here, times * rounds, modules)
-
-
-def _inside(params: Any) -> Iterator[Any]:
-    for value in params:
-        if hasattr(value, "eqns"):
-            yield value
-        elif hasattr(getattr(value, "jaxpr", None), "eqns"):
-            yield value.jaxpr
-        elif isinstance(value, (tuple, list)):
-            yield from _inside(value)
 
 
 def _place(eqn: Any) -> AuditPlace | None:

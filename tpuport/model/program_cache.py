@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ from jax.extend.core import jaxpr_as_fun
 from tpuport.foundation import pytree
 from tpuport.reports.report import PortReport
 from tpuport.tracing.attention.options import choice
+from tpuport.tracing.core import arguments
 from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
 from tpuport.tracing.core.constants import HOIST_BYTES, uniform
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
+from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.state.request import TraceResult
 
 
@@ -45,6 +47,31 @@ class CachedProgram:
     baked: dict[str, jax.Array]
 
 
+@dataclass(frozen=True)
+class CallArguments:
+    """The arguments of one call.
+
+    Attributes:
+        values: the arrays; a `jax.ShapeDtypeStruct` where only the shape is known.
+        metas: their dtypes and shapes in PyTorch, whose dtypes may be wider; of a generator its
+            class.
+        paths: their names.
+        spec: the structure of the arguments.
+    """
+
+    values: list[Any]
+    metas: list[Any]
+    paths: list[str]
+    spec: pytree.TreeSpec
+
+
+def flattened(given: Any, placement: Placement = NOWHERE) -> tuple[list[Any], CallArguments]:
+    """Return the leaves of a call's (args, kwargs), and their arrays where the model is."""
+    leaves, spec, paths = arguments.flatten_call(given)
+    values, metas = arguments.argument_arrays(leaves, paths)
+    return leaves, CallArguments(placement.arguments(values, paths), metas, paths, spec)
+
+
 @dataclass
 class BoundCall:
     """A call that is bound to its cached program, ready to run.
@@ -52,9 +79,7 @@ class BoundCall:
     Attributes:
         compiled: the program.
         leaves: the leaves of the call's arguments.
-        spec: their structure.
-        paths: their paths.
-        values: their arrays.
+        given: their arrays and structure.
         state: all state of the model before the call, by name.
         key: the base key of the call's randomness.
         timing: a context that times the compilation, on the first call.
@@ -62,9 +87,7 @@ class BoundCall:
 
     compiled: CachedProgram
     leaves: list[Any]
-    spec: pytree.TreeSpec
-    paths: list[str]
-    values: list[Any]
+    given: CallArguments
     state: dict[str, Any]
     key: jax.Array
     timing: Any
@@ -74,20 +97,18 @@ class BoundCall:
         """Return the state that the program takes."""
         return {name: self.state[name] for name in self.compiled.names}
 
+    def run(self) -> Any:
+        """Run the program."""
+        with self.timing:
+            return self.compiled.run(self.picked, self.key, self.given.values)
 
-def signature_of(
-    method: str,
-    values: list[Any],
-    metas: list[Any],
-    paths: list[str],
-    spec: pytree.TreeSpec,
-    version: Any,
-    host: frozenset[int],
-) -> Signature:
+
+def signature_of(method: str, call: CallArguments, version: Any, host: frozenset[int]) -> Signature:
     """Return the signature of a call: its arguments, the version of the state, torch's modes.
 
     The values of the arguments in `host` are part of it.
     """
+    metas, paths = call.metas, call.paths
     parts = tuple(
         (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
         for path, meta in zip(paths, metas, strict=True)
@@ -97,7 +118,7 @@ def signature_of(
         for meta in metas
     )
     key = (
-        spec.key,
+        call.spec.key,
         kinds,
         version,
         torch.is_grad_enabled(),
@@ -107,7 +128,7 @@ def signature_of(
         choice(),
     )
     if host:
-        read = {paths[i]: np.asarray(values[i]) for i in sorted(host)}
+        read = {paths[i]: np.asarray(call.values[i]) for i in sorted(host)}
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
@@ -159,10 +180,19 @@ class JittedProgram:
         closed: The traced program, a closed jaxpr.
         shape: The structure of its results.
         name: Its name in profiles and in the compile cache.
+        place: Puts its large constants on the devices that it runs on.
         donate_state: Whether the state is donated: its memory is used for the results.
     """
 
-    def __init__(self, closed: Any, shape: Any, name: str, *, donate_state: bool = False) -> None:
+    def __init__(
+        self,
+        closed: Any,
+        shape: Any,
+        name: str,
+        *,
+        place: Callable[[list[Any]], list[Any]],
+        donate_state: bool = False,
+    ) -> None:
         closed = without_dead_code(closed)
         self.jaxpr = closed.jaxpr
         big, small = [], {}
@@ -186,7 +216,7 @@ class JittedProgram:
             return jax.tree.unflatten(treedef, program(*flat))
 
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
-        self.hoisted = big
+        self.hoisted = place(big)
         self._jitted = jax.jit(run, donate_argnums=(1,) if donate_state else ())
         # Programs derived from this one, its second derivative for example.
         self.derived: dict[Any, Any] = {}

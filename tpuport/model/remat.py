@@ -64,8 +64,7 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
         policy = table(fqn)
         if policy is not None and not any(_is_inside(fqn, outer) for outer in plan):
             plan[fqn] = policy
-    ported._program.remat = table if plan else no_policy
-    ported._cache.clear()
+    ported._reconfigure(remat=table if plan else no_policy)
     return plan
 
 

@@ -69,7 +69,7 @@ def load_model(
         raise _no_values(module, tree, empty)
     _refuse_untied(opened, fitting, first_of)
     firsts = [(first_of[one.name], one) for one in fitting]
-    held = ported._program.casting.held_dtype
+    held = ported._tracer.casting.held_dtype
     wanted = {n: Wanted(n, one.source, held(n, leaves[n].dtype)) for n, one in firsts}
     arrays = load_arrays(opened, wanted.values(), place=place, progress=progress)
     params = {name: arrays.get(name, value) for name, value in ported.params.items()}

@@ -103,8 +103,7 @@ def _put(ported: PortedModel, placement: "OnMesh") -> None:
     for target in (ported.params, ported.buffers):
         for name in list(target):
             target[name] = _placed(target[name], placement.shardings[name])
-    ported._cache.clear()
-    ported._program.placement = placement
+    ported._reconfigure(placement=placement)
 
 
 def _placed(value: Any, sharding: NamedSharding) -> Any:

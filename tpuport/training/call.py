@@ -8,29 +8,17 @@ import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
 from tpuport.model.ported_model import PortedModel
+from tpuport.model.program_cache import CallArguments, flattened
 from tpuport.tracing.core import arguments
 from tpuport.training.input.sources import HostShard
 
 
 @dataclass(frozen=True)
-class PlacedArguments:
-    """The arguments of one call on the devices, as `TrainStep.place` returns them.
-
-    Attributes:
-        values: the arrays.
-        metas: their dtypes and shapes in PyTorch, whose dtypes may be wider.
-        spec: the tree structure of the arguments.
-        paths: their names.
-    """
-
-    values: list[Any]
-    metas: list[Any]
-    spec: pytree.TreeSpec
-    paths: list[str]
+class PlacedArguments(CallArguments):
+    """The arguments of one call on the devices, as `TrainStep.place` returns them."""
 
     @property
     def rows(self) -> int:
@@ -52,10 +40,8 @@ def placed(ported: PortedModel, given: Any) -> PlacedArguments:
         ported: the model, whose mesh the arguments are placed on.
         given: (args, kwargs).
     """
-    leaves, spec, paths = arguments.flatten_call(given)
-    values, metas = arguments.argument_arrays(leaves, paths)
-    values = ported._program.placement.arguments(values, paths)
-    return PlacedArguments(values, metas, spec, paths)
+    _, call = flattened(given, ported._placement)
+    return PlacedArguments(call.values, call.metas, call.paths, call.spec)
 
 
 def placed_part(ported: PortedModel, given: Any, share: HostShard) -> PlacedArguments:
@@ -70,7 +56,7 @@ def placed_part(ported: PortedModel, given: Any, share: HostShard) -> PlacedArgu
         UsageError: the mesh would have other rows here.
     """
     leaves, spec, paths = arguments.flatten_call(given)
-    placement: Any = ported._program.placement
+    placement: Any = ported._placement
     values: list[Any] = []
     metas: list[torch.Tensor] = []
     for leaf, path in zip(leaves, paths, strict=True):
@@ -100,7 +86,7 @@ def placed_part(ported: PortedModel, given: Any, share: HostShard) -> PlacedArgu
         local = np.array(array, dtype=target)
         values.append(jax.make_array_from_process_local_data(where, local, whole))
         metas.append(torch.empty(whole, dtype=leaf.dtype, device="meta"))
-    return PlacedArguments(values, metas, spec, paths)
+    return PlacedArguments(values, metas, paths, spec)
 
 
 def share_of(ported: PortedModel) -> HostShard:
@@ -111,7 +97,7 @@ def share_of(ported: PortedModel) -> HostShard:
     """
     if jax.process_count() == 1:
         return HostShard()
-    placement: Any = ported._program.placement
+    placement: Any = ported._placement
     if placement.mesh is None:
         raise UsageError(
             f"there are {jax.process_count()} processes, and each would train a model of its own."

@@ -54,8 +54,8 @@ def settle(
     Raises:
         Settled: the state was applied; trace again.
     """
-    changes, program = outcome.python_changes, ported._program
-    if changes is None or program.master is None:
+    changes = outcome.python_changes
+    if changes is None:
         return
     if changes.gone or changes.host_state or changes.replacement is not None:
         return
@@ -64,24 +64,18 @@ def settle(
     )
     held: list[TraceResult] = []
 
-    def once_more() -> Any:
+    def once_more(model: PortedModel) -> Any:
         # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.
         def pure(given: dict[str, Any], key: Any, values: list[Any]) -> Any:
-            held.append(traced(program, request(key, values), given))
+            held.append(traced(model, request(key, values), given))
             return held[-1].out_leaves, held[-1].state
 
         return jax.make_jaxpr(pure)(*inputs)
 
-    first = once_more()
-    old, program.master = program.master, clone_module(program.master, lambda tensor: tensor)[0]
-    changes.apply(program.master)
-    settles = False
-    try:
-        second = once_more()
-        settles = held[-1].python_changes is None and same_program(first, second)
-    finally:
-        if not settles:
-            program.master = old
-    if settles:
+    first = once_more(ported)
+    module = changes.apply(clone_module(ported.module, lambda tensor: tensor)[0])
+    second = once_more(ported._copy(ported.params, ported.buffers, master=module))
+    if held[-1].python_changes is None and same_program(first, second):
+        ported._replace_module(module)
         ported._new_version()
         raise Settled

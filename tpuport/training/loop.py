@@ -365,7 +365,7 @@ def _number(value: Any) -> float:
 
 def _peak_of(step: Any, peak: float | None) -> float | None:
     """Return the peak FLOP/s of all devices of a step, if they are known."""
-    mesh = step.ported._program.placement.mesh if hasattr(step, "ported") else None
+    mesh = step.ported.mesh if hasattr(step, "ported") else None
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     if peak is None:
         try:

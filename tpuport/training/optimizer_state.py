@@ -47,7 +47,7 @@ def optimizer_state(
         optimizer: an optax optimizer.
         params: parameters that it updates; by default all.
     """
-    placement: Any = ported._program.placement
+    placement: Any = ported._placement
     state = jax.eval_shape(optimizer.init, ported.params if params is None else params)
     places = placement.rules.for_state(state, ported, placement.mesh)
 

@@ -132,7 +132,7 @@ class TrainStep:
         """
         take: Callable[[Any], Any] = jnp.copy if copy else lambda value: value
         params, frozen, buffers = (jax.tree.map(take, part) for part in self._training.split())
-        mesh, whole, places = self.ported._program.placement.mesh, None, None
+        mesh, whole, places = self.ported.mesh, None, None
         if mesh is not None:
             whole = NamedSharding(mesh, PartitionSpec())
             _, places = optimizer_state(self.ported, self.optimizer, params)
@@ -215,17 +215,15 @@ class TrainStep:
         call = self.place(*args, **kwargs)
         compiled = self._programs.get(self._signature(call))
         if compiled is None or compiled.outcome.trace.recorder.guards.changed() is not None:
-            compiled = settled(lambda: self._compile(state, call))
+            compiled = settled(lambda: self._trace_to_jaxpr(state, call))
             # Tracing may have made an argument static, which changes the signature.
             self._programs[self._signature(call)] = compiled
         return compiled.run(state, unused_key(), call.values)
 
     def _signature(self, call: PlacedArguments) -> Signature:
-        return self.ported._signature(
-            self._training.method, call.values, call.metas, call.paths, call.spec
-        )
+        return self.ported._signature(self._training.method, call)
 
-    def _compile(self, state: TrainState, call: PlacedArguments) -> _Compiled:
+    def _trace_to_jaxpr(self, state: TrainState, call: PlacedArguments) -> _Compiled:
         known = known_values(call.values, self._training.accumulate)
         batch = Batch(call.values, call.metas, call.spec, call.paths, known)
         places = jax.tree.map(lambda value: value.sharding, state)
@@ -233,7 +231,7 @@ class TrainStep:
         def program(state: TrainState, key: Any, values: list[Any]) -> Any:
             del key
             after, metrics = train(self._training, state, replace(batch, values=values))
-            if self.ported._program.placement.mesh is not None:
+            if self.ported.mesh is not None:
                 # Otherwise XLA may choose other shardings, and the next step would be retraced.
                 after = jax.lax.with_sharding_constraint(after, places)
             return after, metrics
@@ -243,8 +241,8 @@ class TrainStep:
                 state, unused_key(), call.values
             )
         name = f"train_{self.ported.report.model}"
-        run = JittedProgram(closed, shape, name, donate_state=True)
-        run.hoisted = self.ported._program.placement.constants(run.hoisted)
+        place = self.ported._placement.constants
+        run = JittedProgram(closed, shape, name, place=place, donate_state=True)
         outcome = batch.outcomes[-1]
         release(outcome)
         signature = self._signature(call)
@@ -265,13 +263,7 @@ def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:
         if not callable(getattr(ported.module, loss, None)):
             raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
         return loss
-    functions = ported._program.functions
-    for name, function in functions.items():
-        if function is loss:
-            return name
-    name = f"{LOSS}_{len(functions)}"
-    functions[name] = loss
-    return name
+    return ported._name_of(loss, LOSS)
 
 
 def make_train_step(

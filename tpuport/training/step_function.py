@@ -189,7 +189,7 @@ def _measured(
             known_leaves=batch.known,
         )
 
-    outcome = traced(training.ported._program, request(key, values), given)
+    outcome = traced(training.ported, request(key, values), given)
     if outcome.python_changes is not None:
         settle(training.ported, outcome, request, given, key, values)
     batch.outcomes.append(outcome)

@@ -21,6 +21,7 @@ from tpuport.compat.emulated.device import is_tagged
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.errors import UsageError
 from tpuport.tracing.core.autocast import CUDA_KEY, LOSSES
+from tpuport.tracing.core.values import tensors_in
 
 LOWER_PRECISION = (
     *("_convolution.deprecated", "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc"),
@@ -97,19 +98,9 @@ def _floating(value: Any) -> bool:
     )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, torch.Tensor)]
-    return found
-
-
 def _is_there(values: Any) -> bool:
     """Return whether an operation runs on the accelerator: one tagged operand is enough."""
-    tensors = _tensors(values)
+    tensors = tensors_in(values)
     if any(t.device.type == "meta" for t in tensors):
         return False
     return any(map(is_tagged, tensors))
@@ -157,7 +148,7 @@ def _float32(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _widest(op: Any, args: Any, kwargs: Any) -> Any:
-    dtypes = {t.dtype for t in _tensors([*args, *kwargs.values()]) if _floating(t)}
+    dtypes = {t.dtype for t in tensors_in([*args, *kwargs.values()]) if _floating(t)}
     if torch.float32 in dtypes:
         return _run(op, torch.float32, args, kwargs)
     return _lower(op, args, kwargs)

@@ -34,6 +34,7 @@ from tpuport.foundation.interop.device_mark import (
 from tpuport.foundation.interop.seen_device import set_seen_device
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -219,7 +220,7 @@ _HANDING_OUT = {torch.Tensor.__dlpack__, torch.Tensor.data_ptr, torch.Tensor.sha
 
 def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Count a write, even one that torch's version counter misses (`p.data.add_()`)."""
-    for tensor in _tensors((*args[:1], kwargs.get("out"))):
+    for tensor in tensors_in((*args[:1], kwargs.get("out"))):
         mark = None if isinstance(tensor, TracedTensor) else mark_of(tensor)
         if mark is not None:
             mark.writes += 1
@@ -310,7 +311,7 @@ def _made_there(result: Any, args: tuple[Any, ...]) -> Any:
         return result
     if is_tagged(result):
         return result
-    shares = any(_shares(result, arg) for arg in _tensors(args)) or _is_foreign(result, args)
+    shares = any(_shares(result, arg) for arg in tensors_in(args)) or _is_foreign(result, args)
     return tag(result.clone() if shares else result)
 
 
@@ -324,14 +325,6 @@ def _shares(result: torch.Tensor, arg: Any) -> bool:
     return ours is not None and theirs is not None and ours._cdata == theirs._cdata
 
 
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from (item for item in arg if isinstance(item, torch.Tensor))
-
-
 def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tag the results of an operation on tagged tensors, except for views of host tensors."""
     if isinstance(result, torch.Tensor):
@@ -343,7 +336,7 @@ def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fresh = [one for one in results if not is_tagged(one)]
     if not fresh:
         return result
-    given = [*_tensors(args), *_tensors(kwargs.values())]
+    given = [*tensors_in(args), *tensors_in(kwargs.values())]
     if not any(is_tagged(one) for one in given):
         return result
     host = [storage_of(one) for one in given if not is_tagged(one)]

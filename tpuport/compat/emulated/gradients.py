@@ -133,10 +133,7 @@ class DifferentiatedCall:
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
-        with prepared.timing:
-            flows, self.pull, self.rest = prepared.compiled.run(
-                prepared.picked, prepared.key, prepared.values
-            )
+        flows, self.pull, self.rest = prepared.run()
         metas = prepared.compiled.outcome.out_metas
         stays = self.rest[0]
         self.dtypes = [m.dtype for m, stay in zip(metas, stays, strict=True) if stay is None]
@@ -156,7 +153,7 @@ class DifferentiatedCall:
         prepared, (names, indices) = self.prepared, self.wanted
         executable = prepared.compiled.run
         primals = [prepared.picked[name] for name in names]
-        primals += [prepared.values[index] for index in indices]
+        primals += [prepared.given.values[index] for index in indices]
         cotangents = [
             backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
         ]
@@ -168,7 +165,9 @@ class DifferentiatedCall:
         if twice is None:
             twice = jax.jit(_second_order(executable, self.wanted))
             executable.derived[self.wanted] = twice
-        return twice(prepared.picked, prepared.key, prepared.values, primals, cotangents, given)
+        return twice(
+            prepared.picked, prepared.key, prepared.given.values, primals, cotangents, given
+        )
 
     def results(self, flows: list[Any]) -> Any:
         """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""

@@ -15,10 +15,10 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.model.convert import check_signature
+from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import verify
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall
-from tpuport.model.report_builder import new_report
 from tpuport.tracing.core import arguments
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.module_changes import (
@@ -43,13 +43,7 @@ class LiveModel(PortedModel):
     """
 
     def __init__(self, module: torch.nn.Module, *, verified: bool, rtol: float | None) -> None:
-        super().__init__(
-            module,
-            methods=("forward",),
-            report=new_report(module),
-            checks=True,
-            precision="highest",
-        )
+        super().__init__(module, ConvertOptions(verify=False))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._wanted: gradients.Wanted | None = None
@@ -119,7 +113,7 @@ class LiveModel(PortedModel):
 
     def _taken_apart(self, module: torch.nn.Module) -> StateTree:
         """Return the state of the user's module, without attributes that its code never reads."""
-        tree = state_tree(module, self._program.numbers)
+        tree = state_tree(module, self._tracer.numbers)
         unread = [
             name
             for name, (_, attribute) in tree.owners.items()
@@ -181,16 +175,13 @@ class LiveModel(PortedModel):
             tree = self._taken_apart(self._user)
         if not again or frame_of(tree, self._user) != self._frame:
             self._state_changes.update(dict.fromkeys(named(differences(self._tree, tree)), 1))
-        self._program.master = clone_module(self._user, lambda t: t)[0]
-        trainable = {n for n, p in self._user.named_parameters() if p.requires_grad}
-        values = {n: v for n, v in self._values().items() if n in tree.leaves}
-        self.params = {n: v for n, v in values.items() if n in trainable}
-        self.buffers = {n: v for n, v in values.items() if n not in trainable}
+        self._replace_module(clone_module(self._user, lambda t: t)[0])
+        self._adopt(self._user, tree.leaves)
         return tree
 
     def _take_leaf(self, name: str, leaf: Any, registered: bool) -> None:
         if not isinstance(leaf, torch.Tensor):
-            if name in self._program.numbers:
+            if name in self._tracer.numbers:
                 self.buffers[name] = jax.numpy.asarray(leaf)
             return
         if registered and not is_tagged(leaf):
@@ -232,7 +223,7 @@ class LiveModel(PortedModel):
                 continue
             if isinstance(leaf, torch.Tensor):
                 self._give_tensor(name, leaf, value)
-            elif name in self._program.numbers:
+            elif name in self._tracer.numbers:
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         if self._python_changes:
@@ -311,9 +302,7 @@ class LiveModel(PortedModel):
         prepared = self._prepare(method, args, kwargs, key)
         self._drew = prepared.compiled.outcome.uses_key
         if not tensors:
-            with prepared.timing:
-                results = prepared.compiled.run(prepared.picked, prepared.key, prepared.values)
-            return self._finish(prepared, results), prepared.state
+            return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state

@@ -3,22 +3,25 @@
 Unlike `jax.tree`, these walk any object that holds tensors, and keep shared references shared.
 """
 
-from tpuport.foundation.pytree.tree import (
+from tpuport.foundation.pytree.children import (
     ATOMIC,
     ATOMS,
     OPAQUE,
+    attributes_of,
+    children,
+    is_open,
+    is_plain,
+    refill,
+    walk,
+)
+from tpuport.foundation.pytree.tree import (
     Flattener,
     TreeSpec,
-    attributes_of,
     flatten,
     flatten_with_paths,
     hashable,
     is_leaf,
-    is_open,
-    is_plain,
     map_tensors,
-    set_item,
-    slots_of,
     statics_of,
     unflatten,
     unflatten_node,
@@ -31,6 +34,7 @@ __all__ = [
     "Flattener",
     "TreeSpec",
     "attributes_of",
+    "children",
     "flatten",
     "flatten_with_paths",
     "hashable",
@@ -38,9 +42,9 @@ __all__ = [
     "is_open",
     "is_plain",
     "map_tensors",
-    "set_item",
-    "slots_of",
+    "refill",
     "statics_of",
     "unflatten",
     "unflatten_node",
+    "walk",
 ]

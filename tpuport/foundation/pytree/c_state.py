@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.foundation.pytree import tree
+from tpuport.foundation.pytree.children import ATOMS, OPAQUE
 
 # The state that distinguishes objects of a class, as plain values and containers.
 _READS: dict[type, Any] = {
@@ -36,7 +36,7 @@ def state_in_c(value: Any) -> list[Any] | None:
     for kind, read in _READS.items():
         if isinstance(value, kind):
             return read(value)
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *tree.ATOMS)):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic, *ATOMS)):
         return None
     try:
         view = memoryview(value)
@@ -51,7 +51,7 @@ def _reduced(value: Any) -> list[Any] | None:
     kind = type(value)
     method = kind.__reduce__
     is_own = isinstance(method, types.MethodDescriptorType) and method.__objclass__ is not object
-    if not is_own or hasattr(kind, "__next__") or kind.__module__.partition(".")[0] in tree.OPAQUE:
+    if not is_own or hasattr(kind, "__next__") or kind.__module__.partition(".")[0] in OPAQUE:
         return None
     try:
         reduced = value.__reduce__()

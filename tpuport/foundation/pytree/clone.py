@@ -1,22 +1,31 @@
 """Copies of modules and of the Python state below them."""
 
+import contextlib
 import copy
 import enum
 import functools
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tpuport.foundation.pytree import tree
+from tpuport.foundation.pytree.children import (
+    ATOMIC,
+    ATOMS,
+    OPAQUE,
+    children,
+    rebuilt,
+    refill,
+    slots_of,
+)
 
 _SHARED = (
-    *tree.ATOMS,
+    *ATOMS,
     torch.Generator,
     enum.Enum,
     threading.Thread,
@@ -24,6 +33,8 @@ _SHARED = (
     types.GeneratorType,
 )
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
+# Objects of these packages are shared; a generator of `random` and an event are copied.
+_SHARED_PACKAGES = OPAQUE - {"random", "threading"}
 # The dicts and sets that torch keeps on each module, most of them empty. No other object holds one,
 # so an empty one needs no entry in the memo.
 _OF_MODULES = frozenset(n for n, v in torch.nn.Module().__dict__.items() if type(v) in _BUILT_IN)
@@ -40,7 +51,7 @@ class Cloner:
     def clone(self, value: Any) -> Any:
         """Return the copy of a value; the same copy each time."""
         kind = type(value)
-        if kind in tree.ATOMIC:
+        if kind in ATOMIC:
             return value
         # First, for speed: these are the most frequent, and no test below holds for them.
         if kind in _BUILT_IN or isinstance(value, torch.nn.Module):
@@ -79,14 +90,13 @@ class Cloner:
             made = functools.partial(self.clone(value.func), *parts, **self.clone(value.keywords))
             self.memo[id(value)] = made
             return made
-        if isinstance(value, tuple):
-            parts = [self.clone(p) for p in value]
-            if all(a is b for a, b in zip(parts, value, strict=True)):
-                made = value
-            else:
-                made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-            self.memo[id(value)] = made
-            return made
+        if isinstance(value, (tuple, frozenset)):
+            if all(self.clone(part) is part for part in value):
+                self.memo[id(value)] = value
+                return value
+            return rebuilt(
+                children(value), self.clone, lambda made: self.memo.update({id(value): made})
+            )
         return self._object(value)
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
@@ -102,65 +112,42 @@ class Cloner:
         return made
 
     def _object(self, value: Any) -> Any:
-        made: Any
         if type(value) in _BUILT_IN and not value and not getattr(value, "__dict__", None):
             made = self.memo[id(value)] = type(value)()
             return made
-        if not self._copies(value):
-            self.memo[id(value)] = value
-            return value
+        made = self.memo[id(value)] = self._shallow(value)
         if isinstance(value, torch.nn.Module):
-            made = value.__class__.__new__(value.__class__)
-        elif isinstance(value, (dict, list, set)) and type(value).__module__ in (
-            "builtins",
-            "collections",
-        ):
-            made = copy.copy(value)
-        else:
-            try:
-                made = copy.copy(value)
-            except (TypeError, ValueError, AttributeError, RuntimeError, copy.Error):
-                self.memo[id(value)] = value
-                return value
-        self.memo[id(value)] = made
-        self._fill(made, value)
+            self._fill_module(made, value)
+        elif made is not value:
+            refill(made, children(value).map(self.clone))
         return made
 
-    def _fill(self, made: Any, value: Any) -> None:
-        if isinstance(value, dict):
-            # By dict's own methods: a subclass may override its own, as ModelOutput does.
-            for name, part in list(dict.items(value)):
-                dict.__setitem__(made, name, self.clone(part))
-        elif isinstance(value, list):
-            made[:] = [self.clone(part) for part in value]
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            copied = made.__dict__
-            for name, part in attributes.items():
-                if type(part) in tree.ATOMIC:
-                    copied[name] = part
-                elif name in _OF_MODULES and type(part) in _BUILT_IN and not part:
-                    copied[name] = type(part)()
-                else:
-                    copied[name] = self.clone(part)
-        for name, part in tree.slots_of(value).items():
-            object.__setattr__(made, name, self.clone(part))
+    def _shallow(self, value: Any) -> Any:
+        """Return a copy whose parts are still to be copied; the value itself if it is shared."""
+        if isinstance(value, torch.nn.Module):
+            return value.__class__.__new__(value.__class__)
+        package = type(value).__module__.split(".")[0]
+        is_object = package not in _SHARED_PACKAGES and (
+            hasattr(value, "__dict__") or bool(slots_of(value))
+        )
+        if is_object or isinstance(value, (dict, list, set, deque)):
+            with contextlib.suppress(
+                TypeError, ValueError, AttributeError, RuntimeError, copy.Error
+            ):
+                return copy.copy(value)
+        return value
 
-    @staticmethod
-    def _copies(value: Any) -> bool:
-        if isinstance(value, (torch.nn.Module, dict, list, set)):
-            return True
-        module = type(value).__module__.split(".")[0]
-        return module not in (
-            "builtins",
-            "torch",
-            "numpy",
-            "jax",
-            "logging",
-            "_thread",
-            "weakref",
-            "re",
-        ) and (hasattr(value, "__dict__") or bool(tree.slots_of(value)))
+    def _fill_module(self, made: torch.nn.Module, value: torch.nn.Module) -> None:
+        copied = made.__dict__
+        for name, part in value.__dict__.items():
+            if type(part) in ATOMIC:
+                copied[name] = part
+            elif name in _OF_MODULES and type(part) in _BUILT_IN and not part:
+                copied[name] = type(part)()
+            else:
+                copied[name] = self.clone(part)
+        for name, part in slots_of(value).items():
+            object.__setattr__(made, name, self.clone(part))
 
 
 def clone_module(

@@ -2,7 +2,7 @@
 
 import struct
 import types
-from collections import defaultdict, deque
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpuport.foundation.interop.backend import is_traced
-from tpuport.foundation.pytree import tree
 from tpuport.foundation.pytree.c_state import same_memory, state_in_c
+from tpuport.foundation.pytree.children import ATOMS, attributes_of, children, is_plain
 
 _MAX_DEPTH = 5
 _BITS = {float: "d", complex: "dd"}
@@ -38,7 +38,7 @@ def same_value(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, torch.Tensor):
         return _same_tensor(a, b)
     if isinstance(a, np.ndarray):
-        alike = tree.is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
+        alike = is_plain(a) and a.dtype == b.dtype and a.shape == b.shape
         return alike and a.strides == b.strides and same_memory(a, b)
     if isinstance(a, (set, frozenset)):
         return _same_members(a, b)
@@ -73,7 +73,7 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _same_members(a: Any, b: Any) -> bool:
     """Compare sets of plain values by type too: as members, 1, 1.0 and True are equal."""
-    if tree.attributes_of(a) or tree.attributes_of(b):
+    if attributes_of(a) or attributes_of(b):
         return False
     every = {type(member) for member in (*a, *b)}
     if not every <= _EXACT | _BITS.keys():
@@ -84,22 +84,17 @@ def _same_members(a: Any, b: Any) -> bool:
 
 def _parts(value: Any) -> list[Any] | None:
     """Return all that is in a container or object, with its names; None for anything else."""
-    held = tree.attributes_of(value) if not isinstance(value, types.MethodType) else {}
-    rest = [list(held), *held.values()] if held else []  # of a subclass
-    if isinstance(value, deque):
-        return [value.maxlen, *value, *rest]
-    if isinstance(value, (tuple, list)):
-        return [*value, *rest]
-    if isinstance(value, dict):
-        factory = value.default_factory if isinstance(value, defaultdict) else None
-        return [factory, *dict.keys(value), *dict.values(value), *rest]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
+    found = children(value)
+    rest = [*found.held, *found.held.values()]
+    if isinstance(value, (list, tuple, dict, deque)):
+        return [found.option, *(found.keys or ()), *found.parts, *rest]
     if isinstance(value, torch.nn.Module):
         return None
-    if tree.is_plain(value):
-        return [list(held), *held.values()]
-    inner = None if isinstance(value, tree.ATOMS) else state_in_c(value)
+    if is_plain(value):
+        return rest
+    inner = None if isinstance(value, ATOMS) else state_in_c(value)
     return None if inner is None else [*inner, *rest]

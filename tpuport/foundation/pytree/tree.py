@@ -7,10 +7,9 @@ hold tensors (key-value caches). Shared references stay shared.
 
 import decimal
 import enum
-import functools
 import types
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,44 +18,18 @@ import jax
 import numpy as np
 import torch
 
-ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range,
-    torch.SymInt, torch.SymFloat, torch.SymBool,
-)  # fmt: skip
-
-
-# Values of exactly these types refer to no others: a quick test for the most common ones.
-ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})
+from tpuport.foundation.pytree.children import (
+    ATOMS,
+    children,
+    is_plain,
+    rebuilt,
+    walk,
+)
 
 
 def is_leaf(value: Any) -> bool:
     """Return whether `value` crosses the jit boundary as an array (or a generator as its key)."""
     return isinstance(value, (torch.Tensor, jax.Array, torch.Generator))
-
-
-@functools.lru_cache(maxsize=1024)
-def _slot_names(kind: type) -> tuple[str, ...]:
-    """Return the names in `__slots__` of a class and of its bases."""
-    names: list[str] = []
-    for cls in kind.__mro__:
-        slots: Any = cls.__dict__.get("__slots__", ())
-        names += (slots,) if isinstance(slots, str) else slots
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def slots_of(value: Any) -> dict[str, Any]:
-    """Return the attributes that an object keeps in `__slots__`."""
-    names = _slot_names(type(value))
-    if not names:
-        return {}
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return all attributes in an object's `__dict__` and `__slots__`."""
-    held = getattr(value, "__dict__", None)
-    return (dict(held) if isinstance(held, dict) else {}) | slots_of(value)
 
 
 @dataclass
@@ -69,7 +42,6 @@ class TreeSpec:
 
     node: Any
     key: Any
-    num_leaves: int
     keep: list[Any] = field(default_factory=list)
     containers: dict[int, Any] = field(default_factory=dict)
 
@@ -91,7 +63,7 @@ class Flattener:
         self.seen: dict[int, tuple[str, int]] = {}
         self.containers: dict[int, Any] = {}
         self.keep: list[Any] = []
-        self.bearing: dict[int, bool] = {}
+        self.barren: set[int] = set()
 
     def visit(self, value: Any, path: str) -> tuple[Any, Any]:
         """Return the (node, key) of a value."""
@@ -117,7 +89,7 @@ class Flattener:
             return ("static_new", kind), (kind, ())
         container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
         container = container or (self.objects and is_plain(value))
-        if not container and not self._bears(value, 0):
+        if not container and not self._bears(value):
             return ("static", value), (kind, hashable(value, self.keep))
         index = len(self.containers)
         self.containers[index] = value
@@ -130,98 +102,38 @@ class Flattener:
         kind = type(value)
         if isinstance(value, np.ndarray):
             return ("array", index, value.copy()), (kind, hashable(value, self.keep))
-        if isinstance(value, (list, tuple)):
-            fields = getattr(kind, "_fields", ())
-            names = [f".{n}" for n in fields] or [f"[{i}]" for i in range(len(value))]
-            parts = [self.visit(v, path + n) for n, v in zip(names, value, strict=True)]
-            return ("seq", index, kind, [n for n, _ in parts]), (kind, tuple(k for _, k in parts))
-        if isinstance(value, deque):
-            parts = [self.visit(v, f"{path}[{i}]") for i, v in enumerate(value)]
-            node = ("deque", index, kind, value.maxlen, [n for n, _ in parts])
-            return node, (kind, value.maxlen, tuple(k for _, k in parts))
-        if isinstance(value, (set, frozenset)):
-            parts = [self.visit(v, f"{path}{{}}") for v in value]
-            node = ("set", index, kind, [n for n, _ in parts])
-            return node, (kind, frozenset(k for _, k in parts))
-        items: list[tuple[Any, Any]] = []
-        if isinstance(value, dict):
-            items = list(dict.items(value))
-        attributes = attributes_of(value)
-        if isinstance(value, defaultdict):
-            attributes["default_factory"] = value.default_factory
-        prefix = path + "."
-        parts = [
-            (k, self.visit(v, f"{path}.{k}" if isinstance(k, str) else f"{path}[{k}]"))
-            for k, v in items
-        ]
-        held = [(k, self.visit(v, prefix + k)) for k, v in attributes.items()]
-        items_of, held_of = ([(k, n) for k, (n, _) in pairs] for pairs in (parts, held))
-        node = ("object", index, kind, items_of, held_of)
+        found = children(value)
+        steps = [*found.steps(), *(f".{name}" for name in found.held)]
+        pairs = [self.visit(v, path + s) for v, s in zip(found.all, steps, strict=True)]
+        nodes, keys = iter([n for n, _ in pairs]), [k for _, k in pairs]
+        count = len(found.parts)
         key = (
             kind,
-            tuple((hashable(k, self.keep), v) for k, (_, v) in parts),
-            tuple((k, v) for k, (_, v) in held),
+            hashable(found.option, self.keep),
+            tuple(hashable(k, self.keep) for k in found.keys or ()),
+            (frozenset if isinstance(value, (set, frozenset)) else tuple)(keys[:count]),
+            tuple(zip(found.held, keys[count:], strict=True)),
         )
-        return node, key
+        return ("node", index, found.map(lambda _: next(nodes))), key
 
-    def _bears(self, value: Any, depth: int) -> bool:
+    def _bears(self, value: Any) -> bool:
         """Return whether there is a tensor somewhere below an object that is not a container."""
-        if self.leaf(value):
-            return True
-        if isinstance(value, (*ATOMS, torch.nn.Module, np.ndarray)) or depth > 6:
-            return False
-        known = self.bearing.get(id(value))
-        if known is not None:
-            return known
-        self.bearing[id(value)] = False
-        if isinstance(value, dict):
-            parts = list(dict.values(value))
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            parts = list(value)
-        else:
-            parts = []
-        parts += attributes_of(value).values()
+
+        def parts(of: Any) -> list[Any]:
+            ends = isinstance(of, (*ATOMS, torch.nn.Module, np.ndarray)) or id(of) in self.barren
+            return [] if ends else children(of).all
+
+        seen: set[int] = set()
+        for one in walk([value], parts, depth=_MAX_DEPTH):
+            if self.leaf(one):
+                return True
+            seen.add(id(one))
         self.keep.append(value)
-        self.bearing[id(value)] = any(self._bears(part, depth + 1) for part in parts)
-        return self.bearing[id(value)]
-
-
-# Objects of these packages are atomic: their state is not all in attributes.
-OPAQUE = frozenset(
-    "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
-)
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether an object's attributes are all its state (or it is a numpy array)."""
-    kind = type(value)
-    if kind is np.ndarray:
-        return value.dtype != object
-    return is_open(value) and _blank_of(kind) is object.__new__
-
-
-def is_open(value: Any) -> bool:
-    """Return whether all or most of what code reads of an object is in its attributes."""
-    if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
+        self.barren |= seen
         return False
-    return type(value).__module__.split(".")[0] not in OPAQUE
 
 
-@functools.lru_cache(maxsize=4096)
-def _blank_of(kind: type) -> Callable[..., Any]:
-    """Return the function that makes an empty object without running the class's own `__new__`."""
-    return next(base for base in kind.__mro__ if _is_written_in_c(base)).__new__
-
-
-def _is_written_in_c(kind: type) -> bool:
-    """Return whether C code made this class (not a base), so that it may keep hidden state."""
-    if not kind.__flags__ & _HEAP_TYPE or getattr(kind.__new__, "__self__", None) is kind:
-        return True
-    methods = (types.MethodDescriptorType, types.WrapperDescriptorType)
-    return any(isinstance(m, methods) and m.__objclass__ is kind for m in vars(kind).values())
-
-
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement makes one, and so may C code
+_MAX_DEPTH = 7
 
 
 def hashable(value: Any, keep: list[Any]) -> Any:
@@ -279,7 +191,7 @@ def flatten_with_paths(
     """Flatten a structure, and return the Python path of each leaf too ("logits", "[0].keys")."""
     flattener = Flattener(leaf, objects=objects)
     node, key = flattener.visit(value, path)
-    spec = TreeSpec(node, key, len(flattener.leaves), flattener.keep, flattener.containers)
+    spec = TreeSpec(node, key, flattener.keep, flattener.containers)
     return flattener.leaves, spec, flattener.paths
 
 
@@ -293,7 +205,7 @@ def unflatten(spec: TreeSpec, leaves: list[Any], made: dict[int, Any] | None = N
 
 def unflatten_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
     """Rebuild a part of a structure; `made` has the containers that exist already."""
-    tag, what = node[0], node[1]
+    tag, what = node[:2]
     if tag == "leaf":
         return leaves[what]
     if tag == "static":
@@ -302,54 +214,20 @@ def unflatten_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
         return what()
     if tag == "ref":
         return made[what]
-    return _unflatten_container(node, lambda part: unflatten_node(part, leaves, made), made)
-
-
-def _unflatten_container(node: Any, build: Callable[[Any], Any], made: dict[int, Any]) -> Any:
-    tag, index, kind = node[:3]
-    result: Any
     if tag == "array":
-        result = made[index] = kind.copy()
-    elif tag == "set":
-        result = made[index] = kind(map(build, node[3]))
-    elif tag == "deque":
-        result = made[index] = kind((), node[3])
-        result.extend(map(build, node[4]))
-    elif tag == "seq" and issubclass(kind, list):
-        result = made[index] = kind.__new__(kind)
-        result.extend(map(build, node[3]))
-    elif tag == "seq":
-        parts = list(map(build, node[3]))
-        result = made[index] = kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-    else:
-        result = made[index] = _blank_of(kind)(kind)
-        for name, part in node[3]:
-            set_item(result, name, build(part))
-        for name, part in node[4]:
-            object.__setattr__(result, name, build(part))
-    return result
-
-
-def set_item(target: Any, name: Any, value: Any) -> None:
-    """Set an item of a dict without calling a subclass's `__setitem__`.
-
-    That may mirror, check or reject the item; a mirror is restored with the attributes.
-    """
-    setter = OrderedDict.__setitem__ if isinstance(target, OrderedDict) else dict.__setitem__
-    setter(target, name, value)
+        made[what] = node[2].copy()
+        return made[what]
+    return rebuilt(
+        node[2],
+        lambda part: unflatten_node(part, leaves, made),
+        lambda value: made.update({what: value}),
+    )
 
 
 def statics_of(spec: TreeSpec) -> list[Any]:
     """Return the values in a structure that are neither leaves nor containers."""
-    found: list[Any] = []
-    stack: list[Any] = [spec.node]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, tuple) and len(node) == 2 and node[0] == "static":
-            found.append(node[1])
-        elif isinstance(node, (tuple, list)):
-            stack += node
-    return found
+    nodes = walk([spec.node], lambda node: node[2].all if node[0] == "node" else [])
+    return [node[1] for node in nodes if node[0] == "static"]
 
 
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:

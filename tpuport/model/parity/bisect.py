@@ -9,10 +9,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.model.parity.verify import SameNumbers, Verifier, eager_copy, host_arguments
-from tpuport.reports.records import (
-    Divergence,
-    Parity,
-)
+from tpuport.reports.records import Divergence, Parity
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.reentrancy import part_of_program
@@ -35,9 +32,9 @@ def first_difference(
     difference that only XLA's fusion makes is not found.
     """
     ported = verifier.ported
-    if ported._program.master is None:
+    if ported._tracer.master is None:
         return None
-    casting = ported._program.casting
+    casting = ported._tracer.casting
     cast = casting.compute is not None
     module = eager_copy(ported._eager() if cast else verifier.target)
     expected: list[tuple[str, str, Any]] = []
@@ -45,20 +42,22 @@ def first_difference(
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
     with torch.no_grad(), mode, part_of_program(), casting.in_force():
-        ported._program.method(module, method)(*host_args, **host_kwargs)
+        ported._tracer.method(module, method)(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.flatten_call((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
-    ported._program.on_module = lambda m: _record(m, got)
+    state = stacked_params.unstack(before)
+    request = TraceRequest(
+        *(method, state, key, values, metas, spec),
+        checks=False,
+        known=state,
+        known_leaves=dict(enumerate(values)),
+        on_module=lambda module: _record(module, got),
+    )
     try:
-        state = stacked_params.unstack(before)
-        request = TraceRequest(method, state, key, values, metas, spec, checks=False, known=state)
-        request.known_leaves = dict(enumerate(values))
-        ported._program.trace(request)
+        ported._tracer.trace(request)
     except TpuportError:
         return None
-    finally:
-        ported._program.on_module = None
     return _compare(verifier, expected, got)
 
 

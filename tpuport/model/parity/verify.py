@@ -132,7 +132,7 @@ class Verifier:
         call.
         """
         with self.ported.report.timed("observe"):
-            module, casting = None, self.ported._program.casting
+            module, casting = None, self.ported._tracer.casting
             function: Callable[..., Any]
             function = self.target  # type: ignore[assignment]
             own_args, own_kwargs = args, kwargs
@@ -143,7 +143,7 @@ class Verifier:
             for mode in modes[1:] if _has_generator((args, kwargs)) else modes:
                 if isinstance(self.target, torch.nn.Module):
                     module = eager_copy(self.ported._eager(), trainable=trainable)
-                    function = self.ported._program.method(module, method)
+                    function = self.ported._tracer.method(module, method)
                 own_args, own_kwargs = host_arguments((args, kwargs), mode)
                 _put_on_accelerator(module, self.target, (own_args, own_kwargs))
                 state = torch.get_rng_state()

@@ -1,6 +1,5 @@
 """The arguments of a call as arrays, and what the call changed in the caller's own objects."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,8 +126,13 @@ class Changes:
             values: the program's results for `leaves`, as torch tensors and numbers.
         """
         held = dict(spec.containers)
+        leaves = [*arguments, *values]
         for index, node in self.contents.items():
-            _fill(held[index], node, [*arguments, *values], held)
+            if node[0] == "array":
+                held[index][...] = node[2]
+            else:
+                content = node[2].map(lambda part: pytree.unflatten_node(part, leaves, held))
+                pytree.refill(held[index], content)
 
 
 class Watch:
@@ -163,43 +167,6 @@ class Watch:
             return None
         first = len(self.leaves)
         return Changes(changed, first, reader.leaves[first:])
-
-
-def _fill(target: Any, node: Any, leaves: list[Any], made: dict[int, Any]) -> None:
-    """Fill a container with the content that a node describes."""
-
-    def build(part: Any) -> Any:
-        return pytree.unflatten_node(part, leaves, made)
-
-    tag = node[0]
-    if tag == "array":
-        target[...] = node[2]
-    elif tag == "set":
-        target.clear()
-        target.update(build(part) for part in node[3])
-    elif tag == "deque":
-        parts = [build(part) for part in node[4]]
-        target.clear()
-        target.extend(parts)
-    elif tag == "seq":
-        if isinstance(target, list):
-            list.__setitem__(target, slice(None), [build(part) for part in node[3]])
-    else:
-        _fill_object(target, node, build)
-
-
-def _fill_object(target: Any, node: Any, build: Callable[[Any], Any]) -> None:
-    _, _, _, items, attributes = node
-    if isinstance(target, dict):
-        pairs = [(name, build(part)) for name, part in items]
-        dict.clear(target)
-        for name, value in pairs:
-            pytree.set_item(target, name, value)
-    named = dict(attributes)
-    for name in [n for n in pytree.attributes_of(target) if n not in named]:
-        object.__delattr__(target, name)
-    for name, part in named.items():
-        object.__setattr__(target, name, build(part))
 
 
 @dataclass(frozen=True)

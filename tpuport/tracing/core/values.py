@@ -1,6 +1,6 @@
 """The jax values of an op's operands, and traced tensors around its results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -31,6 +31,11 @@ def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, [*args, *kwargs.values()])
     return found
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values and in the lists and tuples among them."""
+    return [v for v in flat(tuple(values), {}) if isinstance(v, torch.Tensor)]
 
 
 def value_of(tensor: Any) -> jax.Array:

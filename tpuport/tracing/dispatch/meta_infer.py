@@ -5,7 +5,7 @@ decompositions that take longer than tracing the op in JAX (and import dynamo), 
 rule in `meta_rules` for the plain case. Anything else asks torch, once per signature.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
+from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.meta_rules import RULES, pointwise
 
 aten = torch.ops.aten
@@ -75,12 +76,12 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_one_dtype(args[:3])
     if func in _LIKE_FIRST:
         return torch.empty_like(meta_of(args[0]), memory_format=torch.contiguous_format)
-    meta_kwargs = {k: _map(to_meta, v) for k, v in kwargs.items()}
+    meta_kwargs = {k: map_tensors(to_meta, v) for k, v in kwargs.items()}
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
     if "device" in meta_kwargs or _is_factory(func, args):
         meta_kwargs["device"] = torch.device("meta")
-    meta_args = [_map(to_meta, a) for a in args]
+    meta_args = [map_tensors(to_meta, a) for a in args]
     try:
         return func(*meta_args, **meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
@@ -114,14 +115,6 @@ def to_meta(value: Any) -> Any:
         return meta_of(value)
     # A 0-d CPU tensor may meet meta tensors: torch then treats it as it would in eager.
     return value if value.dim() == 0 else meta_of(value)
-
-
-def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (torch.Tensor, *sym_numbers.SYMBOLIC)):
-        return fn(value)
-    if isinstance(value, (list, tuple)):
-        return [_map(fn, item) for item in value]
-    return value
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

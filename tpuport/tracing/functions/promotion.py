@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core.autocast import LOSSES
+from tpuport.tracing.core.values import map_tensors, tensors_in
 
 _BACKEND = "AutocastIPU"
 _KEY: Any = torch._C._parse_dispatch_key(_BACKEND)
@@ -88,7 +89,7 @@ def product(operands: Sequence[Any]) -> list[Any]:
     """
     if not _meet(operands):
         return list(operands)
-    weights = (o.dtype for o in _tensors(operands) if isinstance(o, torch.nn.Parameter))
+    weights = (o.dtype for o in tensors_in(operands) if isinstance(o, torch.nn.Parameter))
     return _cast(operands, next(weights, _LOCAL.dtype))
 
 
@@ -106,26 +107,16 @@ def _meet(operands: Sequence[Any]) -> bool:
     """Return whether the floating operands are of float32 and of the compute dtype."""
     if _LOCAL.dtype is None:
         return False
-    found = {o.dtype for o in _tensors(operands) if o.dtype.is_floating_point}
+    found = {o.dtype for o in tensors_in(operands) if o.dtype.is_floating_point}
     return found == {torch.float32, _LOCAL.dtype} and len(found) == 2
-
-
-def _tensors(operands: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for operand in operands:
-        if isinstance(operand, torch.Tensor):
-            yield operand
-        elif isinstance(operand, (list, tuple)):
-            yield from _tensors(operand)
 
 
 def _cast(operands: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
     def cast(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [cast(item) for item in value]
         floating = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
         return value.to(dtype) if floating else value
 
-    return [cast(operand) for operand in operands]
+    return map_tensors(cast, list(operands))
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -155,7 +146,7 @@ def _run_norm(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _run_loss(op: Any, args: Any, kwargs: Any) -> Any:
-    if any(t.dtype == _LOCAL.dtype for t in _tensors([*args, *kwargs.values()])):
+    if any(t.dtype == _LOCAL.dtype for t in tensors_in([*args, *kwargs.values()])):
         args = _cast(args, torch.float32)
         kwargs = dict(zip(kwargs, _cast([*kwargs.values()], torch.float32), strict=True))
     return op(*args, **kwargs)

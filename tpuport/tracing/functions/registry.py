@@ -8,6 +8,7 @@ import torch
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import flat
 
 Handler = Callable[[Trace, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,9 +39,10 @@ def traced(trace: Trace, value: Any) -> TracedTensor | None:
 
 def holds_traced(trace: Trace, data: Any) -> bool:
     """Return whether nested lists hold a traced tensor or number."""
-    if isinstance(data, (list, tuple)):
-        return any(holds_traced(trace, item) for item in data)
-    return isinstance(data, sym_numbers.SYMBOLIC) or traced(trace, data) is not None
+    return any(
+        isinstance(one, sym_numbers.SYMBOLIC) or traced(trace, one) is not None
+        for one in flat((data,), {})
+    )
 
 
 def any_traced(trace: Trace, values: Any) -> bool:

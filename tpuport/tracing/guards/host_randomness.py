@@ -25,30 +25,18 @@ _CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 
 def _sources(roots: list[Any]) -> list[Any]:
     """Find the random generators of Python and numpy that modules and arguments refer to."""
-    found: list[Any] = []
-    seen: set[int] = set()
-    stack = list(roots)
-    while stack:
-        value = stack.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        parts: list[Any] = []
-        if isinstance(value, dict):
-            parts += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            parts += value
-        elif isinstance(value, _BARE):
-            continue
-        elif isinstance(value, (*_NUMPY, random.Random)):
-            found.append(value)
-        parts += pytree.attributes_of(value).values()
-        stack += [
+
+    def parts(value: Any) -> list[Any]:
+        if isinstance(value, _BARE):
+            return []
+        return [
             part
-            for part in parts
+            for part in pytree.children(value).all
             if type(part) not in _PASSED and (type(part) not in _CONTAINERS or part)
         ]
-    return found
+
+    found = pytree.walk(roots, parts)
+    return [value for value in found if isinstance(value, (*_NUMPY, random.Random))]
 
 
 def state_of(source: Any) -> tuple[str, str]:

@@ -97,13 +97,10 @@ def result_leaves(node: Any) -> set[int]:
     tag, what = node[0], node[1]
     if tag == "leaf":
         return {what}
-    if tag == "seq":
-        parts = node[3]
-    elif tag == "object" and (issubclass(node[2], dict) or dataclasses.is_dataclass(node[2])):
-        parts = [part for _, part in (*node[3], *node[4])]
-    else:
-        return set()
-    return {index for part in parts for index in result_leaves(part)}
+    is_node = tag == "node" and issubclass(node[2].kind, (list, tuple, dict))
+    if is_node or (tag == "node" and dataclasses.is_dataclass(node[2].kind)):
+        return {index for part in node[2].all for index in result_leaves(part)}
+    return set()
 
 
 def cast_module(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> torch.nn.Module:

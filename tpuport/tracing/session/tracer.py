@@ -74,7 +74,6 @@ class Tracer:
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
     dynamic: bool = False
-    on_module: Callable[[Any], None] | None = None
     placement: Placement = NOWHERE
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
@@ -197,8 +196,8 @@ class Tracer:
         tree = state_tree(module, objects=True) if module is not None else None
         named = {} if tree is None else tree.modules
         trace.own_modules = {number: fqn for fqn, number in named.items()}
-        if self.on_module is not None:
-            self.on_module(module)
+        if request.on_module is not None:
+            request.on_module(module)
         args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)
         watch = Watch(containers, made)
         trace.note_made([*baked.values(), *made])

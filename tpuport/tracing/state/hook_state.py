@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from tpuport.foundation import pytree
 from tpuport.tracing.core.errors import port_error
 
 # Registries of the functions that torch runs around a module's forward and backward.
@@ -79,15 +80,7 @@ _STATE = (torch.nn.Module, torch.Tensor)
 
 def _holds(whole: Any, kinds: tuple[type, ...]) -> bool:
     """Return whether an object, or one that it refers to, is an instance of `kinds`."""
-    stack, seen = [whole], set[int]()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, kinds):
-            return True
-        if id(value) not in seen:
-            seen.add(id(value))
-            stack += _parts(value)
-    return False
+    return any(isinstance(value, kinds) for value in pytree.walk([whole], _parts))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -98,16 +91,9 @@ def _parts(value: Any) -> list[Any]:
             return [value.func, *value.args, *value.keywords.values()]
         case types.FunctionType():
             return [*_contents(value), *(value.__defaults__ or ())]
-        case torch.nn.Module() | torch.Tensor():
+        case torch.nn.Module() | torch.Tensor() | type() | types.ModuleType():
             return []
-        case list() | tuple() | set():
-            return list(value)
-        case dict():
-            return list(value.values())
-        case type() | types.ModuleType():
-            return []
-    held = getattr(value, "__dict__", None)
-    return list(held.values()) if isinstance(held, dict) else []
+    return pytree.children(value).all
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:

@@ -64,6 +64,7 @@ class TraceRequest:
         checks: Whether to collect the conditions of lifted checks.
         known: State whose concrete value may be read if the trace needs it.
         known_leaves: Concrete values of arguments, for the same use.
+        on_module: Called with the copy of the module that is traced, before the call.
     """
 
     method: str
@@ -76,6 +77,7 @@ class TraceRequest:
     checks: bool = True
     known: dict[str, Any] = field(default_factory=dict)
     known_leaves: dict[int, Any] = field(default_factory=dict)
+    on_module: Callable[[Any], None] | None = None
 
     @property
     def candidates(self) -> list[int]:

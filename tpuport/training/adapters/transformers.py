@@ -92,7 +92,7 @@ def from_training_arguments(
         clip_norm=float(clip) if clip > 0 else None,
         **options,
     )
-    mesh = ported._program.placement.mesh
+    mesh = ported.mesh
     count = num_devices or (1 if mesh is None else mesh.devices.size)
     size = int(said("per_device_train_batch_size")) * count * accumulate
     return Setup(made, total, size, int(said("seed")))

@@ -1,0 +1,182 @@
+"""Containers and objects as trees: flattened, cloned, restored, by one protocol."""
+
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.foundation import pytree
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.compare import same_value
+from tpuport.foundation.pytree.snapshot import Snapshot
+
+
+class Boxes(list[Any]):
+    """A list with an attribute."""
+
+    scale = 1
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Doubled(Pair):
+    """A named tuple whose class takes other arguments than its fields."""
+
+    def __new__(cls, value: Any) -> "Doubled":
+        return super().__new__(cls, value, value)
+
+
+class Private:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.__hidden = hidden
+
+    def read(self) -> Any:
+        return self.__hidden
+
+
+@dataclass
+class Cache:
+    keys: Any
+    seen: int = 0
+
+
+def boxes(tensor: torch.Tensor) -> Boxes:
+    made = Boxes([tensor])
+    made.scale = 2
+    return made
+
+
+MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "list": lambda t: [t, 1],
+    "list with an attribute": boxes,
+    "tuple": lambda t: (t, "a"),
+    "named tuple": lambda t: Pair(t, 2),
+    "named tuple of its own": Doubled,
+    "dict": lambda t: {"a": t, 3: None},
+    "ordered": lambda t: OrderedDict(a=t),
+    "default": lambda t: defaultdict(list, a=[t]),
+    "user dict": lambda t: UserDict(a=t),
+    "deque": lambda t: deque([t], maxlen=3),
+    "set": lambda t: {t},
+    "frozenset": lambda t: frozenset({t}),
+    "dataclass": Cache,
+    "private slots": Private,
+}
+
+
+def first_tensor(value: Any) -> torch.Tensor:
+    return next(v for v in pytree.flatten(value)[0] if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_structure_is_rebuilt_around_other_leaves(name: str):
+    tensor, other = torch.zeros(2), torch.ones(2)
+    value = MAKERS[name](tensor)
+    leaves, spec = pytree.flatten(value)
+    assert [leaf is tensor for leaf in leaves] == [True]
+    made = pytree.unflatten(spec, [other])
+    assert type(made) is type(value)
+    assert first_tensor(made) is other
+    assert pytree.flatten(made)[1].key == spec.key
+    assert getattr(made, "scale", None) == getattr(value, "scale", None)
+    assert getattr(made, "maxlen", None) == getattr(value, "maxlen", None)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_clone_shares_no_container_and_no_tensor(name: str):
+    module = nn.Module()
+    tensor = torch.zeros(2)
+    module.held = MAKERS[name](tensor)
+    made, known = clone_module(module, torch.clone)
+    assert made.held is not module.held
+    assert type(made.held) is type(module.held)
+    assert first_tensor(made.held) is known[id(tensor)]
+    assert first_tensor(module.held) is tensor
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "list": ([1, 2], lambda v: v.append(3)),
+    "dict": ({"a": 1, "b": 2}, lambda v: v.pop("a")),
+    "ordered": (OrderedDict(a=1, b=2), lambda v: v.pop("a")),
+    "deque": (deque([1, 2], maxlen=2), lambda v: v.append(3)),
+    "set": ({1, 2}, lambda v: v.add(3)),
+    "dataclass": (Cache(1), lambda v: setattr(v, "seen", 5)),
+    "new attribute": (Cache(1), lambda v: setattr(v, "new", 5)),
+    "inner": (Cache([deque([1])]), lambda v: v.keys[0].append(2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_snapshot_restores_and_applies_a_change(name: str):
+    value, change = CHANGES[name]
+    before = pytree.unflatten(pytree.flatten(value, objects=True)[1], [])
+    snapshot = Snapshot([value])
+    change(value)
+    changed = pytree.unflatten(pytree.flatten(value, objects=True)[1], [])
+    changes = snapshot.changes()
+    assert not same_value(value, before)
+    snapshot.restore()
+    assert same_value(value, before)
+    snapshot.apply(changes)
+    assert same_value(value, changed)
+
+
+class Window(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[torch.Tensor] = deque([torch.ones(2)], maxlen=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.recent.append(x)
+        return torch.stack(list(self.recent)).sum(0)
+
+
+def test_a_call_leaves_the_deque_of_the_original_alone():
+    model = Window()
+    ported = tpuport.convert(model)
+    for value in (2.0, 3.0):
+        expected = (1.0 if value == 2.0 else 2.0) + value
+        assert tpuport.to_torch(ported(torch.full((2,), value))).tolist() == [expected] * 2
+    assert [t.tolist() for t in model.recent] == [[1.0, 1.0]]
+
+
+class Shortened(nn.Module):
+    def forward(self, x: torch.Tensor, held: OrderedDict[str, Any]) -> torch.Tensor:
+        held.pop("old")
+        held["new"] = x * 2
+        return x + 1
+
+
+def test_a_call_may_take_a_key_out_of_an_ordered_dict():
+    held: OrderedDict[str, Any] = OrderedDict(old=1, kept=2)
+    tpuport.convert(Shortened())(torch.ones(2), held)
+    assert list(held) == ["kept", "new"]
+    assert list(reversed(held)) == ["new", "kept"]
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor, recent: deque[torch.Tensor]) -> torch.Tensor:
+        if x.sum() > 0:
+            recent.append(x * 2)
+        else:
+            recent.append(x * 3)
+        return recent[-1] + len(recent)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_each_side_of_a_branch_begins_with_the_same_deque(sign: float):
+    x = torch.full((2,), sign)
+    expected = Branching()(x, theirs := deque([torch.zeros(2)], maxlen=4))
+    out = tpuport.convert(Branching())(x, ours := deque([torch.zeros(2)], maxlen=4))
+    assert tpuport.to_torch(out).tolist() == expected.tolist()
+    assert [tpuport.to_torch(t).tolist() for t in ours] == [t.tolist() for t in theirs]

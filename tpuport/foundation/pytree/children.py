@@ -1,0 +1,229 @@
+"""What Python values are made of: the parts of containers and objects, and where each part is."""
+
+import enum
+import functools
+import operator
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type,
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range,
+    torch.SymInt, torch.SymFloat, torch.SymBool,
+)  # fmt: skip
+# Values of exactly these types refer to no others: a quick test for the most common ones.
+ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})
+# Objects of these packages are atomic: their state is not all in attributes.
+OPAQUE = frozenset(
+    "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
+)
+
+# Containers without attributes.
+_BARE = frozenset({list, tuple, dict, set, frozenset, deque, defaultdict})
+
+
+class Children(NamedTuple):
+    """The parts of a container or object, and what else it takes to make another one like it.
+
+    Attributes:
+        kind: The class.
+        keys: The keys of a dict, in order.
+        parts: The elements, or the values of a dict.
+        held: The attributes in `__dict__` and `__slots__`.
+        option: A deque's `maxlen`, a defaultdict's `default_factory`.
+    """
+
+    kind: type
+    keys: list[Any] | None
+    parts: list[Any]
+    held: dict[str, Any]
+    option: Any = None
+
+    @property
+    def all(self) -> list[Any]:
+        """Return the elements and the values of attributes."""
+        return [*self.parts, *self.held.values()]
+
+    def steps(self) -> list[str]:
+        """Return how code reaches each of the parts: `[0]`, `.logits`."""
+        if self.keys is not None:
+            return [f".{k}" if isinstance(k, str) else f"[{k}]" for k in self.keys]
+        if issubclass(self.kind, (set, frozenset)):
+            return ["{}"] * len(self.parts)
+        fields = getattr(self.kind, "_fields", ())
+        return [f".{n}" for n in fields] or [f"[{i}]" for i in range(len(self.parts))]
+
+    def map(self, function: Callable[[Any], Any]) -> "Children":
+        """Return the same with a function applied to each part and attribute."""
+        parts = [function(part) for part in self.parts]
+        held = {name: function(part) for name, part in self.held.items()}
+        return Children(self.kind, self.keys, parts, held, self.option)
+
+    def is_same(self, other: Self) -> bool:
+        """Return whether both have the same objects in the same places."""
+        ours, theirs = ([*(c.keys or ()), *c.held, *c.all] for c in (self, other))
+        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+
+def children(value: Any) -> Children:
+    """Return the parts of a container, and the attributes of any object.
+
+    A container is read by the methods of its base class: a subclass may override its own, as
+    transformers' `ModelOutput` does.
+    """
+    held = {} if type(value) in _BARE else attributes_of(value)
+    if isinstance(value, dict):
+        option = value.default_factory if isinstance(value, defaultdict) else None
+        keys = list(dict.keys(value))
+        return Children(type(value), keys, list(dict.values(value)), held, option)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return Children(type(value), None, list(value), held)
+    if isinstance(value, deque):
+        return Children(type(value), None, list(value), held, value.maxlen)
+    return Children(type(value), None, [], held)
+
+
+def refill(value: Any, content: Children) -> None:
+    """Give a container or object this content in place; the parts of a tuple stay."""
+    if isinstance(value, dict):
+        # An OrderedDict keeps an order of its own. A subclass's method may mirror, check or reject
+        # the items; a mirror is among the attributes.
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        base.clear(value)
+        for key, part in zip(content.keys or (), content.parts, strict=True):
+            base.__setitem__(value, key, part)
+        if isinstance(value, defaultdict):
+            value.default_factory = content.option
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), content.parts)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, content.parts)
+    elif isinstance(value, deque):
+        deque.clear(value)
+        deque.extend(value, content.parts)
+    if type(value) not in _BARE:
+        _set_attributes(value, content.held)
+
+
+def _set_attributes(value: Any, held: dict[str, Any]) -> None:
+    space, slots = getattr(value, "__dict__", None), _slot_names(type(value))
+    if isinstance(space, dict):
+        for name in [name for name in dict.keys(space) if name not in held]:
+            dict.__delitem__(space, name)
+        dict.update(space, {n: v for n, v in held.items() if n not in slots} if slots else held)
+    for name in slots:
+        if name in held:
+            object.__setattr__(value, name, held[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any], None]) -> Any:
+    """Return a new container or object; no code of its class runs.
+
+    Args:
+        content: Its parts, as `build` takes them.
+        build: Makes a part.
+        note: Called with the new object before the parts are made, which may refer to it. Only a
+            tuple and a frozenset are made last.
+    """
+    blank = _blank_of(content.kind)
+    if issubclass(content.kind, (tuple, frozenset)):
+        content = content.map(build)
+        made = blank(content.kind, content.parts)
+        note(made)
+    else:
+        made = blank(content.kind)
+        if issubclass(content.kind, deque):
+            deque.__init__(made, (), content.option)
+        note(made)
+        content = content.map(build)
+    refill(made, content)
+    return made
+
+
+def walk(
+    roots: Iterable[Any], parts: Callable[[Any], Iterable[Any]], *, depth: int | None = None
+) -> Iterator[Any]:
+    """Yield each object that can be reached from some roots once, the nearest first.
+
+    Args:
+        roots: The objects to begin with.
+        parts: Returns the parts of an object to go on with.
+        depth: The longest way from a root; None for any.
+    """
+    seen: dict[int, Any] = {}  # the objects too, so that no other gets the id of one
+    reached, far = list(roots), 0
+    while reached:
+        below: list[Any] = []
+        for value in reached:
+            if id(value) not in seen:
+                seen[id(value)] = value
+                yield value
+                if far != depth:
+                    below += parts(value)
+        reached, far = below, far + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _slot_names(kind: type) -> tuple[str, ...]:
+    """Return the names in `__slots__` of a class and of its bases."""
+    names: list[str] = []
+    for cls in kind.__mro__:
+        slots: Any = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{cls.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object keeps in `__slots__`."""
+    names = _slot_names(type(value))
+    if not names:
+        return {}
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return all attributes in an object's `__dict__` and `__slots__`."""
+    held = getattr(value, "__dict__", None)
+    return (dict(held) if isinstance(held, dict) else {}) | slots_of(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether an object's attributes are all its state (or it is a numpy array)."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype != object
+    return is_open(value) and _blank_of(kind) is object.__new__
+
+
+def is_open(value: Any) -> bool:
+    """Return whether all or most of what code reads of an object is in its attributes."""
+    if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
+        return False
+    return type(value).__module__.split(".")[0] not in OPAQUE
+
+
+@functools.lru_cache(maxsize=4096)
+def _blank_of(kind: type) -> Callable[..., Any]:
+    """Return the function that makes an empty object without running the class's own `__new__`."""
+    return next(base for base in kind.__mro__ if _is_written_in_c(base)).__new__
+
+
+def _is_written_in_c(kind: type) -> bool:
+    """Return whether C code made this class (not a base), so that it may keep hidden state."""
+    if not kind.__flags__ & _HEAP_TYPE or getattr(kind.__new__, "__self__", None) is kind:
+        return True
+    methods = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    return any(isinstance(m, methods) and m.__objclass__ is kind for m in vars(kind).values())
+
+
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement makes one, and so may C code

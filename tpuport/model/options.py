@@ -1,0 +1,31 @@
+"""What `tpuport.convert` was asked for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpuport.foundation.errors import UsageError
+
+BLOCKS = ("auto", "scan", "once", "unroll")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The options of a ported model, as `tpuport.convert` explains them.
+
+    `methods` are names, and `functions` are those of them that the user gave as functions.
+    """
+
+    methods: tuple[str, ...] = ("forward",)
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    verify: bool = True
+    rtol: float | None = None
+    checks: bool = True
+    matmul_precision: str | None = "highest"
+    blocks: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown way to trace blocks."""
+        if self.blocks not in BLOCKS:
+            choices = ", ".join(map(repr, BLOCKS))
+            raise UsageError(f"blocks is one of {choices}; got {self.blocks!r}")
