@@ -22,6 +22,9 @@ _FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
 # Nor are LLVM's, which take half of the suite's time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# The threads of torch's operations wait for one another in a loop, which costs ten times the work
+# of a small operation where another process has the second core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A test that needs a download is a test that fails somewhere else.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -35,7 +35,7 @@ def free_lines(tree: ast.AST) -> set[int]:
             first = body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 lines.update(range(first.lineno, (first.end_lineno or 0) + 1))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in FREE:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in FREE:
             lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
     return lines
 
@@ -82,7 +82,7 @@ def find_excess(source: str, name: str) -> list[str]:
     found = [f"{name}: {len(code)} lines of code, at most {most}"] if len(code) > most else []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = len(code & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+            length = sum(line in code for line in range(node.lineno, (node.end_lineno or 0) + 1))
             if length > FUNCTION:
                 found.append(f"{name}:{node.lineno}: {node.name} has {length} lines of code")
         if isinstance(node, ast.ClassDef) and f"{name}:{node.name}" not in EXCEPTIONS:
@@ -99,9 +99,9 @@ FILES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_functions_and_classes_keep_to_their_budget(name: str):
-    assert find_excess((ROOT / name).read_text(encoding="utf-8"), name) == []
+def test_files_functions_and_classes_keep_to_their_budget():
+    found = (find_excess((ROOT / name).read_text(encoding="utf-8"), name) for name in FILES)
+    assert [excess for one in found for excess in one] == []
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)

@@ -152,6 +152,27 @@ def check_calls(scenario: Scenario, port: Callable[[Any], Any]) -> Any:
     return ported
 
 
+def check_together(scenarios: list[Scenario], check: Callable[[Scenario], Any]) -> None:
+    """Check functions of one tensor, called once each, as one program.
+
+    Where that fails each is checked by itself, and the first that fails is named.
+    """
+
+    def all_of_them(*given: torch.Tensor) -> list[Any]:
+        return [one.build()(x) for one, x in zip(scenarios, given, strict=True)]
+
+    arguments = tuple(one.calls[0][0] for one in scenarios)
+    try:
+        check(Scenario("together", lambda: all_of_them, (arguments,)))
+    except Exception:
+        for one in scenarios:
+            try:
+                check(one)
+            except Exception as error:
+                raise AssertionError(f"{one}: {error}") from error
+        raise
+
+
 def evaluated(ported: Any) -> Any:
     """The port in evaluation mode.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import compilation_cache
 
@@ -35,15 +36,13 @@ def settings() -> dict[str, Any]:
 
 
 def run_program(number: float = 2.0) -> float:
-    """One program, compiled or loaded: jax's own memory of it is emptied before."""
-    jax.clear_caches()
-    x = jnp.arange(8.0)
+    """One program, compiled or loaded: a function that jax has not seen."""
 
     @jax.jit
     def program(x):
         return jnp.sin(x * number).sum()
 
-    return float(program(x))
+    return float(program(np.arange(8.0, dtype=np.float32)))
 
 
 def kinds(report: CacheReport) -> dict[str, bool]:
@@ -288,7 +287,7 @@ _MODEL = """
         def __init__(self):
             super().__init__()
             layer = lambda: torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-            self.layers = torch.nn.Sequential(*[layer() for _ in range(6)])
+            self.layers = torch.nn.Sequential(*[layer() for _ in range(2)])
         def forward(self, x, mask):
             y = self.layers(x)
             y[mask] = 0.0
@@ -351,10 +350,10 @@ _PLAIN = """
 
 
 def test_processes_may_fill_one_folder_at_the_same_time(tmp_path: Path):
-    results = [result_of(p) for p in [start(_PLAIN, tmp_path, seed=n) for n in range(3)]]
-    assert results[0]["out"] == results[1]["out"] == results[2]["out"]
+    first, second = [result_of(p) for p in [start(_PLAIN, tmp_path, seed=n) for n in range(2)]]
+    assert first["out"] == second["out"]
     assert len(cache_folder.entries(tmp_path)) >= 12
     assert list(cache_folder.damaged(tmp_path)) == []
     after = result_of(start(_PLAIN, tmp_path))
     assert after["hits"] == after["all"]
-    assert after["out"] == results[0]["out"]
+    assert after["out"] == first["out"]

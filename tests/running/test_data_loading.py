@@ -37,13 +37,14 @@ def test_a_loader_that_pins_makes_no_thread_and_no_warning():
     assert torch.cat(batches)[:, 0].tolist() == [0, 1, 4, 9, 16, 25]
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+# A worker that is spawned imports torch.
+@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
 # jax warns at each fork of a process that has its threads; the workers do not call it.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_loader_with_workers_works(start):
+def test_a_loader_with_workers_works(start: str, workers: int):
     loader = DataLoader(
-        Squares(), batch_size=2, num_workers=2, pin_memory=True, multiprocessing_context=start
+        Squares(), batch_size=2, num_workers=workers, pin_memory=True, multiprocessing_context=start
     )
     values = [batch["x"].cuda(non_blocking=True)[:, 0] for batch in loader]
     assert torch.cat(values).tolist() == [0, 1, 4, 9, 16, 25]

@@ -20,7 +20,7 @@ from tpuport.source.rewrite.rewriter import RewriteResult
 from tpuport.testing import equivalence
 from tpuport.testing.gradients import gradient_difference
 
-PROGRAMS = int(os.environ.get("TPUPORT_FUZZ", "300"))
+PROGRAMS = int(os.environ.get("TPUPORT_FUZZ", "150"))
 INPUTS = "(torch.randn(3, 4), torch.randn(3, 4), torch.rand(3) > 0.5)"
 HEAD = """\
 import torch

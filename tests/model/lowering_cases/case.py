@@ -108,12 +108,12 @@ def t(*values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 class Program:
     """All calls of a case as one function of the tensors in them."""
 
-    def __init__(self, of: Case, calls: tuple[Call, ...]) -> None:
+    def __init__(self, of: Case) -> None:
         self.run = of.op if of.run is None else of.run
-        self.calls = calls
+        self.calls = of.calls
         self.tensors: list[torch.Tensor] = []
         self.is_turned: list[bool] = []
-        for one in calls:
+        for one in of.calls:
             _map(self._collect, [one.args, one.kwargs])
 
     def _collect(self, tensor: torch.Tensor) -> None:
@@ -142,23 +142,47 @@ def _map(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+class Together:
+    """The programs of several cases as one; each tensor and each output has its case."""
+
+    def __init__(self, cases: list[Case]) -> None:
+        self.programs = [Program(of) for of in cases]
+        self.tensors = [x for program in self.programs for x in program.tensors]
+        pairs = list(zip(cases, self.programs, strict=True))
+        self.case_of_tensor = [of for of, program in pairs for _ in program.tensors]
+        self.outputs = [
+            (of, f"{of}, call {index}") for of in cases for index in range(len(of.calls))
+        ]
+
+    def __call__(self, *tensors: torch.Tensor) -> list[Any]:
+        rest = iter(tensors)
+        return [
+            out
+            for program in self.programs
+            for out in program(*(next(rest) for _ in program.tensors))
+        ]
+
+
 def check(
-    of: Case,
-    calls: tuple[Call, ...],
+    cases: list[Case],
     port: Callable[[Any], Any] = by_tpuport,
     *,
     values_first: bool = False,
 ) -> None:
     """Outputs of all calls, and gradients of their floating arguments, are those of eager.
 
-    With `values_first` no gradient is compiled where the values are wrong already.
+    All cases are one program, and all or none have gradients. With `values_first` no gradient is
+    compiled where the values are wrong already.
     """
-    program = Program(of, calls)
+    program = Together(cases)
+    (has_grad,) = {of.grad for of in cases}
     given = [x.detach().clone() for x in program.tensors]
     floating = [n for n, x in enumerate(given) if x.is_floating_point()]
-    eager = [x.clone().requires_grad_(of.grad and n in floating) for n, x in enumerate(given)]
+    eager = [x.clone().requires_grad_(has_grad and n in floating) for n, x in enumerate(given)]
     want = program(*eager)
-    weights = [_weights(out, of.outputs) for out in want]
+    weights = [
+        _weights(out, of.outputs) for out, (of, _) in zip(want, program.outputs, strict=True)
+    ]
     ported = port(program)
 
     def loss(floats: list[jax.Array]) -> Any:
@@ -169,21 +193,22 @@ def check(
         return _total(out, weights), out
 
     def compare(got: Any) -> None:
-        for index, (have, expected) in enumerate(zip(got, want, strict=True)):
-            _check_outputs(have, expected, f"call {index}", of)
+        for have, expected, (of, what) in zip(got, want, program.outputs, strict=True):
+            _check_outputs(have, expected, what, of)
 
     arrays = [to_jax(given[n]) for n in floating]
-    if values_first or not of.grad:
+    if values_first or not has_grad:
         compare(jax.jit(loss, compiler_options=QUICK)(arrays)[1])
-    if of.grad:
+    if has_grad:
         run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
         (_, got), grads = run(arrays)
         compare(got)
         _backward(want, weights)
         for index, have in zip(floating, grads, strict=True):
             expected = zero_if_none(eager[index])
+            of = program.case_of_tensor[index]
             limit = RTOL[expected.dtype] if expected.dtype is BF16 else of.rtol
-            assert_same(have, expected, f"gradient of tensor {index}", limit, 1e-6)
+            assert_same(have, expected, f"{of}, gradient of tensor {index} of all", limit, 1e-6)
 
 
 def _weights(out: Any, count: int | None) -> list[Any]:

@@ -170,7 +170,7 @@ def run(init_from, start, stop):
         optimizer.zero_grad(set_to_none=True)
         log.append(loss.item() * accumulation)
     raw_model.eval()
-    return raw_model.generate(torch.zeros((1, 1), dtype=torch.long, device=device), 12)[0].tolist()
+    return raw_model.generate(torch.zeros((1, block_size - 1), dtype=torch.long, device=device), 5)[0].tolist()
 tokens = [run("scratch", 0, 3), run("resume", 2, iters)]
 if ddp:
     destroy_process_group()

@@ -16,7 +16,7 @@ torch.manual_seed(0)
 device = "cuda"
 out = {}
 ids = (torch.arange(24) * 7 % 29).reshape(2, 12)
-config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=31)
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=31)
 class LoRA(nn.Module):
     def __init__(self, base, r=2, alpha=4):
         super().__init__()
@@ -64,7 +64,7 @@ for m in model.modules():
 with torch.no_grad():
     out["merged"] = model(**batch).loss.item()
 model.config.use_cache = True
-out["greedy"] = model.generate(ids[:, :5].to(device), max_new_tokens=6, do_sample=False).tolist()
+out["greedy"] = model.generate(ids[:, :5].to(device), max_new_tokens=4, do_sample=False).tolist()
 if "--long" in sys.argv:
     out["static"] = model.generate(ids[:, :5].to(device), max_new_tokens=6, do_sample=False, cache_implementation="static").tolist()
     out["beams"] = model.generate(ids[:, :5].to(device), max_new_tokens=4, num_beams=2, do_sample=False).tolist()
@@ -84,7 +84,7 @@ with torch.no_grad():
     o = gpt(batch["input_ids"][:, :6], use_cache=True)
     past = o.past_key_values
     tok = o.logits[:, -1:].argmax(-1)
-    for _ in range(3):
+    for _ in range(2):
         o = gpt(tok, past_key_values=past, use_cache=True)
         past, tok = o.past_key_values, o.logits[:, -1:].argmax(-1)
     out["cached"] = o.logits.abs().sum().item()
