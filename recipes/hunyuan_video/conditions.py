@@ -1,6 +1,7 @@
 """The results of `encode` as the rows that a denoising step takes."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +32,12 @@ def rows_of(
     Raises:
         UsageError: The first frame does not have the latents' size.
     """
+    rows = partial(_rows, shape=shape, guidance=guidance, picture_width=picture_width)
+    # As one program: each of some twenty operations would else be compiled.
+    return jax.jit(rows)(dict(given))
+
+
+def _rows(given: Arrays, *, shape: tuple[int, ...], guidance: float, picture_width: int) -> Arrays:
     count = shape[0]
     if guidance > 1:
         negative = {n: jnp.repeat(given[f"negative_{n}"], count, axis=0) for n in _TEXTS}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -129,7 +130,7 @@ class Denoiser:
             first: Step to begin with, which must be a full one.
         """
         conditions, latents = self._placed(dict(self.conditions)), self._placed(latents)
-        full, reuse = self._programs()
+        full, reuse = self._programs
         state, kept = (self.ported.params, self.ported.buffers), None
         for number in range(first, len(schedule)):
             times = self._placed(jnp.asarray(schedule[number]))
@@ -145,6 +146,7 @@ class Denoiser:
         """Return whether a step, counted from 0, is computed by all blocks."""
         return self.cache is None or self.cache.is_full(step)
 
+    @cached_property
     def _programs(self) -> tuple[Any, Any]:
         """Return two jitted steps: a full one, which keeps values, and one that reuses them."""
         guidance, calls, cache = self.guidance, self.calls, self.cache

@@ -1,6 +1,7 @@
 """Application of a dtype policy to a ported model."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -132,10 +133,20 @@ def _converted(name: str, value: Any, dtype: torch.dtype | None) -> Any:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, target, sharding=value.sharding)
-    made = value.astype(target)
-    if bool(jnp.any(jnp.isinf(made) & jnp.isfinite(value))):
+    made, overflows = _checked(value, target)
+    if bool(overflows):
         raise UsageError(
             f"{name!r} has a value that does not fit in {_short(dtype)}; keep its dtype:"
             f" DtypePolicy(dtypes={{{name!r}: None}})"
         )
     return made
+
+
+@partial(jax.jit, static_argnums=1)
+def _checked(value: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a value in another dtype, and whether a finite element became infinite.
+
+    One program for each shape, where one for each operation would be five.
+    """
+    made = value.astype(dtype)
+    return made, jnp.any(jnp.isinf(made) & jnp.isfinite(value))

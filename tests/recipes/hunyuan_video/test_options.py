@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from recipes.hunyuan_video.__main__ import app
 from recipes.hunyuan_video.options import Options, parse_aspect, size_of
 from tpuport.foundation.errors import UsageError
 
@@ -61,3 +63,21 @@ def test_frames_and_guidance():
     assert Options(("a",)).latent_frames == 31
     assert Options(("a",), frames=1).latent_frames == 1
     assert not Options(("a",), guidance=1).has_guidance
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("word " * 1200, "The prompt 'word word"),
+        ('A sign "' + "x" * 300 + '"', "The quoted text of the prompt"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused(
+    model_folder: Path, tmp_path: Path, prompt: str, message: str
+):
+    given = ("-o", str(tmp_path / "a"), "-p", prompt, "--precision", "float32")
+    found = CliRunner().invoke(app, ["encode", str(model_folder), *given])
+    assert found.exit_code == 2
+    assert message in found.output
+    assert "the model reads" in found.output
+    assert not (tmp_path / "a" / "conditions.safetensors").exists()

@@ -113,11 +113,23 @@ def wan_pipeline(folder: Path, guidance: float) -> torch.Tensor:
     ).frames
 
 
-@pytest.mark.parametrize(("guidance", "calls"), [(5.0, 2), (1.0, 1)])
-def test_wan_gives_what_its_pipeline_gives(wan: Path, guidance: float, calls: int):
-    flow = Flow(STEPS, guidance, calls=calls, precision="float32")
+@pytest.fixture(scope="module")
+def guided(wan: Path) -> torch.Tensor:
+    return wan_pipeline(wan, 5.0)
+
+
+def test_wan_gives_what_its_pipeline_gives(wan: Path, guided: torch.Tensor):
+    flow = Flow(STEPS, 5.0, calls=2, precision="float32")
     found = denoise_latents(wan, LATENTS.numpy(), _as_arrays(PROMPTS), flow)
-    assert relative(found, wan_pipeline(wan, guidance)) < 1e-4
+    assert relative(found, guided) < 1e-4
+
+
+# test_flux_gives_what_its_pipeline_gives has no guidance.
+@pytest.mark.slow
+def test_wan_without_guidance(wan: Path):
+    flow = Flow(STEPS, precision="float32")
+    found = denoise_latents(wan, LATENTS.numpy(), _as_arrays(PROMPTS), flow)
+    assert relative(found, wan_pipeline(wan, 1.0)) < 1e-4
 
 
 def test_flux_gives_what_its_pipeline_gives(flux: Path):
@@ -166,7 +178,7 @@ def _as_arrays(conditions: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in conditions.items()}
 
 
-def test_the_command_reuses_blocks_of_wan(wan: Path, tmp_path: Path):
+def test_the_command_reuses_blocks_of_wan(wan: Path, guided: torch.Tensor, tmp_path: Path):
     inputs, out = tmp_path / "inputs.safetensors", tmp_path / "found" / "latents.safetensors"
     save_file({"latents": LATENTS, **PROMPTS}, inputs)
     steps = ("--steps", "4", "--guidance", "5", "--precision", "float32")
@@ -175,10 +187,7 @@ def test_the_command_reuses_blocks_of_wan(wan: Path, tmp_path: Path):
     done = CliRunner().invoke(app, [*given, *cache])
     assert done.exit_code == 0, done.output
     cached = np.asarray(tpuport.load_checkpoint(out)["latents"])
-    full = denoise_latents(
-        wan, LATENTS.numpy(), _as_arrays(PROMPTS), Flow(STEPS, 5.0, precision="float32")
-    )
-    assert 1e-5 < relative(cached, torch.from_numpy(np.array(full))) < 0.3
+    assert 1e-3 < relative(cached, guided) < 0.3
 
     wrong = CliRunner().invoke(app, [*given, "--class", "UNet2DConditionModel"])
     assert wrong.exit_code == 2

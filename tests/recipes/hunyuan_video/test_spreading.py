@@ -1,6 +1,7 @@
 """Every way to spread the denoiser over eight devices gives what one device gives."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,18 +27,23 @@ def components(model_folder: Path) -> Components:
     return Components(model_folder, "float32")
 
 
-def latents_of(components: Components, name: str | None, options: Options = OPTIONS) -> np.ndarray:
+@pytest.fixture(scope="module")
+def encoded(components: Components) -> Any:
+    return encode(components, OPTIONS)
+
+
+def latents_of(components: Components, encoded: Any, name: str | None) -> np.ndarray:
     way = None if name is None else spread_of(name)
-    noise = make_noise(options, 8, (64, 64), torch.float32)
-    denoiser = denoiser_of(components, options, noise.shape, way=way)
-    *_, (_, latents) = denoiser.run(noise, make_schedule(components.scheduler(), options))
+    noise = make_noise(OPTIONS, 8, (64, 64), torch.float32)
+    denoiser = denoiser_of(components, OPTIONS, noise.shape, way=way, encoded=encoded)
+    *_, (_, latents) = denoiser.run(noise, make_schedule(components.scheduler(), OPTIONS))
     assert len(latents.sharding.device_set) == (1 if name is None else 8)
     return np.asarray(latents)
 
 
 @pytest.fixture(scope="module")
-def on_one(components: Components) -> np.ndarray:
-    return latents_of(components, None)
+def on_one(components: Components, encoded: Any) -> np.ndarray:
+    return latents_of(components, encoded, None)
 
 
 # "mixed" has the tokens of "sequence" and the rules of "tensor".
@@ -45,16 +51,17 @@ def on_one(components: Components) -> np.ndarray:
     "name",
     [pytest.param(s, marks=[pytest.mark.slow] * (s in ("sequence", "tensor"))) for s in SPREADS],
 )
-def test_eight_devices_give_what_one_gives(components: Components, on_one: np.ndarray, name: str):
+def test_eight_devices_give_what_one_gives(
+    components: Components, encoded: Any, on_one: np.ndarray, name: str
+):
     assert jax.device_count() == 8
-    found = latents_of(components, name)
+    found = latents_of(components, encoded, name)
     assert np.abs(found - on_one).max() / np.abs(on_one).max() < 1e-5
 
 
-def test_prompts_are_encoded_by_eight_devices(components: Components):
-    expected = encode(components, OPTIONS)
+def test_prompts_are_encoded_by_eight_devices(components: Components, encoded: Any):
     found = encode(components, OPTIONS, make_mesh({"fsdp": -1}))
-    for name, value in expected.items():
+    for name, value in encoded.items():
         np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
 
 

@@ -1,6 +1,7 @@
 """Upstream's folder by upstream's classes: what diffusers' classes give of the same weights."""
 
 import dataclasses
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 
 import tpuport
 from recipes.hunyuan_video.components import Components
+from recipes.hunyuan_video.conditions import rows_of
 from recipes.hunyuan_video.decode import decode_video, port_vae
 from recipes.hunyuan_video.denoise import STEPS, denoise_step, make_noise, make_schedule
-from recipes.hunyuan_video.encode import encode
+from recipes.hunyuan_video.encode import _picture, encode
 from recipes.hunyuan_video.make_weights import make_weights
 from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.spreading import Spread, spread_of
 from recipes.hunyuan_video.upstream import UpstreamComponents, open_components
+from recipes.quiet import quietly
 from tests.recipes.hunyuan_video.denoisers import denoiser_of
 from tests.recipes.hunyuan_video.eager import relative
 from tpuport.foundation.errors import UsageError
@@ -73,6 +76,31 @@ def encoded(folders: tuple[Path, Path]) -> dict[str, Any]:
     return encode(open_components(folders[0], "float32", OPTIONS.version), OPTIONS)
 
 
+def latents_by_eager(
+    components: Components, model: Any, options: Options, encoded: Any
+) -> torch.Tensor:
+    """The same steps in eager PyTorch."""
+    noise = make_noise(options, 8, size_of(options), torch.float32)
+    latents = torch.from_numpy(np.array(noise))
+    width = components.picture_width
+    rows = rows_of(encoded, noise.shape, guidance=options.guidance, picture_width=width)
+    conditions = {n: torch.from_numpy(np.array(v)) for n, v in rows.items()}
+    with components.tracing(), torch.no_grad():
+        for times in make_schedule(components.scheduler(), options):
+            given = latents, torch.from_numpy(times), conditions
+            latents = denoise_step(model, *given, guidance=options.guidance)
+    return latents.cpu()
+
+
+@pytest.fixture(scope="module")
+def of_diffusers(folders: tuple[Path, Path]) -> Any:
+    """diffusers' transformer of the same weights; test_pipeline.py has what it compiles to."""
+    diffusers: Any = importlib.import_module("diffusers")
+    place = folders[1] / "transformer"
+    with quietly():
+        return diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(place).eval()
+
+
 def test_both_layouts_encode_alike(folders: tuple[Path, Path], encoded: dict[str, Any]):
     wanted = encode(open_components(folders[1], "float32"), OPTIONS)
     assert {*encoded} == {*wanted}
@@ -82,44 +110,38 @@ def test_both_layouts_encode_alike(folders: tuple[Path, Path], encoded: dict[str
 
 
 def test_steps_are_those_of_eager_pytorch_and_of_diffusers(
-    folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray
+    folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray, of_diffusers: Any
 ):
     components = open_components(folders[0], "float32", OPTIONS.version)
     assert isinstance(components, UpstreamComponents)
-    noise = make_noise(OPTIONS, 8, size_of(OPTIONS), torch.float32)
-    latents = torch.from_numpy(np.array(noise))
-    with components.tracing(), torch.no_grad():
-        denoiser = denoiser_of(components, OPTIONS, noise.shape, encoded=encoded)
-        conditions = {n: torch.from_numpy(np.array(v)) for n, v in denoiser.conditions.items()}
+    with components.tracing():
         eager: Any = components.module("transformer").to_empty(device="cpu")
         weights = tpuport.load_checkpoint(components.place("transformer"))
         eager.set_attn_mode("flash")
         eager.load_state_dict({n: torch.from_numpy(np.array(v)) for n, v in weights.items()})
-        for times in make_schedule(components.scheduler(), OPTIONS):
-            given = latents, torch.from_numpy(times), conditions
-            latents = denoise_step(eager, *given, guidance=6.0)
-    assert relative(found, latents.cpu()) < 1e-4
-
-    options = dataclasses.replace(OPTIONS, version="")
-    by_diffusers = latents_of(open_components(folders[1], "float32"), options, encoded)
-    assert relative(found, torch.from_numpy(by_diffusers)) < 1e-4
+    assert relative(found, latents_by_eager(components, eager, OPTIONS, encoded)) < 1e-4
+    other = open_components(folders[1], "float32")
+    assert relative(found, latents_by_eager(other, of_diffusers, OPTIONS, encoded)) < 1e-4
 
 
-def test_image_to_video_is_that_of_diffusers(folders: tuple[Path, Path], picture: Path):
+def test_image_to_video_is_that_of_diffusers(
+    folders: tuple[Path, Path], encoded: dict[str, Any], picture: Path, of_diffusers: Any
+):
     options = dataclasses.replace(
         OPTIONS, prompts=("snow",), task="i2v", image=str(picture), steps=2, guidance=1.0
     )
     upstream = open_components(folders[0], "float32", "720p_i2v")
+    text = {name: value[1:] for name, value in encoded.items() if "negative" not in name}
     with upstream.tracing():
-        given = encode(upstream, options)
-    wanted = encode(open_components(folders[1], "float32"), options)
-    np.testing.assert_allclose(given["first_frame"], wanted["first_frame"], atol=1e-5)
+        given = {**text, **_picture(upstream, options)}
     components = open_components(folders[1], "float32")
+    wanted = {**text, **_picture(components, options)}
+    np.testing.assert_allclose(given["first_frame"], wanted["first_frame"], atol=1e-5)
     schedule = make_schedule(upstream.scheduler(), options)
     assert schedule[1, 0] == pytest.approx(875)  # a shift of 7, not of 9
     options = dataclasses.replace(options, shift=9.0)
     found = latents_of(upstream, options, given)
-    assert relative(found, torch.from_numpy(latents_of(components, options, wanted))) < 1e-4
+    assert relative(found, latents_by_eager(components, of_diffusers, options, wanted)) < 1e-4
 
 
 def test_bfloat16_stays_near(
@@ -136,31 +158,40 @@ def test_bfloat16_stays_near(
     assert 1e-4 < relative(rounded, torch.from_numpy(found)) < 3e-2
 
 
-# "mixed" has the rules of "tensor" and the tokens of "sequence"; test_spreading.py has "guidance".
-@pytest.mark.parametrize("name", [pytest.param("guidance", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize(
+    ("name", "stored"), [("guidance", "img_mod.linear"), ("mixed", "img_mlp.fc1")]
+)
+def test_weights_are_spread(folders: tuple[Path, Path], name: str, stored: str):
+    components = open_components(folders[0], "float32", OPTIONS.version)
+    with components.tracing():
+        ported = components.ported("transformer", STEPS, spread_of(name).shard)
+    weight = ported.buffers[f"double_blocks.0.{stored}.weight"]
+    assert weight.addressable_shards[0].data.size < weight.size
+
+
+# test_spreading.py has them with diffusers' class, and the rules of this one are checked above.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["guidance", "mixed"])
 def test_eight_devices_give_what_one_gives(
     folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray, name: str
 ):
     components = open_components(folders[0], "float32", OPTIONS.version)
     shared = latents_of(components, OPTIONS, encoded, spread_of(name))
     assert relative(shared, torch.from_numpy(found)) < 1e-5
-    with components.tracing():
-        ported = components.ported("transformer", STEPS, spread_of(name).shard)
-    stored = "img_mod.linear" if name == "guidance" else "img_mlp.fc1"
-    weight = ported.buffers[f"double_blocks.0.{stored}.weight"]
-    assert weight.addressable_shards[0].data.size < weight.size
 
 
 def test_videos_are_those_of_diffusers(folders: tuple[Path, Path]):
-    latents = torch.randn(1, 8, 2, 3, 4, generator=torch.Generator().manual_seed(0)).numpy()
-    videos = []
-    for folder in folders:
-        components = open_components(folder, "float32", "720p_t2v" if folder is folders[0] else "")
-        with components.tracing():
-            vae = port_vae(components.module("vae", torch.float32), "float32")
-            components.load(vae.ported, "vae")
-            videos.append(np.array(decode_video(vae, jnp.asarray(latents))))
-    assert relative(videos[0], torch.from_numpy(videos[1])) < 1e-4
+    latents = torch.randn(1, 8, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    upstream = open_components(folders[0], "float32", "720p_t2v")
+    with upstream.tracing():
+        vae = port_vae(upstream.module("vae", torch.float32), "float32")
+        upstream.load(vae.ported, "vae")
+        found = np.array(decode_video(vae, latents.numpy()))
+    diffusers: Any = importlib.import_module("diffusers")
+    with quietly(), torch.no_grad():
+        eager = diffusers.AutoencoderKLHunyuanVideo15.from_pretrained(folders[1] / "vae").eval()
+        wanted = eager.decode(latents / eager.config.scaling_factor, return_dict=False)[0]
+    assert relative(found, wanted) < 1e-4
 
 
 def test_a_version_is_chosen(folders: tuple[Path, Path]):

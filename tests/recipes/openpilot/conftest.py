@@ -1,11 +1,27 @@
 """Model files and a route that many tests read, each written once."""
 
 import functools
+import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for torch: several wait for each other without giving up their cores."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return
+    import onnxruntime
+
+    class OneThread(onnxruntime.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = 1
+
+    monkeypatch.setattr(onnxruntime, "SessionOptions", OneThread)
 
 
 @pytest.fixture(scope="session")

@@ -25,11 +25,11 @@ def said(result: Result) -> str:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Routes, a model and a training set."""
     folder = tmp_path_factory.mktemp("chain")
-    made = run("make-data", folder, "--routes", 1, "--segments", 1, "--seconds", 2)
+    made = run("make-data", folder, "--routes", 1, "--segments", 1, "--seconds", 1)
     assert made.exit_code == 0, made.output
     prepared = run("prepare", folder / "routes", "--out", folder / "set")
     assert prepared.exit_code == 0, prepared.output
-    assert "80 frames of 2 segments in 2 unbroken runs; 0 frames left out" in said(prepared)
+    assert "40 frames of 2 segments in 2 unbroken runs; 0 frames left out" in said(prepared)
     return folder
 
 
@@ -63,7 +63,7 @@ def test_a_model_goes_through_all_of_them(data: Path, tmp_path: Path):
     assert shown.exit_code == 0, shown.output
     assert "base model" in said(shown)
     assert "path_error_m@1s" in shown.output
-    assert read_video(film)[0].shape == (36, 256, 1024, 3)
+    assert read_video(film)[0].shape == (16, 256, 1024, 3)
     assert plot.stat().st_size > 0
 
     beside = run("export", out, "--out", data / "model")

@@ -67,13 +67,13 @@ def loop_loss(driver: Driver, batch: Tensors, truncate: int | None) -> torch.Ten
 
 
 @pytest.mark.parametrize(
-    ("generation", "layers", "truncate"),
+    ("generation", "layers", "truncate", "remat"),
     [
-        ("0.10.3", ("plan", "attention"), None),
-        ("2026-07", ("plan", "summarizer/feature"), 2),
+        ("0.10.3", ("plan", "attention"), None, False),
+        ("2026-07", ("plan", "summarizer/feature"), 2, True),
         # One file: as test_commands.py trains one.
         pytest.param(
-            *("0.9.7", ("desired_curvature", "summarizer/feature", "plan"), None),
+            *("0.9.7", ("desired_curvature", "summarizer/feature", "plan"), None, False),
             marks=pytest.mark.slow,
         ),
     ],
@@ -84,10 +84,12 @@ def test_a_step_is_that_of_the_python_loop(
     generation: str,
     layers: tuple[str, ...],
     truncate: int | None,
+    remat: bool,
 ):
     batch = batch_of(Windows([shard], WARMUP + LENGTH, 4, ["plan"]))
     eager = student_of(driving_models(generation), *layers)
     student = copy.deepcopy(eager)
+    student.remat = remat
     before = {name: p.detach().clone() for name, p in eager.named_parameters()}
     expected = loop_loss(eager, batch, truncate)
     expected.backward()
@@ -127,6 +129,8 @@ def test_frames_that_were_seen_before_train_alike(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+# Above one of the steps recomputes its frames.
+@pytest.mark.slow
 def test_remat_changes_nothing(driving_models: Callable[..., list[Path]], shard: Path):
     # Few frames: what is computed again is the step of a scan, whatever its length.
     batch = batch_of(Windows([shard], 3, 4, ["plan"]), rows=1)

@@ -37,15 +37,20 @@ def alone(small: Small, prompts: Prompts, scene: Any) -> torch.Tensor:
     return out.hidden_states[-1][0]
 
 
-@pytest.mark.parametrize("layout", ["upstream", "safetensors"])
-def test_the_cache_is_what_each_prompt_gives_by_itself(small: Small, tmp_path: Path, layout: Any):
+@pytest.fixture(scope="module")
+def ported(small: Small) -> Any:
     import tpuport
 
+    model = small.model.eval().requires_grad_(False)
+    return tpuport.convert(model, methods=(cache.last_hidden_states,))
+
+
+@pytest.mark.parametrize("layout", ["upstream", "safetensors"])
+def test_the_cache_is_what_each_prompt_gives_by_itself(
+    small: Small, ported: Any, tmp_path: Path, layout: Any
+):
     scenes = read_scenes(small.folder / "scenes.jsonl")
     prompts = Prompts(small.tokenizer, TILING, small.per_tile, LENGTH)
-    ported = tpuport.convert(
-        small.model.eval().requires_grad_(False), methods=(cache.last_hidden_states,)
-    )
     written = write_cache(
         ported.last_hidden_states, prompts, scenes, tmp_path, batch_size=2, layout=layout
     )

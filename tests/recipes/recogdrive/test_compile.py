@@ -1,10 +1,13 @@
 """`python -m recipes.recogdrive compile`: each program, for chips that are not there."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 import tpuport
 from recipes.recogdrive.compile import STAGES, compile_stage
+from recipes.recogdrive.planner import SIZES
 from tests.program.small import needs_libtpu
 from tpuport.foundation.errors import UsageError
 from tpuport.training import TrainStep
@@ -18,7 +21,9 @@ SLOW = set(STAGES) - {"train"}
 @pytest.mark.parametrize(
     "stage", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STAGES]
 )
-def test_a_program_is_compiled_from_shapes(stage: str):
+def test_a_program_is_compiled_from_shapes(stage: str, monkeypatch: pytest.MonkeyPatch):
+    # One block of each kind.
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], layers=2))
     report = compile_stage(stage, "tiny", kernel_times=False)
     assert (report.fits, report.num_chips, report.quick) == (True, 4, True)
     assert (report.memory.optimizer > 0) == (stage in TRAINED)

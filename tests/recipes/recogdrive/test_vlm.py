@@ -125,17 +125,17 @@ def trained(step: Any, given: list[dict[str, torch.Tensor]]) -> tuple[list[float
 
 
 @pytest.mark.parametrize("frozen", [(), ("freeze_llm", "freeze_backbone")])
-def test_five_steps_are_those_of_torch(small: Small, frozen: tuple[str, ...]):
+def test_five_steps_are_those_of_torch(thin: Small, frozen: tuple[str, ...]):
     chosen = options(**dict.fromkeys(frozen, True))
-    eager = copy.deepcopy(small.model)
-    step = make_step(copy.deepcopy(small.model), chosen, steps=5)
+    eager = copy.deepcopy(thin.model)
+    step = make_step(copy.deepcopy(thin.model), chosen, steps=5)
     if frozen:
         for name in ("llm", "backbone"):
             eager.parts()[name].requires_grad_(False)
     theirs = make_optimizer(eager, chosen)
     schedule = make_schedule(theirs, chosen, 5)
     state = step.init()
-    for batch in batches(small):
+    for batch in batches(thin):
         state, metrics = step(state, batch)
         theirs.zero_grad()
         loss, _ = chat_loss(eager.train(), batch)
@@ -147,7 +147,7 @@ def test_five_steps_are_those_of_torch(small: Small, frozen: tuple[str, ...]):
         np.testing.assert_allclose(metrics["grad_norm"], norm.item(), rtol=1e-4)
     assert step.retraces == 0
     after = step.load_state(state).to_torch().state_dict()
-    before = small.model.state_dict()
+    before = thin.model.state_dict()
     for name, expected in eager.state_dict().items():
         moved = (expected - before[name]).abs().max()
         scale = max(float(expected.abs().max()), 1e-3)
