@@ -133,6 +133,20 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
         note: Called with the new object before the parts are made, which may refer to it. Only a
             tuple and a frozenset are made last.
     """
+    # The common kinds first: this is on the way of every call.
+    if content.kind is tuple:
+        made: Any = tuple(map(build, content.parts))
+        note(made)
+        return made
+    if content.kind is dict or content.kind is list:
+        made = content.kind()
+        note(made)
+        parts = map(build, content.parts)
+        if content.keys is None:
+            made.extend(parts)
+        else:
+            made.update(zip(content.keys, parts, strict=True))
+        return made
     blank = _blank_of(content.kind)
     if issubclass(content.kind, (tuple, frozenset)):
         content = content.map(build)
