@@ -252,7 +252,7 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Return whether gradients flow through this tensor."""
-        return not self._frozen and self.dtype.is_floating_point
+        return not self._frozen and differentiable(self.dtype)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -298,9 +298,7 @@ class TracedTensor(backend.TorchaxTensor):
         step = ViewStep(lambda v: replace_value(old, v), replace_value)
         same = value.dtype == self.dtype and old.shape == value._elem.shape
         self._storage = value._storage
-        self._chain = (
-            (*value._chain, step) if same and self.dtype.is_floating_point else value._chain
-        )
+        self._chain = (*value._chain, step) if same and differentiable(self.dtype) else value._chain
         self._cached_version = -1
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -373,6 +371,11 @@ def wrap(
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
     meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
     return TracedTensor(Storage(value, trace), (), meta, value, frozen)
+
+
+def differentiable(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a dtype have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def meta_of(tensor: torch.Tensor) -> torch.Tensor:

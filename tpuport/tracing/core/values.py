@@ -11,7 +11,7 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.tensor import Storage, TracedTensor, differentiable
 from tpuport.tracing.core.view_steps import replace_value
 
 
@@ -70,7 +70,7 @@ def value_of(tensor: Any) -> jax.Array:
 
 def _stopped(tensor: TracedTensor) -> jax.Array:
     """Return the value without gradients, for use under `torch.no_grad()`; made once per value."""
-    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+    if not differentiable(tensor.dtype):
         return tensor._elem
     version = tensor._storage.version
     kept = tensor._stopped
@@ -101,7 +101,7 @@ def wrap_as(
     if trace is not None and meta.dtype == torch.int64:
         trace.note_int64(value)
     storage = Storage(value, trace)
-    return TracedTensor(storage, (), meta, value, frozen or not meta.dtype.is_floating_point)
+    return TracedTensor(storage, (), meta, value, frozen or not differentiable(meta.dtype))
 
 
 def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
@@ -117,7 +117,7 @@ def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tens
         )
         raise TypeError(msg)
     value = _fit(value, target)
-    if target.dtype.is_floating_point and not torch.is_grad_enabled() and not target._frozen:
+    if differentiable(target.dtype) and not torch.is_grad_enabled() and not target._frozen:
         value = replace_value(target._elem, value)
     elif frozen is False:
         target._frozen = False

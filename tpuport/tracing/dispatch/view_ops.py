@@ -8,7 +8,7 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, view_of
+from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, view_of
 from tpuport.tracing.core.view_steps import VIEWS, ViewStep, strided_step
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def as_strided(
             remedy="call .contiguous() first, or index with ordinary slices",
         )
     step = strided_step(root.value.size, size, stride, offset)
-    detached = base._frozen and base.dtype.is_floating_point
+    detached = base._frozen and differentiable(base.dtype)
     window = ViewStep(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),

@@ -22,7 +22,7 @@ from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.sym_node import Linear, NumberNode
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
 from tpuport.tracing.core.view_steps import ViewStep
 
 Extents = dict[int, NumberNode]
@@ -110,10 +110,8 @@ def real_elements(extents: Extents, shape: Sequence[int]) -> torch.Tensor:
 
 def carries_gradients(tensor: torch.Tensor) -> bool:
     """Return whether a gradient may flow to a tensor."""
-    if tensor.dtype.is_complex:
-        return True
     frozen = isinstance(tensor, TracedTensor) and tensor._frozen
-    return tensor.dtype.is_floating_point and not frozen
+    return differentiable(tensor.dtype) and not frozen
 
 
 def cut_padding(plain: torch.Tensor, extents: Extents) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.regions import Body
-from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.tensor import TracedTensor, differentiable
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.scan_layers.families import Member, families
 from tpuport.tracing.scan_layers.shared_programs import NAME, SharedPrograms, strong
@@ -125,7 +125,7 @@ class BlockCalls:
             return
         for leaf in pytree.flatten(given)[0]:
             if isinstance(leaf, TracedTensor) and leaf._storage.trace is self.trace:
-                frozen = leaf._frozen or not leaf.dtype.is_floating_point
+                frozen = leaf._frozen or not differentiable(leaf.dtype)
                 recipe = self.recipes.of(leaf._elem, frozen=frozen)
                 if recipe is not None:
                     leaf._keep(recipe.made(recipe.inputs))

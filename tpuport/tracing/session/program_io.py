@@ -10,7 +10,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Storage, TracedTensor, meta_of
+from tpuport.tracing.core.tensor import Storage, TracedTensor, differentiable, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
@@ -66,7 +66,7 @@ def traced_arguments(
         elif index in host and index in request.known_leaves:
             made.append(request.host_leaf(index))
         else:
-            frozen = not meta.dtype.is_floating_point
+            frozen = not differentiable(meta.dtype)
             made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
     containers: dict[int, Any] = {}
     args, kwargs = pytree.unflatten(request.spec, made, containers)
