@@ -60,7 +60,6 @@ class Effects:
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
-    held: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -214,15 +213,11 @@ class Trace:
         """Record a new storage."""
         for effects in self.effects:
             effects.created[storage.serial] = weakref.ref(storage)
-            if effects.held is not None:
-                effects.held.append(storage)
 
     def created_number(self, node: Any) -> None:
         """Record a new traced number."""
         for effects in self.effects:
             effects.numbers.append(weakref.ref(node))
-            if effects.held is not None:
-                effects.held.append(node)
 
     def writing(self, storage: Storage) -> None:
         """Record a storage that is about to be written, with its old value."""
@@ -231,12 +226,9 @@ class Trace:
                 effects.before[storage.serial] = (storage, storage.value, storage.version)
 
     @contextlib.contextmanager
-    def recording(self, *, hold: bool = False) -> Iterator[Effects]:
-        """Record the effects inside the block.
-
-        `hold` keeps every storage that it creates alive.
-        """
-        effects = Effects(held=[] if hold else None)
+    def recording(self) -> Iterator[Effects]:
+        """Record the effects inside the block."""
+        effects = Effects()
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)

@@ -31,9 +31,7 @@ class Body:
     result: Any = None
     alive: list[Storage] = field(default_factory=list)
     written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
-    number_positions: list[int] = field(default_factory=list)
     counts: dict[int, Any] = field(default_factory=dict)
     streams: list[KeyStream] = field(default_factory=list)
 
@@ -62,8 +60,6 @@ class Body:
             storages, nodes = _made(effects)
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
-        self.positions = [i for i, storage in enumerate(storages) if storage is not None]
-        self.number_positions = [i for i, node in enumerate(nodes) if node is not None]
         self.written = list(effects.before.values())
         values = [made.value for made in (*self.alive, *self.numbers)]
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
@@ -73,19 +69,6 @@ class Body:
         for storage, value, _ in self.written:
             storage.value, storage.version = value, storage.version + 1
         return values, after
-
-    def run_like(self, first: "Body") -> list[jax.Array]:
-        """Run the thunk another time, and return the values of what escaped the first time.
-
-        Equal runs create equal storages and numbers in the same order.
-        """
-        with self.trace.recording(hold=True) as effects:
-            self.result = self.thunk()
-        storages, nodes = _made(effects)
-        escaped = [storages[position] for position in first.positions]
-        escaped += [nodes[position] for position in first.number_positions]
-        values = [made.value for made in escaped if made is not None]
-        return values + [jnp.asarray(stream.count) for stream in first.streams]
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
         """Set the values that escaped to their outer ones, and return the thunk's result."""

@@ -1,21 +1,22 @@
 """Custom autograd functions: their backward is the user's, not the derivative of their forward."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import torch
+from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
+from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
-from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core.arguments import unsized
-from tpuport.tracing.core.autocast import OFF, autocast_as, autocast_state
+from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.context import Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.regions import Body
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
@@ -62,119 +63,118 @@ class AutogradFunction(Shim):
     )
 
     def replacements(self) -> list[Replacement]:
-        original = torch.autograd.Function.__dict__["apply"]
+        original = _SingleLevelFunction.__dict__.get("apply", _C_APPLY)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if current() is None:
-                return original.__get__(None, cls)(*args, **kwargs)
-            count(self.TARGET)
-            if not any(isinstance(a, TracedTensor) for a in args):
-                return original.__get__(None, cls)(*args, **kwargs)
-            return _apply(cls, args)
+            # torch.func applies classes that it derives, which are no `Function`.
+            traced = current() is not None and issubclass(cls, torch.autograd.Function)
+            if traced and any(isinstance(a, TracedTensor) for a in (*args, *kwargs.values())):
+                count(self.TARGET)
+                return _apply(cls, _positional(cls, args, kwargs))
+            return original.__get__(None, cls)(*args, **kwargs)
 
-        return [Replacement(torch.autograd.Function, "apply", classmethod(apply))]
+        # Not `Function.apply` itself: user code keeps that (`op = Op.apply` in its modules), and it
+        # looks up this one by `super()`.
+        return [Replacement(_SingleLevelFunction, "apply", classmethod(apply))]
+
+
+_C_APPLY = torch._C._FunctionBase.__dict__["apply"]
+
+
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not torch.autograd.Function.setup_context
+
+
+def _positional(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments by position, as torch passes them to `forward`."""
+    if not kwargs:
+        return args
+    first = () if _has_setup(cls) else (None,)
+    bound = inspect.signature(cls.forward).bind(*first, *args, **kwargs)
+    if bound.kwargs:
+        raise TypeError(
+            f"forward() got an unexpected keyword argument '{next(iter(bound.kwargs))}'"
+        )
+    return bound.args[len(first) :]
 
 
 class _FunctionCall:
     """One call of a custom autograd function.
 
-    jax runs its forward once or twice: as the primal, and again (maybe after the trace has ended)
-    when it differentiates what it has traced. Changes that the forward makes to Python objects are
-    kept from the first run only.
+    Its forward runs once, without gradients; `jax.custom_vjp` then gives its outputs the backward.
     """
 
     def __init__(self, trace: Trace, cls: Any, args: tuple[Any, ...]) -> None:
-        self.trace, self.cls, self.args = trace, cls, args
+        # No tensor is held: a checkpointed block would return, and so keep, those that are alive.
+        self.trace, self.cls = trace, cls
         self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
-        self.tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        self.before = Snapshot([a for a in args if not isinstance(a, torch.Tensor)])
-        self.count = trace.keys.count if trace.keys is not None else 0
-        self.body: Body | None = None
+        self.dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+        self.rest = [a for a in args if not isinstance(a, torch.Tensor)]
         self.spec: Any = None
         self.metas: list[torch.Tensor] = []
-        self.frozen: list[bool] = []
         self.context_spec: Any = None
-        self.saved: list[Any] = []
-        self.autocast = autocast_state()
+        self.saved: list[torch.Tensor] = []
+        # For each saved tensor, the output that it is.
+        self.saved_outputs: list[int | None] = []
+        self.attach = jax.custom_vjp(lambda values, outs, saved: outs)
+        self.attach.defvjp(self.fwd, self.bwd)
 
     def program_key(self) -> list[Any]:
         """Return what decides the backward, besides the values of tensors."""
         metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
-        rest = [arg for arg, flag in zip(self.args, self.is_tensor, strict=True) if not flag]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
-        return [self.cls, self.is_tensor, rest, metas, contexts, self.frozen, list(self.autocast)]
+        return [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
 
-    def forward(self, values: Any) -> tuple[Any, list[jax.Array]]:
-        """Return outputs, values of escaping and of written storages, and the saved tensors."""
-        if self.body is None:
-            self.body = body = Body(self.trace, lambda: self._run(values, self.trace))
-            alive, after = body.run()
-            outs, saved = body.result
-            return [outs, alive, after], saved
-        return self._again(values, self.body)
-
-    def _again(self, values: Any, first: Body) -> tuple[Any, list[jax.Array]]:
-        if first.written:
-            raise port_error(
-                "a custom autograd function that writes a tensor from outside was differentiated"
-                " after it had been traced",
-                code="TPU403",
-                remedy="pass the tensor in and return its new value from forward",
-            )
-        now = self.before.changes()
-        self.before.restore()
-        try:
-            with _running(self.trace) as trace, autocast_as(self.autocast):
-                keys = trace.keys
-                reached = keys.count if keys is not None else 0
-                if keys is not None:
-                    # Draw the same keys as in the first run, or the residuals would differ.
-                    keys.count = self.count
-                body = Body(trace, lambda: self._run(values, trace))
-                alive = body.run_like(first)
-                if keys is not None:
-                    keys.count = reached
-        finally:
-            self.before.restore()
-            self.before.apply(now)
-        outs, saved = body.result
-        return [outs, alive, []], saved
-
-    def _run(self, values: Any, trace: Trace) -> tuple[list[jax.Array], list[jax.Array]]:
-        inputs = iter(_rewrapped(values, self.tensors, trace))
-        pairs = zip(self.args, self.is_tensor, strict=True)
-        given = [next(inputs) if flag else a for a, flag in pairs]
-        floating = [
-            flag and a.dtype.is_floating_point
-            for a, flag in zip(self.args, self.is_tensor, strict=True)
-        ]
-        context = _Context(tuple(floating))
-        cls = self.cls
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Run the forward and return its outputs."""
+        cls, tensors = self.cls, [a for a in args if isinstance(a, torch.Tensor)]
+        needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        context, values = _Context(needs), [value_of(t) for t in tensors]
         with torch.no_grad():
-            if cls.setup_context is not torch.autograd.Function.setup_context:
-                out = cls.forward(*given)
-                cls.setup_context(context, tuple(given), out)
+            if _has_setup(cls):
+                out = cls.forward(*args)
+                cls.setup_context(context, args, out)
             else:
-                out = cls.forward(context, *given)
-        leaves, self.spec = pytree.flatten(out)
-        if any(extents_of(leaf) for leaf in leaves):
-            raise unsized(f"an output of {cls.__name__}.forward")
+                out = cls.forward(context, *args)
+            leaves, self.spec = pytree.flatten(out)
+            if any(extents_of(leaf) for leaf in leaves):
+                raise unsized(f"an output of {cls.__name__}.forward")
+            outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
-        self.frozen = [
-            id(leaf) in context.constant or not leaf.dtype.is_floating_point for leaf in leaves
-        ]
+        attached = self.attach(values, outs, self._save(context, tensors, leaves))
+        differentiated = torch.is_grad_enabled() and any(needs)
+        made: list[torch.Tensor] = []
+        for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
+            constant = id(leaf) in context.constant or not differentiable(leaf.dtype)
+            frozen = constant or not differentiated
+            value = plain if constant else value
+            made.append(wrap(value, meta.dtype, trace=self.trace, frozen=frozen))
+        return pytree.unflatten(self.spec, made)
+
+    def _save(self, context: _Context, tensors: list[Any], outs: list[Any]) -> list[jax.Array]:
+        """Return the values that the backward needs.
+
+        Gradients flow through those of arguments, not through what forward computed on its way.
+        """
         kept, self.context_spec = pytree.flatten((context.saved_tensors, context.__dict__))
         self.saved = [meta_of(leaf) for leaf in kept]
-        return [value_of(leaf) for leaf in leaves], [value_of(leaf) for leaf in kept]
+        given = {id(tensor) for tensor in tensors}
+        position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
+        self.saved_outputs = [position.get(id(leaf)) for leaf in kept]
+        with torch.no_grad():
+            stopped = [value_of(leaf) for leaf in kept]
+        pairs = zip(kept, stopped, strict=True)
+        return [value_of(leaf) if id(leaf) in given else value for leaf, value in pairs]
 
-    def fwd(self, values: Any) -> Any:
-        """Run the forward of the custom_vjp: return outputs and residuals."""
-        outs, saved = self.forward(values)
-        return outs, (saved, values)
+    def fwd(self, values: Any, outs: Any, saved: Any) -> Any:
+        """Return the outputs and the residuals."""
+        # A second derivative goes through what the function got and what it returned.
+        outs = self.attach(values, outs, saved)
+        pairs = zip(saved, self.saved_outputs, strict=True)
+        return outs, [s if i is None else outs[i] for s, i in pairs]
 
-    def bwd(self, residuals: Any, cotangents: Any) -> Any:
-        """Run the user's backward; values that left the forward by other ways have no gradient."""
-        saved, values = residuals
+    def bwd(self, saved: Any, cotangents: Any) -> Any:
+        """Run the user's backward."""
         # Torch runs backward after the autocast region has ended; `custom_bwd` enters its own.
         with _running(self.trace) as trace, autocast_as(OFF):
             restored = _rewrapped(saved, self.saved, trace)
@@ -182,14 +182,27 @@ class _FunctionCall:
             context = _Context(())
             context.__dict__.update(attributes)
             context.saved_tensors = saved_tensors
-            grads = self.cls.backward(context, *_rewrapped(cotangents[0], self.metas, trace))
+            grads = _backward(
+                self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
+            )
             grads = grads if isinstance(grads, tuple) else (grads,)
             picked = [g for g, flag in zip(grads, self.is_tensor, strict=False) if flag]
-            return ([_cotangent(g, v) for g, v in zip(picked, values, strict=True)],)
+            pairs = zip(picked, self.dtypes, strict=True)
+            return _conjugate([_cotangent(g, dtype) for g, dtype in pairs]), None, None
 
 
 def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
     return [wrap(v, m.dtype, trace=trace) for v, m in zip(values, metas, strict=True)]
+
+
+def _conjugate(gradients: Any) -> Any:
+    """Turn torch's gradients into jax's, or back: those of complex numbers are conjugates."""
+    return jax.tree.map(lambda g: g.conj() if jax.numpy.iscomplexobj(g) else g, gradients)
+
+
+def _backward(cls: Any, context: _Context, grads: list[torch.Tensor]) -> Any:
+    backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
+    return backward(context, grads) if cls.boxed_grads_call else backward(context, *grads)
 
 
 def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
@@ -197,16 +210,7 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     assert trace is not None
     if any(extents_of(a) for a in args):
         raise unsized(f"an argument of {cls.__name__}.apply")
-    call = _FunctionCall(trace, cls, args)
-    primal = jax.custom_vjp(lambda values: call.forward(values)[0])
-    primal.defvjp(call.fwd, call.bwd)
-    values, alive, after = primal([value_of(t) for t in call.tensors])
-    assert call.body is not None
-    call.body.settle(alive, after)
-    made = _rewrapped(values, call.metas, trace)
-    for new, frozen in zip(made, call.frozen, strict=True):
-        new._frozen = frozen  # type: ignore[attr-defined]
-    return pytree.unflatten(call.spec, made)
+    return _FunctionCall(trace, cls, args).run(args)
 
 
 @contextlib.contextmanager
@@ -221,11 +225,8 @@ def _running(trace: Trace) -> Iterator[Trace]:
         yield later
 
 
-def _cotangent(grad: Any, value: jax.Array) -> Any:
-    import numpy as np
-
-    if not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
-        return np.zeros(value.shape, jax.dtypes.float0)
-    if grad is None:
-        return jax.numpy.zeros_like(value)
-    return value_of(grad).astype(value.dtype)
+def _cotangent(grad: Any, dtype: torch.dtype) -> Any:
+    """Return an argument's cotangent; None is zero."""
+    if grad is None or not differentiable(dtype):
+        return None
+    return value_of(grad).astype(backend.jax_dtype(dtype))

@@ -1,0 +1,331 @@
+"""Gradients of custom functions are those of eager, however user code calls them.
+
+Contents:
+    CALLS               every way to reach `apply`: bound early, overridden, by keyword
+    FUNCTIONS           what forward and backward may do: save, take lists, be decorated, be complex
+    test_second_*       derivatives of derivatives go through backward, not through forward
+    test_repeated_*     blocks that call a bound `apply` are one program
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+import tpuport
+from tests.exactness.scenario import normal
+
+X = normal(3)
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, with gradient seven."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 7
+
+
+class WithSetup(torch.autograd.Function):
+    """A function with a default argument and a separate context."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float = 3.0) -> torch.Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor * 10, None
+
+
+class Overridden(Doubled):
+    @classmethod
+    def apply(cls, x: torch.Tensor) -> Any:
+        return super().apply(x) + 1
+
+
+class Holder:
+    bound = Doubled.apply
+
+
+bound, with_setup, overridden = Doubled.apply, WithSetup.apply, Overridden.apply
+table, partial = {"op": Doubled.apply}, functools.partial(WithSetup.apply, factor=2.0)
+
+
+def _default(x: torch.Tensor, op: Any = Doubled.apply) -> Any:
+    return op(x)
+
+
+CALLS = {
+    "by class": lambda x: Doubled.apply(x),
+    "bound": lambda x: bound(x),
+    "in a dict": lambda x: table["op"](x),
+    "class attribute": lambda x: Holder.bound(x),
+    "default argument": lambda x: _default(x),
+    "partial": lambda x: partial(x),
+    "overridden": lambda x: overridden(x),
+    "with defaults": lambda x: with_setup(x),
+    "by keyword": lambda x: bound(x=x),
+    "setup by keyword": lambda x: WithSetup.apply(x, factor=0.5),
+}
+
+
+class Scaled(nn.Module):
+    """A parameter, scaled by the input after a custom function."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 4.0))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.call(self.weight) * x).sum()
+
+
+def _check(call: Any) -> None:
+    """Compare the value and the parameter's gradient with eager."""
+    model = Scaled(call)
+    expected = model(X)
+    expected.backward()
+    ported = tpuport.convert(Scaled(call))
+
+    def loss(params: Any) -> Any:
+        return ported.apply(params, ported.buffers, None, X)[0]
+
+    for value_and_grad in (jax.value_and_grad(loss), jax.jit(jax.value_and_grad(loss))):
+        value, grads = value_and_grad(ported.params)
+        np.testing.assert_allclose(value, expected.detach(), rtol=1e-6)
+        np.testing.assert_allclose(grads["weight"], model.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradient_however_apply_is_reached(name: str):
+    _check(CALLS[name])
+
+
+def test_a_bound_apply_in_a_script():
+    weight = torch.arange(1.0, 4.0, requires_grad=True)
+    with tpuport.porting():
+        model = Scaled(bound)
+        model(X).backward()
+        assert torch.allclose(model.weight.grad.cpu(), 7 * X)
+    bound(weight).sum().backward()
+    assert weight.grad.tolist() == [7, 7, 7]
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+class Listed(torch.autograd.Function):
+    """Tensors in lists have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensors: Any, x: torch.Tensor) -> torch.Tensor:
+        return tensors[0] * 2 + x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, grad * 7
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 7 * ctx.saved_tensors[0]
+
+
+class ByVjp(torch.autograd.Function):
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, x * 3
+
+    @staticmethod
+    def vjp(ctx: Any, grads: Any) -> Any:
+        return grads[0] * 5 - grads[1]
+
+
+class Rotated(torch.autograd.Function):
+    """A function of complex numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        return z * (2 + 1j)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * (3 + 7j)
+
+
+class Asked(torch.autograd.Function):
+    """A function that asks which gradients are needed, and reads a constant argument."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        assert ctx.needs_input_grad == tuple(a.requires_grad for a in args)
+        weight, fixed, table = args
+        assert ctx.needs_input_grad == (True, False, False)
+        steps = sum(1 for i in range(3) if table[i] > 0.5)  # decided on the host
+        return weight * fixed * steps
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        assert ctx.needs_input_grad == (True, False, False)
+        return grad * 11, None, None
+
+
+class Marked(torch.autograd.Function):
+    """One of its outputs has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        constant = x * 3
+        ctx.mark_non_differentiable(constant)
+        return x * 2, constant
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:
+        return first * 7 + second
+
+
+class Wrote(torch.autograd.Function):
+    """What it saved is the input as forward left it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
+
+
+def _second_output(w: torch.Tensor) -> torch.Tensor:
+    first, second = Marked.apply(w)
+    assert first.requires_grad
+    assert not second.requires_grad
+    return first * second
+
+
+FUNCTIONS = {
+    "tensors in a list": lambda w: Listed.apply([w], w * 2),
+    "once differentiable": lambda w: OnceDifferentiable.apply(w),
+    "vjp with boxed gradients": lambda w: sum(ByVjp.apply(w)),
+    "complex": lambda w: torch.view_as_real(Rotated.apply(torch.fft.fft(w))).sum(1),
+    "needs_input_grad": lambda w: Asked.apply(w, w.detach() + 1, torch.linspace(0, 1, 3)),
+    "non-differentiable output": _second_output,
+    "written input": lambda w: Wrote.apply(w * 1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradient_of_what_functions_do(name: str):
+    _check(FUNCTIONS[name])
+
+
+def test_a_frozen_input_makes_a_frozen_output():
+    def call(w: torch.Tensor) -> torch.Tensor:
+        fixed = bound(w.detach())
+        assert not fixed.requires_grad
+        with torch.no_grad():
+            assert not bound(w).requires_grad
+            stopped = bound(w)
+        return w * fixed * stopped
+
+    _check(call)
+
+
+def _complex_under_no_grad(w: torch.Tensor) -> torch.Tensor:
+    z = torch.fft.fft(w)
+    assert z.requires_grad
+    with torch.no_grad():
+        size = z.abs()
+    real = torch.fft.ifft(z).real
+    assert real.requires_grad
+    with torch.no_grad():
+        twice = real * 2
+    return size * w + twice * w + z.detach().abs() * w
+
+
+def test_no_grad_stops_gradients_of_complex_numbers():
+    _check(_complex_under_no_grad)
+
+
+class Exponential(torch.autograd.Function):
+    """It saves its output, whose own gradient is its backward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = x.exp()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return 3 * grad * ctx.saved_tensors[0]
+
+
+class Squared(torch.autograd.Function):
+    """It saves its input and what it computed on its way, which is a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * 2)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, twice = ctx.saved_tensors
+        return 5 * grad * x * twice
+
+
+@pytest.mark.parametrize("function", [Doubled, Exponential, Squared])
+def test_second_derivatives_go_through_the_backward(function: Any):
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return (function.apply(x) ** 2 * x).sum()
+
+    expected = torch.autograd.functional.hessian(program, X)
+    ported = tpuport.convert(program)
+    gradient = jax.grad(lambda x: ported.apply({}, {}, None, x)[0])
+    for hessian in (jax.jacrev(gradient), jax.jit(jax.jacrev(gradient))):
+        np.testing.assert_allclose(hessian(X.numpy()), expected, rtol=1e-5, atol=1e-5)
+
+
+class BoundBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return bound(self.linear(x)).tanh()
+
+
+def test_repeated_blocks_share_a_program_and_its_backward():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(BoundBlock() for _ in range(4)))
+    expected = model(X)
+    expected.sum().backward()
+    ported = tpuport.convert(model)
+    grads = jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0].sum())(ported.params)
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-5)
