@@ -39,6 +39,15 @@ def _wide_statistics(*args: Any) -> Any:
     return out, *(s for s in statistics if out.dtype is torch.float32)
 
 
+def _layer_norm_backward(grad: Any, x: Any, shape: Any, weight: Any, bias: Any, wanted: Any) -> Any:
+    """The wanted gradients, by the statistics of the forward."""
+    _, mean, inverse = aten.native_layer_norm.default(x, shape, weight, bias, 1e-5)
+    found = aten.native_layer_norm_backward.default(
+        grad, x, shape, mean, inverse, weight, bias, wanted
+    )
+    return tuple(g for g, flag in zip(found, wanted, strict=True) if flag)
+
+
 NORMALIZATION = [
     case(
         aten.native_batch_norm.default, *_STATISTICS,
@@ -60,6 +69,13 @@ NORMALIZATION = [
         call(f(3, 4, 5), [4, 5], f(4, 5), f(4, 5, seed=2), 1e-5),
         call(turned(f(3, 4)), [4], None, f(4), 1e-5), call(f(3, 4), [4], f(4), None, 1e-5),
         call(f(0, 4), [4], None, None, 1e-5), run=_wide_statistics, outputs=1, bf16=8e-3,
+    ),
+    case(
+        aten.native_layer_norm_backward.default,
+        call(f(3, 4, 5), f(3, 4, 5, seed=2), [4, 5], f(4, 5), f(4, 5), [True, True, True]),
+        call(turned(f(3, 4)), f(3, 4, seed=2), [4], None, None, [True, False, False]),
+        call(f(2, 3, 4), f(2, 3, 4, seed=2), [4], f(4), None, [False, True, False]),
+        run=_layer_norm_backward,
     ),
     case(
         aten.native_group_norm.default, call(b(2, 4, 64) + 4, b(4), b(4), 2, 4, 64, 2, 1e-5),

@@ -112,6 +112,34 @@ def _native_layer_norm(
 
 
 @lowering(
+    aten.native_layer_norm_backward.default,
+    reason="torchax's takes the arguments of an older torch",
+)
+def _native_layer_norm_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    shape: list[int],
+    mean: jax.Array,
+    inverse: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    wanted: list[bool],
+) -> tuple[jax.Array | None, ...]:
+    """Return the wanted gradients of the input, the weight and the bias, summed in float32."""
+    del bias
+    outer, axes = tuple(range(x.ndim - len(shape))), tuple(range(x.ndim - len(shape), x.ndim))
+    normal, given = (wide(x) - mean) * inverse, wide(grad)
+    scaled = given if weight is None else given * wide(weight)
+    along = normal * jnp.mean(scaled * normal, axes, keepdims=True)
+    found = (
+        inverse * (scaled - jnp.mean(scaled, axes, keepdims=True) - along),
+        jnp.sum(given * normal, outer),
+        jnp.sum(given, outer),
+    )
+    return tuple(g if flag else None for g, flag in zip(found, wanted, strict=True))
+
+
+@lowering(
     aten.native_group_norm.default,
     reason="torchax takes means of bfloat16 in bfloat16, in a loop of one step",
 )
