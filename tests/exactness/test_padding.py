@@ -140,6 +140,10 @@ REDUCTIONS: dict[str, Program] = {
     "softmax of rows": over(lambda r: r.log().softmax(1)),
     "normalize": over(lambda r: F.normalize(r, dim=0)),
     "l1_loss": pair(lambda a, b: F.l1_loss(a.log(), b.log())),
+    "mse_loss": pair(lambda a, b: F.mse_loss(a.log(), b.log())),
+    "smooth_l1_loss": pair(lambda a, b: F.smooth_l1_loss(a.log(), b.log())),
+    "huber_loss": pair(lambda a, b: F.huber_loss(a.log(), b.log())),
+    "bce_with_logits": pair(lambda a, b: F.binary_cross_entropy_with_logits(a.log(), b.sqrt())),
 }
 
 ROWWISE: dict[str, Program] = {
