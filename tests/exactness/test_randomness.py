@@ -290,6 +290,90 @@ def test_host_generators_are_refused(draw):
         by_tpuport(lambda x: x * float(draw()))(torch.zeros(8))
 
 
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.randn()), float(torch.rand(()))
+
+
+def seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("refused", ["branch", "random", "numpy"])
+def test_refused_call_leaves_the_generators_of_the_host(refused: str, verify: bool):
+    draw = {"branch": lambda: 1, "random": random.random, "numpy": np.random.rand}[refused]
+
+    def program(x):
+        return x * float(draw()) if refused != "branch" else x[: int(x.sum().item())].nonzero()
+
+    seed()
+    expected = draws()
+    seed()
+    with pytest.raises(PortError):
+        tpuport.convert(program, verify=verify)(torch.ones(8))
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_restarted_trace_leaves_the_generators_of_the_host(verify: bool):
+    def program(x):
+        state = random.getstate(), np.random.get_state()
+        random.random()
+        np.random.randn()
+        y = x * 2 if bool(x.sum() > 3) else x - 1
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        return y
+
+    seed()
+    expected = draws()
+    seed()
+    ported = tpuport.convert(program, verify=verify)
+    assert_same(ported(torch.ones(8)), program(torch.ones(8)), "restarted")
+    assert draws() == expected
+
+
+def test_cached_second_normal_of_numpy_is_seen():
+    np.random.randn()  # numpy draws a pair, and the second call changes nothing but the cache
+    with pytest.raises(PortError, match="numpy's global random state"):
+        tpuport.convert(lambda x: x * float(np.random.randn()), verify=False)(torch.zeros(8))
+
+
+def test_generators_of_a_module_are_left_by_a_refused_call():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
+            self.python = random.Random(0)
+
+        def forward(self, x):
+            return x * (self.numpy.random() + self.old.rand() + self.python.random())
+
+    refused, plain = Holder(), Holder()
+    for verify in (True, False):
+        with pytest.raises(PortError, match="drew random numbers from"):
+            tpuport.convert(refused, verify=verify)(torch.ones(2))
+    assert_same(refused(torch.ones(2)), plain(torch.ones(2)), "unchanged")
+
+
+@pytest.mark.parametrize("draws_in_program", [True, False])
+def test_verified_call_advances_torchs_generator_like_another(draws_in_program: bool):
+    def program(x):
+        return x + torch.rand(8) if draws_in_program else x * 2
+
+    after = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        tpuport.convert(program, verify=verify)(torch.zeros(8))
+        after.append(torch.rand(4))
+    assert torch.equal(*after)
+    if not draws_in_program:
+        torch.manual_seed(0)
+        assert torch.equal(after[0], torch.rand(4))
+
+
 def test_vmap_over_keys():
     port = by_tpuport(lambda x: x + torch.randn(3))
     keys = jax.random.split(jax.random.key(0), 4)

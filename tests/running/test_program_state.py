@@ -1,8 +1,10 @@
 """What programs keep, let go, and notice; the numbers are in test_scripts."""
 
+import random
 import warnings
 
 import jax
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -167,3 +169,31 @@ def test_but_not_if_the_call_writes_more_than_that():
             net(torch.ones(2, 4, device="cuda"))
     assert LOG == ["called"]
     MADE = None
+
+
+class Shuffled(nn.Module):
+    """A layer beside numbers drawn on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        self.seen = [random.random(), np.random.randn(), *np.random.permutation(8)]
+        return self.layer(x)
+
+
+def shuffles(device: str) -> list[float]:
+    random.seed(0)
+    np.random.seed(0)
+    net, x, seen = Shuffled().to(device), torch.ones(2, 4, device=device), []
+    for _ in range(3):
+        net(x)
+        seen += net.seen
+    return [*seen, random.random(), np.random.rand()]
+
+
+def test_a_module_left_to_eager_draws_the_numbers_that_eager_draws():
+    with tpuport.porting(), pytest.warns(PortWarning, match="drew random numbers"):
+        ours = shuffles("cuda")
+    assert ours == shuffles("cpu")

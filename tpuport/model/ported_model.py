@@ -38,7 +38,8 @@ from tpuport.reports.records import Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
-from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
+from tpuport.tracing.core.keys import as_key, fresh_key, next_key, unused_key
+from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
@@ -93,25 +94,22 @@ class PortedModel(PortedState):
         verifier = self._verifier
         if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
             return self._verified_call(method, args, kwargs)
-        return self._run(method, args, kwargs, None)[0]
+        return self._run(method, args, kwargs)[0]
 
     def _run(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Run one jitted call; return its output and the state before it."""
-        call = self._prepare(method, args, kwargs, key)
+        call = self._prepare(method, args, kwargs)
         return self._finish(call, call.run()), call.state
 
-    def _prepare(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
-    ) -> BoundCall:
+    def _prepare(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
         """Find or compile the program for a call, and collect its inputs."""
         leaves, given = flattened((args, kwargs), self._placement)
         state = self._values()
         compiled, is_new = self._program_for(method, state, given, is_call=True)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
-        if key is None:
-            key = fresh_key() if compiled.outcome.uses_key else unused_key()
+        key = fresh_key() if compiled.outcome.uses_key else unused_key()
         return BoundCall(compiled, leaves, given, state, key, timing)
 
     def _finish(self, call: BoundCall, results: Any) -> Any:
@@ -138,11 +136,11 @@ class PortedModel(PortedState):
         """Run a method's first call and compare with eager PyTorch on the same random numbers."""
         self._refuse_meta(self._values())
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
-        key = fresh_key()
+        key = next_key()
         given = arguments.copies((args, kwargs))
         trainable = self._differentiates(args, kwargs)
         expected, module, after = verifier.reference(method, args, kwargs, key, trainable=trainable)
-        out, before = self._run(method, args, kwargs, key)
+        out, before = self._run(method, args, kwargs)
         with self.report.timed("verify"):
             records = verifier.compare("output", "output", expected, out)
             records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
@@ -176,7 +174,7 @@ class PortedModel(PortedState):
             ParityError: A value differs beyond the tolerance.
         """
         verifier = verify.Verifier(self, self._source, None)
-        key = fresh_key()
+        key = next_key()
         if gradients:
             with self.report.timed("verify"):
                 records = verify.gradient_parity(verifier, method, args, kwargs, key)
@@ -194,7 +192,7 @@ class PortedModel(PortedState):
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, compile and check a method on example arguments.
 
-        The state and the arguments are left unchanged.
+        The state, the arguments and the host's random generators are left unchanged.
         """
         params, buffers = dict(self.params), dict(self.buffers)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in self._values().values()):
@@ -203,7 +201,8 @@ class PortedModel(PortedState):
             return
         version, master = self._state_version, self._tracer.master
         kept = None if master is None else clone_module(master, lambda t: t)[0]
-        self._call(method, *arguments.copies((args, kwargs)))
+        with host_randomness.restored([]):
+            self._call(method, *arguments.copies((args, kwargs)))
         self.params, self.buffers = params, buffers
         if self._state_version != version:
             self._replace_module(kept)

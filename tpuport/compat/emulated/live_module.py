@@ -1,8 +1,6 @@
 """A ported model over the user's own module, which share every change of state."""
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -47,7 +45,6 @@ class LiveModel(PortedModel):
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._wanted: gradients.Wanted | None = None
-        self._drew = False
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._outside = GlobalState(module)
@@ -85,29 +82,12 @@ class LiveModel(PortedModel):
         before = self._values()
         self._python_changes.clear()
         self._outside.begin()
-        with self._torchs_generator_kept(method, args, kwargs):
-            out = self._call(method, args, kwargs)
+        out = self._call(method, args, kwargs)
         if self._outside.has_settled:
             self._outside_values = self._outside.values(self._user)
             self._frames[self._number] = self._frame, self._outside_values
         self._give_back(before)
         return out
-
-    @contextlib.contextmanager
-    def _torchs_generator_kept(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Restore torch's generator after a verified call whose program draws no numbers."""
-        done = None if self._verifier is None else self._verifier.done
-        if done is None or self._path_of(method, args, kwargs) in done:
-            yield
-            return
-        state, self._drew = torch.get_rng_state(), False
-        try:
-            yield
-        finally:
-            if not self._drew:
-                torch.set_rng_state(state)
 
     # -- state of the user's module ----------------------------------------------------------------
 
@@ -295,12 +275,11 @@ class LiveModel(PortedModel):
         return given
 
     def _run(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: jax.Array | None
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
-        prepared = self._prepare(method, args, kwargs, key)
-        self._drew = prepared.compiled.outcome.uses_key
+        prepared = self._prepare(method, args, kwargs)
         if not tensors:
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)

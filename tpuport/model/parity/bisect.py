@@ -13,6 +13,7 @@ from tpuport.reports.records import Divergence, Parity
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.reentrancy import part_of_program
+from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest
 
@@ -41,7 +42,13 @@ def first_difference(
     _record(module, expected)
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    with torch.no_grad(), mode, part_of_program(), casting.in_force():
+    with (
+        host_randomness.restored([module, host_args, host_kwargs]),
+        torch.no_grad(),
+        mode,
+        part_of_program(),
+        casting.in_force(),
+    ):
         ported._tracer.method(module, method)(*host_args, **host_kwargs)
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.flatten_call((args, kwargs))

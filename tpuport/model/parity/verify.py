@@ -30,6 +30,7 @@ from tpuport.tracing.core.reentrancy import part_of_program
 from tpuport.tracing.core.tensor import TracedTensor, to_cpu, wrap
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.dispatch import dispatch
+from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import eager_compiled
 from tpuport.tracing.state.module_state import state_tree
@@ -148,19 +149,19 @@ class Verifier:
                 _put_on_accelerator(module, self.target, (own_args, own_kwargs))
                 state = torch.get_rng_state()
                 seen = Precision()
-                with (
-                    eager_compiled(),
-                    installed((Uncheckpointed,)),
-                    mode,
-                    seen,
-                    torch.set_grad_enabled(trainable),
-                    part_of_program(),
-                    casting.in_force(),
-                ):
-                    out = casting.restored(function(*own_args, **own_kwargs))
+                with host_randomness.restored([module, own_args, own_kwargs]):
+                    with (
+                        eager_compiled(),
+                        installed((Uncheckpointed,)),
+                        mode,
+                        seen,
+                        torch.set_grad_enabled(trainable),
+                        part_of_program(),
+                        casting.in_force(),
+                    ):
+                        out = casting.restored(function(*own_args, **own_kwargs))
+                    drew = not torch.equal(state, torch.get_rng_state())
                 self._coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)
-                drew = not torch.equal(state, torch.get_rng_state())
-                torch.set_rng_state(state)
                 if not drew:
                     break
             args, kwargs = own_args, own_kwargs

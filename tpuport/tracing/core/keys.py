@@ -47,6 +47,15 @@ def fresh_key() -> jax.Array:
     return backend.key_of(int(torch.randint(0, 2**62, (), dtype=torch.int64).item()))
 
 
+def next_key() -> jax.Array:
+    """Return the key that `fresh_key` returns next, without drawing it."""
+    state = torch.get_rng_state()
+    try:
+        return fresh_key()
+    finally:
+        torch.set_rng_state(state)
+
+
 _KEYS: list[jax.Array] = []
 
 

@@ -1,10 +1,10 @@
-"""Refusal of random numbers drawn on the host while tracing: each call would see the same ones."""
+"""Random generators of the host: restored after tracing, and refused if the trace drew from one."""
 
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,25 @@ _PASSED = pytree.ATOMIC | {TracedTensor, torch.nn.Parameter}
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 
 
+class _Generator(NamedTuple):
+    """A random generator of the host: its name in words, and how its state is read and set."""
+
+    name: str
+    state: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+
+_GLOBAL = (
+    _Generator("Python's `random`", random.getstate, random.setstate),
+    _Generator(
+        "numpy's global random state",
+        lambda: np.random.get_state(legacy=False),
+        lambda state: np.random.set_state(state),
+    ),
+    _Generator("torch's CPU generator", torch.get_rng_state, torch.set_rng_state),
+)
+
+
 def _sources(roots: list[Any]) -> list[Any]:
     """Find the random generators of Python and numpy that modules and arguments refer to."""
 
@@ -39,29 +58,62 @@ def _sources(roots: list[Any]) -> list[Any]:
     return [value for value in found if isinstance(value, (*_NUMPY, random.Random))]
 
 
-def state_of(source: Any) -> tuple[str, str]:
-    """Return the kind of a Python or numpy generator, in words, and its state."""
+def _of(source: Any) -> _Generator:
     if isinstance(source, np.random.Generator):
-        return "a numpy random Generator", repr(source.bit_generator.state)
+        bits: Any = source.bit_generator
+        return _Generator(
+            "a numpy random Generator",
+            lambda: bits.state,
+            lambda state: setattr(bits, "state", state),
+        )
     if isinstance(source, np.random.RandomState):
-        kind, keys, position, *_ = source.get_state(legacy=True)
-        return "a numpy RandomState", f"{kind}{np.asarray(keys).tobytes()!r}{position}"
-    return "a random.Random", repr(source.getstate())
+        return _Generator(
+            "a numpy RandomState", lambda: source.get_state(legacy=False), source.set_state
+        )
+    return _Generator("a random.Random", source.getstate, source.setstate)
 
 
-def _states(sources: list[Any]) -> list[tuple[str, str]]:
-    numpy_state: Any = np.random.get_state()
-    return [
-        ("Python's `random`", repr(random.getstate())),
-        ("numpy's global random state", f"{numpy_state[1].tobytes()!r}{numpy_state[2]}"),
-        ("torch's CPU generator", repr(torch.get_rng_state().numpy().tobytes())),
-        *map(state_of, sources),
-    ]
+def _comparable(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _comparable(part) for name, part in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+class _States:
+    """The states of the host's generators at one time."""
+
+    def __init__(self, roots: list[Any]) -> None:
+        generators = (*_GLOBAL, *map(_of, _sources(roots)))
+        self.before = [(one, one.state()) for one in generators]
+
+    def restore(self) -> str | None:
+        """Restore each generator that was drawn from, and return the name of the first."""
+        drawn = None
+        for one, state in self.before:
+            if _comparable(one.state()) != _comparable(state):
+                one.restore(state)
+                drawn = drawn or one.name
+        return drawn
+
+
+@contextlib.contextmanager
+def restored(roots: list[Any]) -> Iterator[None]:
+    """Restore after the block the host's generators: global ones, and those that `roots` hold."""
+    states = _States(roots)
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 @contextlib.contextmanager
 def unchanged(roots: list[Any]) -> Iterator[None]:
     """Refuse a trace, run inside the block, that draws from a generator of the host.
+
+    The generators are restored: what runs next, another attempt or eager code, draws the numbers
+    that eager code would have drawn here.
 
     Args:
         roots: the module and the arguments, which may refer to generators; the global generators
@@ -70,17 +122,18 @@ def unchanged(roots: list[Any]) -> Iterator[None]:
     Raises:
         PortError: the trace drew from one.
     """
-    sources = _sources(roots)
-    before = _states(sources)
-    yield
-    for (name, was), (_, now) in zip(before, _states(sources), strict=True):
-        if was != now:
-            raise port_error(
-                f"the function drew random numbers from {name} while it was traced;"
-                " they would be the same at every call",
-                code="TPU404",
-                remedy=(
-                    "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                    " fresh at each call"
-                ),
-            )
+    states = _States(roots)
+    try:
+        yield
+    finally:
+        drawn = states.restore()
+    if drawn is not None:
+        raise port_error(
+            f"the function drew random numbers from {drawn} while it was traced;"
+            " they would be the same at every call",
+            code="TPU404",
+            remedy=(
+                "draw them with torch (torch.rand, torch.randint), which a ported model makes"
+                " fresh at each call"
+            ),
+        )
