@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tpuport
 from tests.program.small import needs_libtpu
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program
 
 WIDTH, NUM_BLOCKS = 16, 4
 
@@ -158,3 +162,36 @@ def test_an_assertion_that_stand_ins_do_not_pass():
         torch.testing.assert_close(tpuport.to_torch(ported(x)), model(x), rtol=1e-5, atol=1e-5)
     finally:
         KEPT.clear()
+
+
+def checkpointed(name: str) -> Any:
+    policy = jax.checkpoint_policies.save_only_these_names(name)
+    return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), policy=policy)
+
+
+def scaled_back(factor: float, number: Any = 1.0) -> Any:
+    """An identity whose cotangent is scaled, by something that only a closure holds."""
+    function = jax.custom_vjp(lambda x: x * number)
+    function.defvjp(lambda x: (x * number, None), lambda _, grad: (grad * factor,))
+    return function
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (checkpointed("a"), checkpointed("a"), True),
+        (checkpointed("a"), checkpointed("b"), False),
+        (scaled_back(2.0), scaled_back(2.0), True),
+        (scaled_back(2.0), scaled_back(3.0), False),
+        (scaled_back(0.0), scaled_back(-0.0), False),
+        (scaled_back(2.0, np.float32(1)), scaled_back(2.0, np.float32(2)), False),
+        (lambda x: x + 1, lambda x: x + 1, True),
+        (lambda x: x + 1, lambda x: 1 + x, False),
+        (lambda x: x + np.ones(3, "f4"), lambda x: x + np.ones(3, "f4"), True),
+        (lambda x: x + np.ones(3, "f4"), lambda x: x + np.zeros(3, "f4"), False),
+    ],
+)
+def test_programs_are_the_same_if_they_compute_and_differentiate_alike(
+    ours: Any, theirs: Any, same: bool
+):
+    assert same_program(*(jax.make_jaxpr(f)(jnp.ones(3)) for f in (ours, theirs))) is same

@@ -122,7 +122,7 @@ def _same_object(a: Any, b: Any) -> bool:
         fields = [field.name for field in dataclasses.fields(a)]
         return all(_same_param(getattr(a, name), getattr(b, name)) for name in fields)
     if isinstance(a, torch.Tensor):
-        return False  # it is another one, and its values may differ
+        return False  # two tensors, whose values may differ
     if type(a).__eq__ is not object.__eq__:
         equal = a == b
         return isinstance(equal, bool) and equal
@@ -134,7 +134,7 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     cells = [_content(cell) for cell in function.__closure__ or ()]
     if (function.__module__ or "").partition(".")[0] == "jax":
         # The rest is jax's own: tables of results, the running trace.
-        cells = [one for one in cells if isinstance(one, (*_FUNCTIONS, bool, int, str))]
+        cells = [one for one in cells if isinstance(one, _MEANT)]
     return [cells, function.__defaults__, function.__kwdefaults__]
 
 
@@ -145,4 +145,7 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, WrappedFun)
+_MEANT = (
+    *(types.FunctionType, types.MethodType, functools.partial, WrappedFun),
+    *(bool, int, float, str, tuple, frozenset, np.ndarray, core.ClosedJaxpr, core.Jaxpr),
+)
