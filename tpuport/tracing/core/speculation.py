@@ -77,7 +77,7 @@ class SpeculationLog:
         """Restart to have the line that runs now rewritten, unless that was tried already.
 
         Raises:
-            Restart: The line has not been tried yet.
+            RestartTrace: The line has not been tried yet.
         """
         frame = user_frame()
         if frame is None:

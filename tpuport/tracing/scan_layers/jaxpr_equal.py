@@ -20,7 +20,8 @@ from tpuport.tracing.scan_layers.iterations import same_kinds
 def same_program(ours: Any, theirs: Any) -> bool:
     """Return whether two `ClosedJaxpr` compute the same from the same inputs.
 
-    Functions among an operation's parameters (derivative rules) are compared by their code.
+    Functions among an operation's parameters (derivative rules) are compared by their code and by
+    what their closures hold. What cannot be compared counts as different.
     """
     if len(ours.consts) != len(theirs.consts):
         return False
