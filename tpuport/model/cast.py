@@ -86,7 +86,7 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
             f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
         )
     policy = as_policy(policy)
-    known, master = ported._tracer.casting, ported.module
+    known, master = ported._tracer.casting, ported._module
     if known.before is None:
         floating = (p.dtype for p in master.parameters() if p.dtype.is_floating_point)
         before = next(floating, torch.get_default_dtype())

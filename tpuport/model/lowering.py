@@ -53,8 +53,8 @@ def lower(
     state = ported._values()
     with compile_times(ported.report):
         compiled, _ = ported._program_for(method, state, call, is_call=False)
-        picked = {name: state[name] for name in compiled.names}
-        return Lowered(ported, compiled, compiled.run.lower(picked, unused_key(), call.values))
+        lowered = compiled.run.lower(compiled.picked(state), unused_key(), call.values)
+        return Lowered(ported, compiled, lowered)
 
 
 def shapes_of(

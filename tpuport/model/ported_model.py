@@ -17,6 +17,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import lowering, report_builder
+from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import verify
 from tpuport.model.parity.bisect import fail
@@ -26,7 +27,9 @@ from tpuport.model.program_cache import (
     CachedProgram,
     CallArguments,
     JittedProgram,
+    ProgramCache,
     Signature,
+    VerifyAgain,
     compile_times,
     flattened,
     release,
@@ -58,7 +61,11 @@ class PortedModel(PortedState):
         self.report = report_builder.new_report(target)
         super().__init__(target, options)
         self.methods = options.methods
-        self._cache: dict[Signature, CachedProgram] = {}
+        self._cache = ProgramCache()
+        # Programs by the kinds of plain arguments, for a quick call.
+        self._bound: dict[Any, BoundProgram] = {}
+        self._last_program: CachedProgram | None = None
+        self._verifying = False
         self._verifier: Any = None
         if options.verify:
             self._verifier = verify.Verifier(self, target, options.rtol)
@@ -72,7 +79,7 @@ class PortedModel(PortedState):
             PortError: The code cannot be ported exactly, or its result differs from eager's.
             UsageError: An argument is of a kind that cannot be passed.
         """
-        return self._call("forward", args, kwargs)
+        return self._quick_call("forward", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self.__dict__.get("methods", ()):
@@ -87,14 +94,35 @@ class PortedModel(PortedState):
                 f" tpuport.convert(model, methods=('forward', {name!r}))"
             )
             raise AttributeError(msg)
-        return lambda *args, **kwargs: self._call(name, args, kwargs)
+        return lambda *args, **kwargs: self._quick_call(name, args, kwargs)
+
+    def _quick_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method: by its bound program if there is one for such arguments."""
+        if self._edits is not None or self._mode is not None:
+            self._take_edits()
+        kinds, version = kinds_of(method, args, kwargs), self._state_version
+        bound = self._bound.get((kinds, version))
+        if bound is not None:
+            is_valid, out = bound.call(self, args, kwargs)
+            if is_valid:
+                self._outside_changes = 0
+                return out
+        out = self._call(method, args, kwargs)
+        last = self._last_program
+        if kinds is not None and last is not None and version == self._state_version:
+            if BoundProgram.suits(self, last):
+                self._bound[kinds, version] = BoundProgram(last)
+        return out
 
     @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         verifier = self._verifier
         if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
             return self._verified_call(method, args, kwargs)
-        return self._run(method, args, kwargs)[0]
+        try:
+            return self._run(method, args, kwargs)[0]
+        except VerifyAgain:
+            return self._verified_call(method, args, kwargs)
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,8 +167,15 @@ class PortedModel(PortedState):
         key = next_key()
         given = arguments.copies((args, kwargs))
         trainable = self._differentiates(args, kwargs)
-        expected, module, after = verifier.reference(method, args, kwargs, key, trainable=trainable)
-        out, before = self._run(method, args, kwargs)
+        with self._tracer.outside(method).left_alone():
+            expected, module, after = verifier.reference(
+                method, args, kwargs, key, trainable=trainable
+            )
+            self._verifying = True
+            try:
+                out, before = self._run(method, args, kwargs)
+            finally:
+                self._verifying = False
         with self.report.timed("verify"):
             records = verifier.compare("output", "output", expected, out)
             records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
@@ -269,22 +304,24 @@ class PortedModel(PortedState):
         A program compiled ahead (`is_call` is false) is no retrace for the report.
         """
         signature = self._signature(method, given)
-        known = self._cache.get(signature)
-        outside = None if known is None else known.outcome.trace.recorder.guards.changed()
+        known, outside = self._cache.fitting(signature, state)
+        if known is not None:
+            self._outside_changes, self._last_program = 0, known
+            return known, False
         if is_call:
             self._count_outside(outside)
-        if known is not None and outside is None:
-            if all(state[n] is v for n, v in known.baked.items()):
-                return known, False
-        if is_call:
-            self._note_retrace(signature, outside)
+            if outside and self._verifier is not None and not self._verifying:
+                raise VerifyAgain
+            self._note_retrace(signature, outside or None)
         made = self._trace_to_jaxpr(signature, state, given)
         # Tracing may have found that it needs the value of an argument, which then becomes part
         # of the signature.
-        self._cache[self._signature(method, given)] = made
+        self._cache.add(self._signature(method, given), made)
+        self._last_program = made
         return made, True
 
     def _signature(self, method: str, given: CallArguments) -> Signature:
+        self._take_edits()
         host = self._tracer.plan_for(method, given.spec).host_args
         for index in host:
             if isinstance(given.values[index], jax.ShapeDtypeStruct):
@@ -332,7 +369,7 @@ class PortedModel(PortedState):
             return outcome.out_leaves, outcome.state, outcome.mutated, put, code
 
         start = time.perf_counter()
-        with self._precision_scope(), self._tracing():
+        with self._precision_scope():
             program = self._transformed(call, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
                 state, unused_key(), given.values
@@ -343,14 +380,13 @@ class PortedModel(PortedState):
         run = JittedProgram(closed, shape, name, place=self._placement.constants)
         outcome = held["outcome"]
         baked = {name: state[name] for name in outcome.baked}
-        compiled = CachedProgram(run, outcome, signature, list(state), baked)
+        # As `jax.tree.leaves` orders the state that was traced.
+        names = sorted(state)
+        writes = bool(outcome.mutated)
+        compiled = CachedProgram(run, outcome, signature, names, baked, writes)
         self._note(outcome, hoisted.tensors(run.hoisted), ended - start)
         release(outcome)
         return compiled
-
-    def _tracing(self) -> Any:
-        """Return the context in which the user's code is traced."""
-        return contextlib.nullcontext()
 
     def _variant(self) -> Any:
         """Return a key that tells apart the functions compiled for equal arguments."""
@@ -372,13 +408,15 @@ class PortedModel(PortedState):
         """Replace parts of the `Tracer`, such as its placement, and forget all programs."""
         self._tracer = dataclasses.replace(self._tracer, **parts)
         self._cache.clear()
+        self._bound.clear()
         if "casting" in parts and self._verifier is not None:
             self._verifier.done.clear()
 
     def _copy(self, params: dict[str, Any], buffers: dict[str, Any], **parts: Any) -> Self:
         """Return a model with other state and parts of the `Tracer`, and programs of its own."""
         made = copy.copy(self)
-        made.params, made.buffers, made._cache = params, buffers, {}
+        made.params, made.buffers = params, buffers
+        made._cache, made._bound = ProgramCache(), {}
         made._tracer = dataclasses.replace(self._tracer, **parts)
         return made
 

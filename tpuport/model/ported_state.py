@@ -15,13 +15,14 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import weights
+from tpuport.model.module_edits import ModuleEdits, alias
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
-from tpuport.tracing.core.placement import Placement
+from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
@@ -63,6 +64,9 @@ class PortedState:
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
         self._outside_changes = 0
+        self._edits: ModuleEdits | None = None
+        # The mode that the user's module had, until the port is given one of its own.
+        self._mode = target.training if is_module else None
 
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
@@ -83,11 +87,24 @@ class PortedState:
     def module(self) -> torch.nn.Module:
         """Return the ported copy of the module.
 
-        It has the structure and Python state; the weights live in `params`.
+        It has the structure and Python state; the weights live in `params`. What is changed in it
+        (attributes, submodules, hooks, modes) counts at the next call, which from now on takes
+        longer by looking for such changes.
 
         Raises:
             UsageError: A function was ported, not a module.
         """
+        if self._edits is None:
+            self._replace_module(clone_module(self._module, alias)[0])
+            self._edits = ModuleEdits(self)
+        elif self._edits.module is not self._module:
+            self._edits.take(self)
+            self._edits = ModuleEdits(self)
+        return self._module
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        """Return the ported copy of the module, to look at."""
         if self._tracer.master is None:
             msg = "this is a ported function; it has no module"
             raise UsageError(msg)
@@ -96,7 +113,7 @@ class PortedState:
     @property
     def frozen(self) -> dict[str, jax.Array]:
         """Return the part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
-        owners = dict(self.module.named_parameters())
+        owners = dict(self._module.named_parameters())
         first = {name: stacked_params.members_of(name) or [name] for name in self.buffers}
         return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
@@ -104,6 +121,11 @@ class PortedState:
     def _placement(self) -> Placement:
         """Return where `tpuport.shard` put the model."""
         return self._tracer.placement
+
+    @property
+    def _is_placed(self) -> bool:
+        """Return whether `tpuport.shard` put the model anywhere."""
+        return self._tracer.placement is not NOWHERE
 
     @property
     def _rolls(self) -> bool:
@@ -128,12 +150,16 @@ class PortedState:
     @property
     def training(self) -> bool:
         """Return whether the ported copy is in training mode."""
-        return self.module.training
+        return self._module.training
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as `nn.Module.train` does (the next call may retrace)."""
-        self.module.train(mode)
+        self._take_edits()
+        self._module.train(mode)
+        self._mode = None
         self._new_version()
+        if self._edits is not None:
+            self._edits = ModuleEdits(self)
         return self
 
     def eval(self) -> Self:
@@ -191,7 +217,7 @@ class PortedState:
 
     def _as_module(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> torch.nn.Module:
         values = self.by_fqn()
-        tree = state_tree(self.module)
+        tree = state_tree(self._module)
         names = {id(leaf): name for name, leaf in tree.leaves.items()}
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +233,7 @@ class PortedState:
                 return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
 
-        made = clone_module(self.module, back)[0]
+        made = clone_module(self._module, back)[0]
         for name in self._tracer.numbers & values.keys():
             # A Python number that became state of the program: `master` still has its old value.
             fqn, attribute = tree.owners[name]
@@ -305,7 +331,7 @@ class PortedState:
 
     def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
         self._new_version()
-        master = self.module
+        master = self._module
         for name in changes.causes:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
             # A table that grows with the arguments changes once for each shape, which is harmless:
@@ -326,28 +352,55 @@ class PortedState:
         for name in changes.gone:
             self.buffers.pop(name, None)
 
-    def _adopt(self, module: torch.nn.Module, names: Iterable[str]) -> None:
-        """Sort the state into params and buffers again after submodules were exchanged."""
-        values = self.by_fqn()
+    def _take_edits(self) -> None:
+        """Take over what a script changed in `module`.
+
+        Raises:
+            UsageError: it changed a weight that has another value by now, or the mode of the module
+                that was converted.
+        """
+        if self._edits is not None:
+            self._edits.take(self)
+        source = self._source
+        if self._mode is not None and self._mode != source.training:
+            now = "train" if source.training else "eval"
+            raise UsageError(
+                f"{type(source).__name__}.{now}() was called on the module after it was"
+                f" converted. The port is of a copy: call ported.{now}() too, or"
+                f" ported.{'eval' if source.training else 'train'}() to keep its own mode"
+            )
+
+    def _adopt(
+        self, module: torch.nn.Module, leaves: Mapping[str, Any], fresh: Iterable[str] = ()
+    ) -> None:
+        """Sort the state into params and buffers again after submodules were exchanged.
+
+        Args:
+            module: The module.
+            leaves: Its state by name.
+            fresh: The names whose values are taken from there.
+        """
+        names, values = list(leaves), self.by_fqn()
+        values |= {name: backend.to_jax(leaves[name]) for name in fresh}
         trainable = {n for n, p in module.named_parameters() if p.requires_grad}
         kept = {name: values[name] for name in names if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
         self.buffers = {n: v for n, v in kept.items() if n not in trainable}
 
     def _count_outside(self, what: str | None) -> None:
-        """Count consecutive calls that found something outside the module changed.
+        """Count consecutive calls that found something outside the module changed, in a new way.
 
         Raises:
             PortError: The limit of such calls is reached.
         """
-        self._outside_changes = 0 if what is None else self._outside_changes + 1
+        self._outside_changes = self._outside_changes + 1 if what else 0
         if self._outside_changes >= _SAME_STATE_LIMIT:
             raise PortError(
                 f"{what}, and such changes came before each of the last calls, so each call is"
                 " compiled again",
                 code="TPU406",
                 remedy=(
-                    "convert the module that owns it, or pass the tensor as an argument of the call"
+                    "convert the module that owns it, or pass it as an argument of the call"
                 ),
             )
 

@@ -145,7 +145,7 @@ def precision_audit(
 
 
 def _modules(ported: PortedModel) -> frozenset[str]:
-    return frozenset(fqn for fqn, _ in ported.module.named_modules() if fqn)
+    return frozenset(fqn for fqn, _ in ported._module.named_modules() if fqn)
 
 
 def _traced(ported: PortedModel, method: str, args: Any, kwargs: Any) -> Any:

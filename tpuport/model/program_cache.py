@@ -38,13 +38,70 @@ class Signature:
 
 @dataclass
 class CachedProgram:
-    """A cached program, for one method and one signature of arguments and state."""
+    """A cached program, for one method and one signature of arguments and state.
+
+    Attributes:
+        run: the program; it takes the state as a tuple.
+        outcome: what its trace gave.
+        signature: what it is for.
+        names: the names of the state it takes, in order.
+        baked: state that is part of it.
+        writes: whether it changes arguments.
+        older: a program of the same signature for other values outside of the module.
+    """
 
     run: "JittedProgram"
     outcome: TraceResult
     signature: Signature
     names: list[str]
     baked: dict[str, jax.Array]
+    writes: bool
+    older: "CachedProgram | None" = None
+
+    def changed(self, state: dict[str, Any]) -> str | None:
+        """Say why the program is wrong for a state or for what is outside; None if it is right."""
+        outside = self.outcome.trace.recorder.guards.changed()
+        if outside is not None:
+            return outside
+        return None if all(state[n] is v for n, v in self.baked.items()) else ""
+
+    def picked(self, state: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the state that the program takes."""
+        return tuple(state[name] for name in self.names)
+
+
+_MOST_ALIKE = 4
+
+
+class ProgramCache(dict[Signature, CachedProgram]):
+    """Cached programs by signature, each with older ones for other values outside of the module."""
+
+    def fitting(
+        self, signature: Signature, state: dict[str, Any]
+    ) -> tuple[CachedProgram | None, str | None]:
+        """Return the program for a call, or None and what has changed since the newest one."""
+        why = None
+        known = self.get(signature)
+        while known is not None:
+            changed = known.changed(state)
+            if changed is None:
+                return known, None
+            why, known = why or changed, known.older
+        return None, why
+
+    def add(self, signature: Signature, made: CachedProgram) -> None:
+        """Add a program; of those with the same signature, the newest few are kept."""
+        if self.get(signature) is not made:
+            made.older, self[signature] = self.get(signature), made
+        for _ in range(_MOST_ALIKE - 1):
+            if made.older is None:
+                return
+            made = made.older
+        made.older = None
+
+
+class VerifyAgain(Exception):  # noqa: N818  (no error: it leads to a call that is verified)
+    """Values outside of the module changed: the new program has to be compared with eager too."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +150,9 @@ class BoundCall:
     timing: Any
 
     @property
-    def picked(self) -> dict[str, Any]:
+    def picked(self) -> tuple[Any, ...]:
         """Return the state that the program takes."""
-        return {name: self.state[name] for name in self.compiled.names}
+        return self.compiled.picked(self.state)
 
     def run(self) -> Any:
         """Run the program."""
@@ -117,21 +174,18 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
         meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
         for meta in metas
     )
-    key = (
-        call.spec.key,
-        kinds,
-        version,
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        autocast_dtype(),
-        cuda_is_on(),
-        choice(),
-    )
+    key = (call.spec.key, kinds, version, modes())
     if host:
         read = {paths[i]: np.asarray(call.values[i]) for i in sorted(host)}
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
+
+
+def modes() -> tuple[Any, ...]:
+    """Return the modes of torch and the options that a program is compiled for."""
+    default = torch.get_default_dtype()
+    return torch.is_grad_enabled(), default, autocast_dtype(), cuda_is_on(), choice()
 
 
 def _is_class(meta: Any) -> bool:

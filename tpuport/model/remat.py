@@ -49,16 +49,16 @@ def remat(ported: PortedModel, policies: Mapping[str, str] | str) -> RematPlan:
         raise UsageError(
             f"Expected what tpuport.convert(model) gives, got a {type(ported).__name__}"
         )
-    names = [fqn for fqn, _ in ported.module.named_modules()]
+    names = [fqn for fqn, _ in ported._module.named_modules()]
     if isinstance(policies, str):
-        policies = dict.fromkeys(_blocks(ported.module), policies)
+        policies = dict.fromkeys(_blocks(ported._module), policies)
         if not policies:
             raise UsageError(
-                f"{type(ported.module).__name__} has no ModuleList or Sequential, so it has no"
+                f"{type(ported._module).__name__} has no ModuleList or Sequential, so it has no"
                 " blocks to be found; name its modules: {'encoder.*': 'full'}"
             )
     table = PolicyTable(policies)
-    name_patterns.refuse_unmatched(policies, names, f"module of {type(ported.module).__name__}")
+    name_patterns.refuse_unmatched(policies, names, f"module of {type(ported._module).__name__}")
     plan = RematPlan()
     for fqn in names:
         policy = table(fqn)

@@ -27,7 +27,7 @@ def stack_blocks(ported: PortedState) -> list[str]:
             f"stack_blocks takes what tpuport.convert gives; got a {type(ported).__name__}. What to"
             " do: tpuport.stack_blocks(tpuport.convert(model))"
         )
-    names = stack_names(ported.module)
+    names = stack_names(ported._module)
     made: list[str] = []
     for values in (ported.params, ported.buffers):
         for name in names:

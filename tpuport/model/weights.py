@@ -43,7 +43,7 @@ def load_model(
         CheckpointError: names, shapes or kinds do not fit, or the checkpoint is damaged.
         UsageError: an argument does not fit.
     """
-    module = ported.module
+    module = ported._module
     _refuse_hooks(module)
     if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
         opened = of_mapping(source)
@@ -89,7 +89,7 @@ def state_names(ported: Any, tree: StateTree) -> dict[str, str]:
     first_of = {id(leaf): name for name, leaf in tree.leaves.items()}
     values = ported.by_fqn()
     found = {}
-    for fqn, owner in ported.module.named_modules(remove_duplicate=False):
+    for fqn, owner in ported._module.named_modules(remove_duplicate=False):
         start = f"{fqn}." if fqn else ""
         unsaved = owner._non_persistent_buffers_set
         buffers = {n: b for n, b in owner._buffers.items() if n not in unsaved}
@@ -243,7 +243,7 @@ def checkpoint_values(
     ported: Any, like: Checkpoint | None
 ) -> tuple[dict[str, jax.Array], dict[str, torch.dtype]]:
     """Return what `state_dict` of the module has; of tied weights the names that `like` has."""
-    tree = state_tree(ported.module)
+    tree = state_tree(ported._module)
     first_of = state_names(ported, tree)
     values = ported.by_fqn()
     there = {first for name, first in first_of.items() if like is not None and name in like}

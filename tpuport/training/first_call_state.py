@@ -73,7 +73,7 @@ def settle(
         return jax.make_jaxpr(pure)(*inputs)
 
     first = once_more(ported)
-    module = changes.apply(clone_module(ported.module, lambda tensor: tensor)[0])
+    module = changes.apply(clone_module(ported._module, lambda tensor: tensor)[0])
     second = once_more(ported._copy(ported.params, ported.buffers, master=module))
     if held[-1].python_changes is None and same_program(first, second):
         ported._replace_module(module)

@@ -260,7 +260,7 @@ class TrainStep:
 def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:
     """Return the method name of a loss function, adding it to the model if it is new."""
     if isinstance(loss, str):
-        if not callable(getattr(ported.module, loss, None)):
+        if not callable(getattr(ported._module, loss, None)):
             raise UsageError(f"loss={loss!r}: {ported.report.model} has no method of that name")
         return loss
     return ported._name_of(loss, LOSS)

@@ -12,7 +12,7 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
-from tpuport.model.program_cache import BoundCall
+from tpuport.model.program_cache import BoundCall, CachedProgram
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -98,7 +98,7 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
 _pull = jax.jit(lambda pull, cotangents: pull(cotangents))
 
 
-def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Array]]:
+def _second_order(compiled: CachedProgram, wanted: Wanted) -> Callable[..., list[jax.Array]]:
     """Return the derivative of a program's backward pass, which runs the program once more."""
     names, indices = wanted
 
@@ -107,10 +107,11 @@ def _second_order(executable: Any, wanted: Wanted) -> Callable[..., list[jax.Arr
     ) -> list[jax.Array]:
         def back(primals: list[Any], cotangents: list[Any]) -> list[Any]:
             part = dict(zip(names, primals, strict=False))
+            whole = tuple(map(part.get, compiled.names, state))
             merged = list(values)
             for index, value in zip(indices, primals[len(names) :], strict=True):
                 merged[index] = value
-            _, pull, _ = executable({**state, **part}, key, merged)
+            _, pull, _ = compiled.run(whole, key, merged)
             found, leaves = pull(cotangents)
             return [*(found[name] for name in names), *leaves]
 
@@ -151,8 +152,8 @@ class DifferentiatedCall:
     ) -> list[jax.Array]:
         """Map cotangents of `pulled_back`'s results to those of state, arguments and cotangents."""
         prepared, (names, indices) = self.prepared, self.wanted
-        executable = prepared.compiled.run
-        primals = [prepared.picked[name] for name in names]
+        derived = prepared.compiled.run.derived
+        primals = [prepared.state[name] for name in names]
         primals += [prepared.given.values[index] for index in indices]
         cotangents = [
             backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
@@ -161,10 +162,9 @@ class DifferentiatedCall:
             jnp.zeros_like(primal) if second is None else backend.to_jax(second)
             for primal, second in zip(primals, seconds, strict=True)
         ]
-        twice = executable.derived.get(self.wanted)
+        twice = derived.get(self.wanted)
         if twice is None:
-            twice = jax.jit(_second_order(executable, self.wanted))
-            executable.derived[self.wanted] = twice
+            twice = derived[self.wanted] = jax.jit(_second_order(prepared.compiled, self.wanted))
         return twice(
             prepared.picked, prepared.key, prepared.given.values, primals, cotangents, given
         )

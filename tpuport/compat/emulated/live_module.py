@@ -18,9 +18,9 @@ from tpuport.model.parity import verify
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall
 from tpuport.tracing.core import arguments
+from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.module_changes import (
-    changed_names,
     changed_numbers,
     differences,
     frame_of,
@@ -44,18 +44,18 @@ class LiveModel(PortedModel):
         super().__init__(module, ConvertOptions(verify=False))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
+        self._mode = None
         self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
-        self._outside = GlobalState(module)
-        self._outside_values = self._outside.values(module)
+        self._look_outside()
         self._tree = self._taken_apart(module)
         self._frame = frame_of(self._tree, module)
         # Each structure of the module that was seen has a number; cached programs belong to one.
         self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
         self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
-            self._verifier = _Verifier(self, self._source, rtol)
+            self._verifier = verify.Verifier(self, self._source, rtol)
 
     @property
     def methods_compiled(self) -> set[str]:
@@ -81,10 +81,10 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
-        self._outside.begin()
         out = self._call(method, args, kwargs)
-        if self._outside.has_settled:
-            self._outside_values = self._outside.values(self._user)
+        if self._outside_values.changed():
+            # Values that the call set at its first use.
+            self._outside_values = self._outside.snapshot()
             self._frames[self._number] = self._frame, self._outside_values
         self._give_back(before)
         return out
@@ -98,7 +98,7 @@ class LiveModel(PortedModel):
             name
             for name, (_, attribute) in tree.owners.items()
             if name not in tree.registered and name in tree.statics
-            if not self._outside.reads(attribute) and attribute != "training"
+            if not self._outside.code.reads(attribute) and attribute != "training"
         ]
         for name in unread:
             del tree.statics[name]
@@ -107,16 +107,20 @@ class LiveModel(PortedModel):
             del tree.leaves[name]
         return tree
 
+    def _look_outside(self) -> None:
+        """Find what the code reads outside of the module, and read it."""
+        name = type(self._user).__name__
+        self._outside = GlobalState(CodeReads([self._user]), name, self._source)
+        self._outside_values = self._outside.snapshot()
+
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
         tree = self._taken_apart(self._user)
         frame = frame_of(tree, self._user)
-        outside = self._outside.values(self._user)
-        if frame != self._frame or outside != self._outside_values:
-            changed = changed_names(self._outside_values, outside)
+        changed = self._outside_values.changed()
+        if frame != self._frame or changed:
             self._state_changes.update(dict.fromkeys(changed, 1))
-            self._outside = GlobalState(self._user)
-            self._outside_values = self._outside.values(self._user)
+            self._look_outside()
             tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
             frame = frame_of(tree, self._user)
@@ -131,7 +135,7 @@ class LiveModel(PortedModel):
             return
         self._frame = frame
         for number, (known, outside) in self._frames.items():
-            if known == frame and outside == self._outside_values:
+            if known == frame and not outside.changed():
                 self._number = number
                 self._frames[number] = known, self._outside_values
                 return
@@ -196,7 +200,7 @@ class LiveModel(PortedModel):
             self._give_python_state(change)
         if self._python_changes:
             self._tree = self._taken_apart(self._user)
-            self._outside_values = self._outside.values(self._user)
+            self._outside_values = self._outside.snapshot()
         for name, value in self._values().items():
             leaf = self._tree.leaves.get(name)
             if before.get(name) is value or leaf is None:
@@ -230,7 +234,7 @@ class LiveModel(PortedModel):
                 code="TPU405",
                 remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
             )
-        master, values = self.module, self._values()
+        master, values = self._module, self._values()
         names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,13 +289,6 @@ class LiveModel(PortedModel):
         call = gradients.DifferentiatedCall(prepared, wanted)
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
-
-    def _tracing(self) -> Any:
-        return self.alone()
-
-    def alone(self) -> Any:
-        """Return a block for user code that may change nothing but its module."""
-        return self._outside.left_alone(self._user)
 
     def _variant(self) -> Any:
         return self._wanted, self._number
@@ -359,12 +356,6 @@ class LiveModel(PortedModel):
             (name, none if w is None else w, none if h is None else h) for name, w, h in pairs
         ]
         return verify.gradient_records(self._verifier, filled)
-
-
-class _Verifier(verify.Verifier):
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ported.alone():  # pyright: ignore[reportAttributeAccessIssue]
-            return super().reference(*args, **kwargs)
 
 
 def _has_graph(value: Any) -> bool:

@@ -1,20 +1,31 @@
 """Guards on what a traced program read from outside its module.
 
-These are tensors and modules in closures, globals and arguments. Their values are part of the
-program. A guard notices, at a later call, that one has changed.
+These are tensors and modules in closures, globals and arguments, and the Python values that the
+code reads. Their values are part of the program. A guard notices, at a later call, that one has
+changed.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tpuport.tracing.core.errors import port_error
 
 
+class PythonValues(Protocol):
+    """The Python values that code read from outside (`tracing/guards/global_state.py`)."""
+
+    def changed(self) -> list[str]:
+        """Return the names of the values that have changed."""
+        ...
+
+
 def _held(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return the mode of a module, and the identities of its tensors and of its attributes."""
     tensors = [*module._parameters.items(), *module._buffers.items()]
-    return (module.training, tuple((name, id(tensor)) for name, tensor in tensors))
+    held = tuple((name, id(tensor)) for name, tensor in tensors)
+    return (module.training, held, tuple(map(id, module.__dict__.values())))
 
 
 def _contents(module: torch.nn.Module) -> dict[str, Any]:
@@ -38,12 +49,15 @@ class Guards:
     Attributes:
         tensors: host tensors from outside by id, with their version when they were read.
         modules: modules from outside by id, with what they held.
+        python: the Python values that the code read.
     """
 
     tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=dict
     )
+
+    python: PythonValues | None = None
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
@@ -94,6 +108,7 @@ class Guards:
         for module, held, _ in self.modules.values():
             now = _held(module)
             if now != held:
-                what = "mode" if now[0] != held[0] else "parameters or buffers"
+                what = "mode" if now[0] != held[0] else "parameters, buffers or attributes"
                 return f"the {what} of a {type(module).__name__} outside the module changed"
-        return None
+        names = () if self.python is None else self.python.changed()
+        return f"{', '.join(n.lstrip('.') for n in names[:3])} changed" if names else None

@@ -1,16 +1,20 @@
-"""Python values that the code of a program reads, besides its arguments: globals, closures, class
-attributes, configuration objects. A program has baked them in; here their current values are read.
+"""The Python values outside of a module that its code reads, and whether they have changed.
+
+These are globals, closures, defaults, class attributes, configuration objects and environment
+variables. A program has baked them in. `code_reads` finds where they are; here their values are
+read, and compared at each call.
 """
 
-import builtins
 import contextlib
+import contextvars
 import copy
-import sys
+import operator
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,192 +22,229 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content, environment
 
-# Packages whose code is not followed: scripts do not change what a library's code reads.
-_FOLLOWED_NOT = sys.stdlib_module_names - {"__main__"} | set(
-    "torch torchax jax jaxlib numpy tpuport einops".split()
-)
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_SETUP = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "extra_repr"})
-# Code that uses these may read any attribute.
-_ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"})
 _CONTAINERS = (list, dict, set, deque)
-_LARGEST, _MOST_FUNCTIONS, _MOST_BYTES = 4096, 5000, 4096
-_MISSING = object()
+_LARGEST, _MOST_BYTES = 4096, 4096
 
 
 class GlobalState:
-    """Python values that a module's code reads, found by following names from its methods.
+    """The Python values that code reads from outside, with what they were when a call began.
 
-    Attributes:
-        names: every name in that code, attributes included; None if it may read any.
+    Args:
+        code: where they are.
+        name: the module or function, for messages.
+        module: the module whose own attributes count too; None if a program has a copy of it.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._names: set[str] = set()
-        self._reads_any = False
-        self._places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        self._cells: dict[int, types.CellType] = {}
-        # By class the types of attributes to look at: of a library's classes only plain values.
-        self._classes: dict[type, tuple[type, ...]] = {}
-        self._codes: set[types.CodeType] = set()
-        self._todo: deque[types.FunctionType] = deque()
-        # Whether a global got its first value, and all values from before the call that set it.
-        self.has_settled = False
-        self._first: Any = None
-        for one in module.modules():
-            self._note_class(type(one), torch_too=True)
-            for value in [*vars(one).values(), *_hooks(one)]:
-                self._note_value(value)
-        while self._todo and len(self._codes) < _MOST_FUNCTIONS:
-            self._follow(self._todo.popleft())
-
-    def reads(self, attribute: str) -> bool:
-        """Return whether the code may read an attribute of this name."""
-        return self._reads_any or attribute in self._names
-
-    def values(
-        self, module: torch.nn.Module, kept: list[tuple[Any, Any]] | None = None
-    ) -> dict[str, Any]:
-        """Return what the code would read now, by readable names; equal if nothing changed.
-
-        Each container that is read is appended to `kept` with a shallow copy.
-        """
-        freezer = _Freezer(self, kept)
-        found: dict[str, Any] = {}
-        for namespace, name in self._places.values():
-            value = namespace.get(name, _MISSING)
-            if not isinstance(value, torch.Tensor):
-                found[f"{namespace.get('__name__', '')}.{name}"] = freezer.freeze(value)
-        for index, cell in enumerate(self._cells.values()):
-            if not isinstance(_content(cell), torch.Tensor):
-                found[f"closure {index}"] = freezer.freeze(_content(cell))
-        return found | self._held(module, freezer)
-
-    def _held(self, module: torch.nn.Module, freezer: "_Freezer") -> dict[str, Any]:
-        """Return the values of attributes of classes and modules."""
-        found: dict[str, Any] = {}
-        for cls, kinds in self._classes.items():
-            for name, value in vars(cls).items():
-                if isinstance(value, kinds) and name[:2] != "__":
-                    found[f"{cls.__name__}.{name}"] = freezer.freeze(value)
-        for fqn, one in module.named_modules():
-            for name, value in vars(one).items():
-                if type(value) not in _ATOMS and name not in _INTERNAL and self.reads(name):
-                    found[f"{fqn}.{name}"] = freezer.freeze(value)
-        return found
-
-    @contextlib.contextmanager
-    def left_alone(self, module: torch.nn.Module) -> Iterator[None]:
-        """Check that user code run in the block changes nothing outside of its module.
-
-        A global that was None and is set (a cache filled at first use) stays: code that runs
-        again finds it.
-
-        Raises:
-            PortError: it wrote outside of its module. The old values are restored.
-        """
-        kept: list[tuple[Any, Any]] = []
-        before = self.values(module, kept)
-        places = [(space, name, space.get(name, _MISSING)) for space, name in self._places.values()]
-        cells = [(cell, _content(cell)) for cell in self._cells.values()]
-        # A call may run the code several times (trace, reference): restore to before the first run.
-        first = self._first = self._first or (kept, places, cells)
-        try:
-            yield
-        finally:
-            after = self.values(module)
-            changed = [name for name in before if before[name] != after.get(name, _MISSING)]
-            if changed and _are_first_values(changed, places):
-                self.has_settled, changed = True, []
-            if changed:
-                _put_back(*first)
-        if changed:
-            what = ", ".join(name.lstrip(".") for name in changed[:3])
-            raise PortError(
-                f"a call of {type(module).__name__} writes to what is outside of it ({what}), which"
-                " a program would do once",
-                code="TPU406",
-                remedy="return what is written, or leave the class to eager PyTorch: --eager",
-            )
+    def __init__(self, code: CodeReads, name: str, module: torch.nn.Module | None = None) -> None:
+        self.code, self._name, self._module = code, name, module
+        self._first: _Restorable | None = None
 
     def begin(self) -> None:
-        """Start another call of the module."""
-        self.has_settled, self._first = False, None
+        """Start another call."""
+        self._first = None
 
-    # -- what the code reads -----------------------------------------------------------------------
+    def snapshot(self) -> "Snapshot":
+        """Return the values that the code would read now."""
+        return Snapshot(self.code, self._module)
 
-    def _note_class(self, cls: type, *, torch_too: bool = False) -> None:
-        for base in cls.__mro__:
-            if base in self._classes or base in (object, torch.nn.Module):
-                continue
-            if _top(base.__module__) in _FOLLOWED_NOT and not torch_too:
-                continue
-            if not hasattr(base, "__dict__") or base.__module__ == "builtins":
-                continue
-            library = _is_library(vars(sys.modules.get(base.__module__, builtins)))
-            self._classes[base] = _ATOMS if library else (*_ATOMS, list, dict, tuple, set)
-            for name, value in vars(base).items():
-                if name not in _SETUP:
-                    self._note_value(value)
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator["Run"]:
+        """Watch user code that is run in the block.
 
-    def _note_value(self, value: Any) -> None:
-        if isinstance(value, (classmethod, staticmethod)):
-            value = value.__func__
-        if isinstance(value, types.MethodType):
-            value = value.__func__
-        if isinstance(value, property):
-            for part in (value.fget, value.fset):
-                self._note_value(part)
-        elif isinstance(value, types.FunctionType):
-            self._todo.append(value)
-        elif isinstance(value, type):
-            self._note_class(value)
-        elif not isinstance(value, (*_ATOMS, torch.Tensor, types.ModuleType, torch.nn.Module)):
-            if type(value).__module__ != "builtins":
-                self._note_class(type(value))
-            wrapped = getattr(value, "__wrapped__", None)
-            if isinstance(wrapped, types.FunctionType):
-                self._todo.append(wrapped)
+        If the block raises, the values are as they were before the call.
 
-    def _follow(self, function: types.FunctionType) -> None:
-        if function.__code__ in self._codes:
-            return
-        names: set[str] = set()
-        for code in _nested(function.__code__):
-            self._codes.add(code)
-            names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-        self._names |= names
-        if _top(function.__module__ or "") in _FOLLOWED_NOT:
-            return
-        self._reads_any = self._reads_any or bool(names & _ANY)
-        self._note_names(function.__globals__, names)
-        library = _is_library(function.__globals__)
-        for cell in function.__closure__ or ():
-            if not library or isinstance(_content(cell), _ATOMS):
-                self._cells[id(cell)] = cell
-            self._note_value(_content(cell))
+        Raises:
+            PortError: it left a tensor of this call there. The old values are restored.
+        """
+        # A call may run the code several times (trace, reference): restore to before the first run.
+        self._first = self._first or _Restorable(self.code, self._module)
+        run = Run(self.snapshot())
+        try:
+            yield run
+            run.changed = run.before.changed()
+            left = dict(_read(self.code, self._module)) if run.changed else {}
+            kept = [name for name in run.changed if _holds_tensor_of_a_call(left.get(name))]
+            if kept:
+                self.refuse(kept)
+        except BaseException:
+            self._first.restore()
+            raise
 
-    def _note_names(self, namespace: dict[str, Any], names: set[str]) -> None:
-        for name in names:
-            value = namespace.get(name, _MISSING)
-            if value is _MISSING or (id(namespace), name) in self._places:
-                continue
-            if isinstance(value, types.ModuleType):
-                if _top(value.__name__) not in _FOLLOWED_NOT and value is not builtins:
-                    self._places[id(namespace), name] = (namespace, name)
-                    self._note_names(vars(value), names)
-                continue
-            if not _is_library(namespace) or isinstance(value, _ATOMS):
-                self._places[id(namespace), name] = (namespace, name)
-            self._note_value(value)
+    def refuse(self, changed: list[str]) -> NoReturn:
+        """Restore the values, and refuse a call that changes them each time.
+
+        Raises:
+            PortError: always.
+        """
+        if self._first is not None:
+            self._first.restore()
+        what = ", ".join(name.lstrip(".") for name in changed[:3])
+        raise PortError(
+            f"a call of {self._name} writes to what is outside of it ({what}), which"
+            " a program would do once",
+            code="TPU406",
+            remedy="return what is written, or keep it as a buffer or attribute of the module;"
+            " under porting(), leave the class to eager PyTorch: --eager",
+        )
+
+
+@dataclass
+class Run:
+    """A run of user code: the values before it, and after it the names of those it changed."""
+
+    before: "Snapshot"
+    changed: list[str] = field(default_factory=list)
+
+
+class Snapshot:
+    """The values that code reads from outside, at one time.
+
+    Comparing the identities of what code reads takes a fraction of a microsecond for each
+    namespace, container and object. Only if one differs are contents compared.
+    """
+
+    def __init__(self, reads: CodeReads, module: torch.nn.Module | None = None) -> None:
+        self._reads, self._module = reads, module
+        self._values, self._kept = self._now()
+
+    def changed(self) -> list[str]:
+        """Return the names of the values that have changed since then."""
+        if self._kept.are_same():
+            return []
+        now, kept = self._now()
+        changed = [n for n in {**self._values, **now} if self._values.get(n) != now.get(n)]
+        if not changed:
+            self._kept = kept
+        return changed
+
+    def _now(self) -> tuple[dict[str, Any], "_Identities"]:
+        freezer = _Freezer(self._reads)
+        _identities(self._reads, freezer.identities)
+        read = _read(self._reads, self._module)
+        return {name: freezer.freeze(value) for name, value in read}, freezer.identities
+
+
+class _Identities:
+    """The objects that namespaces, containers and other holders hold, to compare by identity."""
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[Any, Any, int, tuple[Any, ...]]] = []
+        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
+        self._others: list[tuple[Any, Any, Any]] = []
+
+    def mapping(self, held: Any, names: list[str]) -> None:
+        """Keep some entries of a namespace, and how many it has."""
+        if names:
+            # With two names or more, it returns a tuple.
+            get = operator.itemgetter(*names, names[0])
+            self._mappings.append((get, held, len(held), get(held)))
+
+    def container(self, value: Any) -> None:
+        """Keep what a container holds."""
+        if isinstance(value, dict):
+            self._dicts.append((value, tuple(value), tuple(value.values())))
+        elif isinstance(value, (list, tuple, deque)):
+            self._sequences.append((value, tuple(value)))
+        elif isinstance(value, (set, frozenset)):
+            self._others.append((operator.eq, value, set(value)))
+
+    def other(self, same: Any, held: Any, value: Any) -> None:
+        """Keep something that `same(held, value)` compares."""
+        self._others.append((same, held, value))
+
+    def are_same(self) -> bool:
+        """Return whether all holders hold the same objects."""
+        same = operator.is_
+        try:
+            for get, held, size, values in self._mappings:
+                if len(held) != size or not all(map(same, get(held), values)):
+                    return False
+        except KeyError:
+            return False
+        for held, values in self._sequences:
+            if len(held) != len(values) or not all(map(same, held, values)):
+                return False
+        for held, keys, values in self._dicts:
+            if len(held) != len(values) or not all(map(same, held.values(), values)):
+                return False
+            if not all(map(same, held, keys)):
+                return False
+        return all(test(held, value) for test, held, value in self._others)
+
+
+def _read(reads: CodeReads, module: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
+    """Read what the code would read now, by readable names."""
+    for namespace, name in reads.places.values():
+        yield f"{namespace.get('__name__', '')}.{name}", namespace.get(name, MISSING)
+    for index, cell in enumerate(reads.cells.values()):
+        yield f"closure {index}", content(cell)
+    for function in reads.functions:
+        if function.__defaults__ or function.__kwdefaults__:
+            defaults = (function.__defaults__, function.__kwdefaults__)
+            yield f"defaults of {function.__qualname__}", defaults
+    for cls in reads.classes:
+        for name in reads.attributes(cls):
+            yield f"{cls.__name__}.{name}", vars(cls)[name]
+    if reads.uses_environment:
+        yield "os.environ", environment()
+    yield from () if module is None else _read_module(reads, module)
+
+
+def _read_module(reads: CodeReads, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for fqn, one in module.named_modules():
+        for name, value in vars(one).items():
+            if type(value) not in VALUES and name not in _INTERNAL and reads.reads(name):
+                yield f"{fqn}.{name}", value
+
+
+def _identities(reads: CodeReads, identities: _Identities) -> None:
+    """Keep the identities of what namespaces, classes, closures and functions hold."""
+    by_namespace: dict[int, tuple[Any, list[str]]] = {}
+    for namespace, name in reads.places.values():
+        if name in namespace:
+            by_namespace.setdefault(id(namespace), (namespace, []))[1].append(name)
+    for namespace, names in by_namespace.values():
+        identities.mapping(namespace, names)
+    for cls in reads.classes:
+        identities.mapping(vars(cls), reads.attributes(cls))
+    for cell in reads.cells.values():
+        identities.other(_holds, cell, content(cell))
+    for function in reads.functions:
+        held = (function.__defaults__, function.__kwdefaults__)
+        identities.other(_has_defaults, function, held)
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    return content(cell) is value
+
+
+def _has_defaults(function: types.FunctionType, held: tuple[Any, Any]) -> bool:
+    return function.__defaults__ is held[0] and function.__kwdefaults__ is held[1]
+
+
+def _has_value(variable: contextvars.ContextVar[Any], value: Any) -> bool:
+    return variable.get(MISSING) is value
+
+
+def _has_bytes(array: np.ndarray, held: bytes) -> bool:
+    return array.tobytes() == held
+
+
+def _has_attributes(value: Any, held: dict[str, Any]) -> bool:
+    return all(getattr(value, name, MISSING) is one for name, one in held.items())
 
 
 class _Freezer:
     """A converter of Python values to ones that compare by content."""
 
-    def __init__(self, outside: GlobalState, kept: list[tuple[Any, Any]] | None) -> None:
-        self._outside, self._kept = outside, kept
+    def __init__(self, reads: CodeReads) -> None:
+        self._reads = reads
+        self.identities = _Identities()
+        # Lists, dicts, sets and the attributes of objects, which code may change in place.
+        self.mutable: list[Any] = []
         self._known: dict[int, Any] = {}
         self._left = _LARGEST
 
@@ -214,7 +255,7 @@ class _Freezer:
 
     def _frozen(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in VALUES:
             return (kind, repr(value) if kind in (float, complex) else value)
         known = self._known.get(id(value))
         if known is not None:
@@ -226,19 +267,27 @@ class _Freezer:
 
     def _contents(self, value: Any) -> Any:
         kind = type(value)
-        if self._kept is not None and kind in _CONTAINERS:
-            self._kept.append((value, copy.copy(value)))
-        if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > self._left:
-            return (_Same(value), len(value))
+        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+            if len(value) > self._left:
+                return (_Same(value), len(value))
+            self.identities.container(value)
+            if kind in _CONTAINERS:
+                self.mutable.append(value)
         if isinstance(value, (list, tuple, deque)):
             return (kind, tuple(map(self._frozen, value)))
         if isinstance(value, (set, frozenset)):
-            return (kind, frozenset(v if isinstance(v, _ATOMS) else id(v) for v in value))
+            return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in value))
         if isinstance(value, np.ndarray):
-            small = value.nbytes <= _MOST_BYTES and value.dtype != object
-            return (kind, value.shape, value.tobytes()) if small else _Same(value)
+            if value.nbytes > _MOST_BYTES or value.dtype == object:
+                return _Same(value)
+            self.identities.other(_has_bytes, value, value.tobytes())
+            return (kind, value.shape, value.tobytes())
+        if isinstance(value, contextvars.ContextVar):
+            now = value.get(MISSING)
+            self.identities.other(_has_value, value, now)
+            return (_Same(value), self._frozen(now))
         if isinstance(value, dict):
-            items = tuple((k if isinstance(k, _ATOMS) else id(k), v) for k, v in value.items())
+            items = tuple((k if isinstance(k, VALUES) else id(k), v) for k, v in value.items())
             return (kind, tuple((k, self._frozen(v)) for k, v in items), self._attributes(value))
         return self._attributes(value)
 
@@ -248,47 +297,60 @@ class _Freezer:
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in pytree.OPAQUE:
             return None if isinstance(value, dict) else _Same(value)
         held = pytree.attributes_of(value)
-        if self._kept is not None and isinstance(getattr(value, "__dict__", None), dict):
-            self._kept.append((value.__dict__, dict(value.__dict__)))
+        names = [name for name in held if self._reads.reads(name)]
+        space = getattr(value, "__dict__", None)
+        if isinstance(space, dict):
+            self.identities.mapping(space, [name for name in names if name in space])
+            self.mutable.append(space)
+        slots = {name: held[name] for name in names if name not in (space or ())}
+        if slots:
+            self.identities.other(_has_attributes, value, slots)
         return (
             None if isinstance(value, dict) else _Same(value),
-            tuple((k, self._frozen(v)) for k, v in held.items() if self._outside.reads(k)),
+            tuple((name, self._frozen(held[name])) for name in names),
         )
 
 
-def _put_back(kept: list[Any], places: list[Any], cells: list[Any]) -> None:
-    for container, before in kept:
-        if isinstance(container, list):
-            container[:] = before
-            continue
-        container.clear()
-        container.extend(before) if isinstance(container, deque) else container.update(before)
-    for space, name, value in places:
-        if value is _MISSING:
-            space.pop(name, None)
-        elif space.get(name, _MISSING) is not value:
-            space[name] = value
-    for cell, value in cells:
-        if _content(cell) is not value:
-            cell.cell_contents = value
+class _Restorable:
+    """The values outside, with what is needed to restore them."""
+
+    def __init__(self, reads: CodeReads, module: torch.nn.Module | None) -> None:
+        self._places = [(s, name, s.get(name, MISSING)) for s, name in reads.places.values()]
+        self._cells = [(cell, content(cell)) for cell in reads.cells.values()]
+        self._attributes = [
+            (cls, name, vars(cls)[name]) for cls in reads.classes for name in reads.attributes(cls)
+        ]
+        freezer = _Freezer(reads)
+        for _, value in _read(reads, module):
+            freezer.freeze(value)
+        self._containers = [(value, copy.copy(value)) for value in freezer.mutable]
+
+    def restore(self) -> None:
+        """Restore the values."""
+        for container, before in self._containers:
+            if isinstance(container, list):
+                container[:] = before
+                continue
+            container.clear()
+            container.extend(before) if isinstance(container, deque) else container.update(before)
+        for cls, name, value in self._attributes:
+            if vars(cls).get(name, MISSING) is not value:
+                setattr(cls, name, value)
+        for space, name, value in self._places:
+            if value is MISSING:
+                space.pop(name, None)
+            elif space.get(name, MISSING) is not value:
+                space[name] = value
+        for cell, value in self._cells:
+            if content(cell) is not value:
+                cell.cell_contents = value
 
 
-def _are_first_values(changed: list[str], places: list[Any]) -> bool:
-    """Return whether all that changed are globals that were None and got a lasting value."""
-    set_now = {
-        f"{space.get('__name__', '')}.{name}": space[name]
-        for space, name, value in places
-        if value is None and space.get(name) is not None
-    }
-    return all(name in set_now and not _is_of_one_call(set_now[name]) for name in changed)
-
-
-def _is_of_one_call(value: Any) -> bool:
-    """Return whether something holds a tensor of a trace, or one with a graph."""
-    leaves = pytree.flatten(value, objects=True)[0]
+def _holds_tensor_of_a_call(value: Any) -> bool:
+    """Return whether a value holds a tensor of a trace, or one with a graph."""
     return any(
-        isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-        for leaf in leaves
+        isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
+        for leaf in pytree.flatten(value, objects=True)[0]
     )
 
 
@@ -307,30 +369,3 @@ class _Same:
 
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__)
-
-
-def _is_library(namespace: dict[str, Any]) -> bool:
-    return "site-packages" in (namespace.get("__file__") or "")
-
-
-def _top(name: str) -> str:
-    return name.split(".", 1)[0]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _nested(const)
-
-
-def _hooks(module: torch.nn.Module) -> Iterator[Any]:
-    for held in (module._forward_hooks, module._forward_pre_hooks):
-        yield from held.values()

@@ -35,6 +35,8 @@ from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.guards.code_reads import CodeReads
+from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
@@ -109,9 +111,19 @@ class Tracer:
     def _trace(self, request: TraceRequest) -> TraceResult:
         self.plan = self.plan_for(request.method, request.spec)
         refused: PortError | None = None
+        outside = self.outside(request.method)
+        changed: list[str] = []
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._attempt(request)
+                with outside.left_alone() as run:
+                    outcome = self._attempt(request)
+                if not run.changed:
+                    outcome.trace.recorder.guards.python = run.before
+                    return outcome
+                # A value that is set at first use (a cache, a flag) is found by a second trace.
+                if changed:
+                    outside.refuse(run.changed)
+                changed = run.changed
             except RestartTrace as restart:
                 self._learn(restart)
             except PortError as error:
@@ -131,6 +143,13 @@ class Tracer:
             f" {sorted(map(str, self.plan.tried))}"
         )
         raise PortError(msg, remedy="please report this with the code of the function")
+
+    def outside(self, method: str) -> GlobalState:
+        """Return what a method's code reads outside of the module."""
+        roots = [one for one in (self.master, self.function, self.functions.get(method)) if one]
+        target = self.function if self.master is None else self.master
+        name = getattr(target, "__name__", type(target).__name__)
+        return GlobalState(CodeReads(roots, ("forward", method)), name)
 
     def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:
         """Return what is known of calls of a method with arguments of one structure."""

@@ -1,0 +1,212 @@
+"""The places outside of its arguments that Python code reads, found by following names.
+
+From the code of a module's methods, the names in it lead to globals, closures, classes and other
+functions. Nothing runs. What is followed too far costs a comparison at each call; code that is
+reached only by a name that is computed may be missed.
+"""
+
+import builtins
+import contextvars
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+# Packages whose code is not followed: scripts do not change what a library's code reads.
+_FOLLOWED_NOT = sys.stdlib_module_names - {"__main__"} | set(
+    "torch torchax jax jaxlib numpy tpuport einops".split()
+)
+VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_USERS = (
+    *(*VALUES, list, dict, tuple, set, types.FunctionType, property, staticmethod, classmethod),
+)
+_SETUP = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "extra_repr"})
+# Code that uses these may read any attribute.
+_ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"})
+# Code that uses these may call any method.
+_COMPUTED = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__"})
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+_MOST_FUNCTIONS = 5000
+MISSING = object()
+
+
+class CodeReads:
+    """What the code of modules and functions can read from outside.
+
+    Args:
+        roots: modules and functions.
+        methods: the methods that are called; others are followed only if code names them. By
+            default all methods are.
+
+    Attributes:
+        places: by an internal key, the namespaces and names of globals.
+        functions: the functions, whose defaults and closures are read.
+        cells: the cells of closures, by id.
+        classes: the classes whose attributes are read, with the types of attributes to look at: of
+            a library's classes only plain values.
+        uses_environment: whether the code reads environment variables.
+    """
+
+    def __init__(self, roots: Iterable[Any], methods: Iterable[str] | None = None) -> None:
+        self.places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self.functions: list[types.FunctionType] = []
+        self.cells: dict[int, types.CellType] = {}
+        self.classes: dict[type, tuple[type, ...]] = {}
+        self.uses_environment = False
+        self._follows_all = methods is None
+        self._names: set[str] = set(methods or ())
+        self._reads_any = False
+        self._codes: set[types.CodeType] = set()
+        self._todo: deque[types.FunctionType] = deque()
+        # Methods that no code has named so far, by name.
+        self._unnamed: dict[str, list[tuple[str, Any]]] = {}
+        for root in roots:
+            self._note_root(root)
+        while self._todo and len(self._codes) < _MOST_FUNCTIONS:
+            self._follow(self._todo.popleft())
+
+    def reads(self, attribute: str) -> bool:
+        """Return whether the code may read an attribute of this name."""
+        return self._reads_any or attribute in self._names
+
+    def attributes(self, cls: type) -> list[str]:
+        """Return the names of the attributes of a class that the code may read."""
+        kinds = self.classes[cls]
+        return [
+            name
+            for name, value in vars(cls).items()
+            if name[:2] != "__" and isinstance(value, kinds) and self.reads(name)
+        ]
+
+    def _note_root(self, root: Any) -> None:
+        if not isinstance(root, torch.nn.Module):
+            self._note_value(root)
+            return
+        for one in root.modules():
+            self._note_class(type(one), torch_too=True)
+            for value in [*vars(one).values(), *_hooks(one)]:
+                self._note_value(value)
+
+    def _note_class(self, cls: type, *, torch_too: bool = False) -> None:
+        for base in cls.__mro__:
+            if base in self.classes or base in (object, torch.nn.Module):
+                continue
+            if _top(base.__module__) in _FOLLOWED_NOT and not torch_too:
+                continue
+            if not hasattr(base, "__dict__") or base.__module__ == "builtins":
+                continue
+            library = _is_library(vars(sys.modules.get(base.__module__, builtins)))
+            self.classes[base] = VALUES if library else _OF_USERS
+            for name, value in vars(base).items():
+                if name in _SETUP:
+                    continue
+                if self._follows_all or name in self._names or name[:2] == "__":
+                    self._note_value(value)
+                else:
+                    self._unnamed.setdefault(name, []).append((base.__module__, value))
+
+    def _note_value(self, value: Any) -> None:
+        if isinstance(value, (classmethod, staticmethod)):
+            value = value.__func__
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        if isinstance(value, property):
+            for part in (value.fget, value.fset):
+                self._note_value(part)
+        elif isinstance(value, types.FunctionType):
+            self._todo.append(value)
+        elif isinstance(value, type):
+            self._note_class(value)
+        elif not isinstance(value, (*VALUES, torch.Tensor, types.ModuleType, torch.nn.Module)):
+            if type(value).__module__ != "builtins":
+                self._note_class(type(value))
+            wrapped = getattr(value, "__wrapped__", None) or getattr(value, "func", None)
+            if isinstance(wrapped, types.FunctionType):
+                self._todo.append(wrapped)
+
+    def _follow(self, function: types.FunctionType) -> None:
+        if function.__code__ in self._codes:
+            return
+        names: set[str] = set()
+        for code in _nested(function.__code__):
+            self._codes.add(code)
+            names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+        self._note_methods(names - self._names)
+        self._names |= names
+        if _top(function.__module__ or "") in _FOLLOWED_NOT:
+            return
+        self._reads_any = self._reads_any or bool(names & _ANY)
+        self.uses_environment = self.uses_environment or bool(names & _ENVIRONMENT)
+        self._note_names(function.__globals__, names)
+        library = _is_library(function.__globals__)
+        if not library:
+            self.functions.append(function)
+            if names & _COMPUTED:
+                self._note_methods(list(self._unnamed), of=function.__module__)
+        for cell in function.__closure__ or ():
+            if not library or isinstance(content(cell), VALUES):
+                self.cells[id(cell)] = cell
+            self._note_value(content(cell))
+
+    def _note_methods(self, names: Iterable[str], of: str | None = None) -> None:
+        """Follow the methods of these names, or those among them that one module defines."""
+        for name in names:
+            held = self._unnamed.pop(name, ())
+            left = [pair for pair in held if of not in (None, pair[0])]
+            if left:
+                self._unnamed[name] = left
+            for pair in held:
+                if pair not in left:
+                    self._note_value(pair[1])
+
+    def _note_names(self, namespace: dict[str, Any], names: set[str]) -> None:
+        for name in names:
+            value = namespace.get(name, MISSING)
+            if value is MISSING or (id(namespace), name) in self.places:
+                continue
+            if isinstance(value, types.ModuleType):
+                if _top(value.__name__) not in _FOLLOWED_NOT and value is not builtins:
+                    self.places[id(namespace), name] = (namespace, name)
+                    self._note_names(vars(value), names)
+                continue
+            watched = isinstance(value, (*VALUES, contextvars.ContextVar, types.FunctionType))
+            if not _is_library(namespace) or watched:
+                self.places[id(namespace), name] = (namespace, name)
+            self._note_value(value)
+
+
+def environment() -> dict[Any, Any]:
+    """Return the dict that holds the environment variables of this process."""
+    return os.environ._data  # type: ignore[attr-defined]  (no copy, which takes a microsecond each)
+
+
+def content(cell: types.CellType) -> Any:
+    """Return what a cell holds, None if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _is_library(namespace: dict[str, Any]) -> bool:
+    return "site-packages" in (namespace.get("__file__") or "")
+
+
+def _top(name: str) -> str:
+    return name.split(".", 1)[0]
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _nested(const)
+
+
+def _hooks(module: torch.nn.Module) -> Iterator[Any]:
+    for held in (module._forward_hooks, module._forward_pre_hooks):
+        yield from held.values()
