@@ -8,7 +8,6 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 import torch
 from jax._src.array import ArrayImpl
 
@@ -18,9 +17,10 @@ from tpuport.foundation.interop import backend
 from tpuport.model.program_cache import CachedProgram, modes
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
+from tpuport.tracing.core.tensor import Storage, TracedTensor
 
 if TYPE_CHECKING:
-    from tpuport.model.ported_model import PortedModel
+    from tpuport.model.ported_state import PortedState
 
 # Values that are part of a program, and are equal only if they are the same for Python's code.
 _STATIC = frozenset({bool, int, str, type(None)})
@@ -73,16 +73,17 @@ class BoundProgram:
         self._state = operator.itemgetter(*names, names[0]) if names else None
         self._baked = compiled.baked
         self._has_checks = bool(compiled.outcome.trace.recorder.checks)
+        self._metas = [_contiguous(meta) for meta in compiled.outcome.out_metas]
 
     @staticmethod
-    def suits(ported: "PortedModel", compiled: CachedProgram) -> bool:
+    def suits(ported: "PortedState", compiled: CachedProgram) -> bool:
         """Return whether a program changes nothing but state, and reads no argument's value."""
         outcome = compiled.outcome
         changes = outcome.argument_changes is not None or outcome.python_changes is not None
         return not (changes or outcome.host_paths or compiled.writes or ported._is_placed)
 
     def call(
-        self, ported: "PortedModel", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, ported: "PortedState", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Return whether the program can be used still, and its output."""
         state = {**ported.buffers, **ported.params}
@@ -106,8 +107,21 @@ class BoundProgram:
             ported._raise_failed_check(compiled, code)
         if new_state:
             ported._advance(compiled, new_state)
-        made = [arguments.from_program(o, m) for o, m in zip(outs, outcome.out_metas, strict=True)]
+        made = list(map(_result, outs, self._metas))
         return True, pytree.unflatten(outcome.out_spec, made)
+
+
+def _contiguous(meta: Any) -> Any:
+    """Return the meta tensor that results of a program have, made once; others as they are."""
+    if not isinstance(meta, torch.Tensor):
+        return meta
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def _result(value: Any, meta: Any) -> Any:
+    if isinstance(meta, torch.Tensor):
+        return TracedTensor(Storage(value, None), (), meta, value)
+    return arguments.from_program(value, meta)
 
 
 def _array(tensor: torch.Tensor) -> Any:

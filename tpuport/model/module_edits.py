@@ -1,12 +1,10 @@
 """Edits of a ported model's `module` between two calls."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpuport.foundation.errors import UsageError
-from tpuport.foundation.interop import backend
 from tpuport.tracing.guards.module_changes import differences, frame_of, key_of, named
 from tpuport.tracing.state.module_state import StateTree, state_tree
 
@@ -40,14 +38,22 @@ class ModuleEdits:
 
     def __init__(self, ported: "PortedState") -> None:
         self.module = ported._module
-        self._tree, self._frame, self._keys = self._read(ported)
         values = ported.by_fqn()
+        tree = state_tree(self.module, ported._tracer.numbers)
+        for name in ported._tracer.numbers & values.keys():
+            # A Python number that became state of the program.
+            fqn, attribute = tree.owners[name]
+            held = vars(self.module.get_submodule(fqn))
+            held[attribute] = type(held[attribute])(values[name])
+        self._tree, self._frame, self._keys = self._read(ported)
         self._values = {name: values.get(name) for name in self._keys}
 
     def _read(self, ported: "PortedState") -> tuple[StateTree, Any, dict[str, Any]]:
+        """Return the module's state, what decides about its program, and a key for each leaf."""
         with torch._C.DisableTorchFunction():
             tree = state_tree(self.module, ported._tracer.numbers, objects=True)
             keys = {name: key_of(tree.leaves[name]) for name in tree.registered}
+        keys |= {n: tree.leaves[n] for n in ported._tracer.numbers if n in tree.leaves}
         return tree, frame_of(tree, self.module), keys
 
     def take(self, ported: "PortedState") -> None:
@@ -71,7 +77,7 @@ class ModuleEdits:
         state = ported.by_fqn()
         written = [n for n in keys if n in self._keys and keys[n] != self._keys[n]]
         for name in written:
-            if state.get(name) is not self._values[name]:
+            if name in tree.registered and state.get(name) is not self._values[name]:
                 raise UsageError(
                     f"{name} was written in `ported.module`, and the model has had another value"
                     " for it since that of `ported.module`; set `ported.params` or"

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import torch
 
 from tpuport.diagnosis.explain import explaining
@@ -309,9 +308,9 @@ class PortedModel(PortedState):
             self._outside_changes, self._last_program = 0, known
             return known, False
         if is_call:
-            self._count_outside(outside)
             if outside and self._verifier is not None and not self._verifying:
                 raise VerifyAgain
+            self._count_outside(outside)
             self._note_retrace(signature, outside or None)
         made = self._trace_to_jaxpr(signature, state, given)
         # Tracing may have found that it needs the value of an argument, which then becomes part
@@ -363,10 +362,8 @@ class PortedModel(PortedState):
             host = self._tracer.plan.host_args
             outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
             held["outcome"] = outcome
-            code = outcome.error_code
-            code = jnp.zeros((), jnp.int32) if code is None else code
             put = outcome.put_leaves
-            return outcome.out_leaves, outcome.state, outcome.mutated, put, code
+            return outcome.out_leaves, outcome.state, outcome.mutated, put, outcome.error_code
 
         start = time.perf_counter()
         with self._precision_scope():
@@ -449,10 +446,3 @@ class PortedModel(PortedState):
         report_builder.record(self.report, outcome, hoisted)
         timing = self.report.timing
         self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)
-
-    def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array) -> None:
-        checks = compiled.outcome.trace.recorder.checks
-        if checks and self._options.checks:
-            failed = int(code)
-            if failed:
-                raise checks[failed - 1].error

@@ -96,10 +96,9 @@ class PortedState:
         """
         if self._edits is None:
             self._replace_module(clone_module(self._module, alias)[0])
-            self._edits = ModuleEdits(self)
-        elif self._edits.module is not self._module:
+        else:
             self._edits.take(self)
-            self._edits = ModuleEdits(self)
+        self._edits = ModuleEdits(self)
         return self._module
 
     @property
@@ -154,9 +153,9 @@ class PortedState:
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as `nn.Module.train` does (the next call may retrace)."""
+        self._mode = None
         self._take_edits()
         self._module.train(mode)
-        self._mode = None
         self._new_version()
         if self._edits is not None:
             self._edits = ModuleEdits(self)
@@ -351,6 +350,15 @@ class PortedState:
             target[name] = backend.to_jax(value)
         for name in changes.gone:
             self.buffers.pop(name, None)
+        if self._edits is not None and self._edits.module is self._module:
+            self._edits = ModuleEdits(self)
+
+    def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array | None) -> None:
+        checks = compiled.outcome.trace.recorder.checks
+        if code is not None and checks and self._options.checks:
+            failed = int(code)
+            if failed:
+                raise checks[failed - 1].error
 
     def _take_edits(self) -> None:
         """Take over what a script changed in `module`.
@@ -361,13 +369,13 @@ class PortedState:
         """
         if self._edits is not None:
             self._edits.take(self)
-        source = self._source
-        if self._mode is not None and self._mode != source.training:
-            now = "train" if source.training else "eval"
+        mode = self._mode
+        if mode is not None and mode != self._source.training:  # type: ignore[union-attr]
+            now, was = ("eval", "train") if mode else ("train", "eval")
             raise UsageError(
-                f"{type(source).__name__}.{now}() was called on the module after it was"
-                f" converted. The port is of a copy: call ported.{now}() too, or"
-                f" ported.{'eval' if source.training else 'train'}() to keep its own mode"
+                f"{now}() was called on the {type(self._source).__name__} after it was converted."
+                f" The port is of a copy: call ported.{now}() too, or ported.{was}() to keep its"
+                " own mode"
             )
 
     def _adopt(
@@ -381,7 +389,10 @@ class PortedState:
             fresh: The names whose values are taken from there.
         """
         names, values = list(leaves), self.by_fqn()
-        values |= {name: backend.to_jax(leaves[name]) for name in fresh}
+        for name in fresh:
+            leaf = leaves[name]
+            is_tensor = isinstance(leaf, torch.Tensor)
+            values[name] = backend.to_jax(leaf) if is_tensor else jnp.asarray(leaf)
         trainable = {n for n, p in module.named_parameters() if p.requires_grad}
         kept = {name: values[name] for name in names if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
@@ -399,9 +410,7 @@ class PortedState:
                 f"{what}, and such changes came before each of the last calls, so each call is"
                 " compiled again",
                 code="TPU406",
-                remedy=(
-                    "convert the module that owns it, or pass it as an argument of the call"
-                ),
+                remedy=("convert the module that owns it, or pass it as an argument of the call"),
             )
 
     def _promote_number(self, name: str, value: Any) -> None:

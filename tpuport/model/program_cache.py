@@ -100,7 +100,7 @@ class ProgramCache(dict[Signature, CachedProgram]):
         made.older = None
 
 
-class VerifyAgain(Exception):  # noqa: N818  (no error: it leads to a call that is verified)
+class VerifyAgain(Exception):
     """Values outside of the module changed: the new program has to be compared with eager too."""
 
 

@@ -214,7 +214,9 @@ class TrainStep:
         """
         call = self.place(*args, **kwargs)
         compiled = self._programs.get(self._signature(call))
-        if compiled is None or compiled.outcome.trace.recorder.guards.changed() is not None:
+        outside = None if compiled is None else compiled.outcome.trace.recorder.guards.changed()
+        self.ported._count_outside(outside)
+        if compiled is None or outside is not None:
             compiled = settled(lambda: self._trace_to_jaxpr(state, call))
             # Tracing may have made an argument static, which changes the signature.
             self._programs[self._signature(call)] = compiled

@@ -34,10 +34,11 @@ class GlobalState:
     Args:
         code: where they are.
         name: the module or function, for messages.
-        module: the module whose own attributes count too; None if a program has a copy of it.
+        module: the module whose own attributes count too, or a weak proxy of it; None if a program
+            has a copy of it.
     """
 
-    def __init__(self, code: CodeReads, name: str, module: torch.nn.Module | None = None) -> None:
+    def __init__(self, code: CodeReads, name: str, module: Any = None) -> None:
         self.code, self._name, self._module = code, name, module
         self._first: _Restorable | None = None
 
