@@ -417,4 +417,4 @@ class PortedModel(PortedState):
         if checks and self._options.checks:
             failed = int(code)
             if failed:
-                raise checks[failed - 1].error
+                raise checks[failed - 1].error.with_traceback(None)

@@ -69,6 +69,11 @@ class LiftedCheck:
     error: BaseException
     site: str
 
+    def is_alike(self, other: "LiftedCheck") -> bool:
+        """Return whether two checks raise the same: repeated blocks then have equal programs."""
+        same = type(self.error) is type(other.error) and str(self.error) == str(other.error)
+        return same and self.site == other.site
+
 
 def no_policy(fqn: str) -> str | None:
     """Return None: the default is that no module has a remat policy."""
@@ -158,6 +163,8 @@ class Trace:
         self.count_regions = 0
         # The number of the first lifted check that failed, as a value of the program.
         self.error_code: Storage | None = None
+        # Whether an op runs whose operands were checked (`dispatch.value_checks`).
+        self.checked = False
         self.explorer: active.Decider | None = None
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
@@ -278,10 +285,25 @@ class Trace:
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
         """Record that the program fails with `error` if `failed`; the first failing check wins."""
-        self.recorder.checks.append(LiftedCheck(error, site))
-        if self.error_code is not None:
-            code = self.error_code.value
-            self.error_code.set(jnp.where((code == 0) & failed, len(self.recorder.checks), code))
+        if self.error_code is None:
+            return
+        check, checks = LiftedCheck(error, site), self.recorder.checks
+        number = next((n for n, other in enumerate(checks, 1) if check.is_alike(other)), 0)
+        if not number:
+            error.add_note(f"raised for the values of this call by {site}")
+            checks.append(check)
+            number = len(checks)
+        code = self.error_code.value
+        self.error_code.set(jnp.where((code == 0) & failed, number, code))
+
+    @contextlib.contextmanager
+    def values_checked(self) -> Iterator[None]:
+        """Make no checks of operands inside: an op that runs as other ops was checked itself."""
+        before, self.checked = self.checked, True
+        try:
+            yield
+        finally:
+            self.checked = before
 
     # -- host constants ----------------------------------------------------------------------------
 
