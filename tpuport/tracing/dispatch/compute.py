@@ -52,7 +52,37 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
     if func._opname in _MARKS:
         _mark(func, args, kwargs, result)
+    elif func._opname in _BOUNDS and not result.dtype.is_floating_point:
+        result._bounds = _bounds_of(func, args, kwargs)
     return result
+
+
+_BOUNDS = {"clamp", "remainder", "floor_divide", "randint", "multinomial", "gather", "index_select"}
+_BOUNDS |= {"index", "embedding"}
+
+
+def _bounds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the smallest and largest integer that a result can hold, None if that is not known."""
+    source, name = args[0], func._opname
+    known = source._bounds if isinstance(source, TracedTensor) else None
+    if name in ("clamp", "randint"):
+        first, second = ("min", "max") if name == "clamp" else ("low", "high")
+        low, high = (_argument(func, which, args, kwargs) for which in (first, second))
+        if name == "randint":
+            return (low or 0, high - 1) if isinstance(high, int) else None
+        low = known[0] if known and low is None else low
+        high = known[1] if known and high is None else high
+        return (low, high) if isinstance(low, int) and isinstance(high, int) else None
+    if name in ("remainder", "floor_divide"):
+        other = args[1]
+        if not isinstance(other, int) or other < 1:
+            return None
+        if name == "remainder":
+            return (0, other - 1)
+        return None if known is None else (known[0] // other, known[1] // other)
+    if name == "multinomial":
+        return (0, torch.Tensor.size(source)[-1] - 1)
+    return known
 
 
 _MARKS = {
