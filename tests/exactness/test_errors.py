@@ -231,7 +231,7 @@ def _agrees(function: Any, *calls: tuple[Any, ...], **options: Any) -> Any:
             expected = eager(*args)
         except Exception as error:
             got = _eager_error(ported, *args)
-            assert isinstance(got, type(error)), (args, error, got)
+            assert isinstance(got, type(error)), (args, got)  # noqa: PT017
         else:
             got = tpuport.to_torch(ported(*args))
             torch.testing.assert_close(got, expected, equal_nan=True, msg=str(args))
@@ -344,6 +344,40 @@ def test_without_checks_nothing_is_compiled() -> None:
     ported = tpuport.convert(lambda x, k: x[k], checks=False)
     ported(_X, T([0]))
     assert not next(iter(ported._cache.values())).outcome.trace.recorder.checks
+
+
+def test_errors_leave_a_jit_of_the_user() -> None:
+    ported = tpuport.convert(_Stack().eval(), verify=False)
+    x, right = jnp.ones((1, 3)), jnp.asarray([[0], [3], [1], [2]])
+
+    @jax.jit
+    def step(k: Any) -> Any:
+        return tpuport.errors_of(ported)(ported.params, ported.buffers, None, x, k)
+
+    errors, (out, _) = step(right)
+    errors.throw()
+    np.testing.assert_allclose(out, ported(x, right).jax(), rtol=1e-5)
+    errors, _ = step(right + 1)
+    with pytest.raises(IndexError, match="expected 0 <= index < 4"):
+        errors.throw()
+    errors, _ = jax.vmap(step)(jnp.stack([right, right + 1]))
+    assert errors.code.shape == (2,)
+    with pytest.raises(IndexError):
+        errors.throw()
+
+    def loss(params: Any, k: Any) -> Any:
+        errors, (out, _) = tpuport.errors_of(ported)(params, {}, None, x, k)
+        return out.sum(), errors
+
+    _, errors = jax.grad(jax.checkpoint(loss), has_aux=True)(ported.params, right - 1)
+    with pytest.raises(IndexError):
+        errors.throw()
+
+
+def test_apply_outside_of_transformations_raises() -> None:
+    ported = tpuport.convert(lambda x, k: x[k], verify=False)
+    with pytest.raises(IndexError):
+        ported.apply({}, {}, None, _X, T([4]))
 
 
 # -- what the user's code catches ------------------------------------------------------------------

@@ -62,17 +62,25 @@ class Effects:
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LiftedCheck:
-    """An exception that the user's code raises on a traced condition, lifted out of the program."""
+    """An exception that the user's code raises on a traced condition, lifted out of the program.
+
+    Two that raise the same at one place are equal, so that repeated blocks have equal programs.
+    """
 
     error: BaseException
     site: str
 
-    def is_alike(self, other: "LiftedCheck") -> bool:
-        """Return whether two checks raise the same: repeated blocks then have equal programs."""
-        same = type(self.error) is type(other.error) and str(self.error) == str(other.error)
-        return same and self.site == other.site
+    @property
+    def _key(self) -> tuple[type, str, str]:
+        return type(self.error), str(self.error), self.site
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiftedCheck) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 def no_policy(fqn: str) -> str | None:
@@ -288,12 +296,10 @@ class Trace:
         if self.error_code is None:
             return
         check, checks = LiftedCheck(error, site), self.recorder.checks
-        number = next((n for n, other in enumerate(checks, 1) if check.is_alike(other)), 0)
-        if not number:
+        if check not in checks:
             error.add_note(f"raised for the values of this call by {site}")
             checks.append(check)
-            number = len(checks)
-        code = self.error_code.value
+        number, code = checks.index(check) + 1, self.error_code.value
         self.error_code.set(jnp.where((code == 0) & failed, number, code))
 
     @contextlib.contextmanager
