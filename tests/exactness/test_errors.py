@@ -126,6 +126,13 @@ _NUMBERS: dict[str, _Op] = {
     "int ** number": (lambda x, k: _W ** k.item(), [T([2]), T([0])], [T([-1])]),
     "int(x)": (_as_int, [T([2.5])], [T([np.nan]), T([np.inf])]),
     "round(x)": (lambda x, k: x * round(k.item()), [T([2.5])], [T([np.nan]), T([-np.inf])]),
+    "kthvalue": (
+        lambda x, k: x[:, 0].kthvalue(k.item())[0],
+        [T(1), T(4)],
+        [T(0), T(5), T(-1)],
+    ),
+    "is_integer": (lambda x, k: x * (k.item().is_integer() + 1), [T([2.5]), T([3.0])], []),
+    "copysign": (lambda x, k: torch.copysign(T(1.0), k), [T([2.5]), T([-0.0])], []),
     "x // 0.0": (lambda x, k: x // k, [T([2.5]), T([0.0])], []),
     "bce": (
         lambda x, k: F.binary_cross_entropy(k, T([1.0])),
@@ -331,6 +338,34 @@ def test_indices_known_while_tracing() -> None:
 
     error = _eager_error(tpuport.convert(wrong, verify=False), _X)
     assert type(error) is IndexError
+
+
+class _Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(6, 2))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows[self.count : self.count + x.shape[0]] = x
+        self.count += x.shape[0]
+        return self.rows * 2
+
+
+def test_writes_to_a_slice_past_the_end() -> None:
+    rows = normal(4, 2, seed=2)
+    ported = _agrees(_Cache(), (rows[:2],), (rows,), (rows[:2],), (rows[:1],))
+    moved = ported.buffers | {"count": jnp.int32(3)}
+    found = jax.grad(lambda x: ported.apply({}, moved, None, x)[0].sum())(rows[:2].numpy())
+    np.testing.assert_array_equal(found, np.full((2, 2), 2.0))
+
+
+def test_tensor_split_at_traced_places() -> None:
+    def parts(x: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        return [part.sum(0) for part in torch.tensor_split(x, k)]
+
+    _agrees(parts, *((_X, T(k)) for k in ([1, 3], [3, 1], [-9, 9], [0, 2])))
+    _agrees(lambda x: parts(x, x[0, :2].long()), *((_X + n,) for n in (0, 2, -7, 7)))
 
 
 def test_negative_counts() -> None:

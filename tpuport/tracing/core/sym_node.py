@@ -179,6 +179,9 @@ class NumberNode:
     def sym_float(self) -> "NumberNode":
         return NumberNode(self.value.astype(jnp.float32), float, self.low, self.high)
 
+    def is_integer(self) -> "NumberNode":
+        return NumberNode(self.value == jnp.floor(self.value), bool)
+
     def sym_int(self) -> "NumberNode":
         return NumberNode(self._whole(jnp.trunc), int, self.low, self.high)
 

@@ -177,6 +177,14 @@ def _index(given: dict[str, Any]) -> Iterator[Failure]:
         dim += item.dim() if is_mask else 1
 
 
+@_rule("kthvalue")
+def _kth_value(given: dict[str, Any]) -> Iterator[Failure]:
+    if isinstance(given["k"], torch.SymInt):
+        size = _size(given["self"], given["dim"])
+        error = RuntimeError(f"kthvalue(): k is out of range: expected 1 <= k <= {size}")
+        yield Failure(given["k"], lambda v: (v < 1) | (v > size), error)
+
+
 @_rule("one_hot")
 def _one_hot(given: dict[str, Any]) -> Iterator[Failure]:
     if isinstance(given["num_classes"], int) and given["num_classes"] > 0:
