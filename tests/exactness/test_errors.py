@@ -96,7 +96,7 @@ _TARGETS: dict[str, _Op] = {
         [T([1, 2]), T([0, 4])],
     ),
     "max_unpool2d": (
-        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), 2),
+        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), [2]),
         _rows(0, 3),
         _rows(4, -1),
     ),
@@ -144,7 +144,7 @@ _NUMBERS: dict[str, _Op] = {
         [T([0.0]), T([1.0])],
         [T([-0.1]), T([1.1])],
     ),
-    "assert_async": (lambda x, k: torch._assert_async(k), [T([1])], [T([0])]),
+    "assert_async": (lambda x, k: torch.ops.aten._assert_async(k), [T([1])], [T([0])]),
 }
 _EYE, _ZERO, _NAN = torch.eye(2), torch.zeros(2, 2), torch.full((2, 2), np.nan)
 _L = torch.linalg
@@ -183,6 +183,10 @@ def _eager_error(function: Callable[..., Any], *args: Any) -> Exception | None:
     return None
 
 
+def _notes(error: Exception | None) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
 def _same(got: Any, expected: Any) -> None:
     for name, value in expected.items():
         for a, b in zip(_parts(tpuport.to_torch(got[name])), _parts(value), strict=True):
@@ -211,8 +215,41 @@ def test_each_op_raises_where_eager_does(table: dict[str, _Op]) -> None:
             error = _eager_error(program, _X, given)
             got = _eager_error(ported, _X, given)
             assert isinstance(got, type(error)), (name, operand, error, got)
-            assert error is None or any("test_errors.py" in n for n in got.__notes__), name
+            assert error is None or any("test_errors.py" in note for note in _notes(got)), name
     _same(ported(_X, right), program(_X, right))
+
+
+def test_random_ops_check_their_parameters() -> None:
+    def draws(p: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> list[torch.Tensor]:
+        made = torch.bernoulli(p), torch.ones(2).bernoulli_(p), torch.multinomial(w, 1)
+        return [*made, torch.poisson(s), torch.normal(T([0.0, 0.0]), s)]
+
+    ported = tpuport.convert(draws, verify=False)
+    right = T([0.0, 1.0]), T([0.0, 1.0]), T([0.0, 2.0])
+    assert tpuport.to_torch(ported(*right)[0]).tolist() == [0.0, 1.0]
+    wrong = {0: ([-0.1, 1.0], [1.1, 0.0], [0.0, np.nan]), 2: ([-0.1, 1.0],)}
+    wrong[1] = ([-0.1, 1.0], [0.0, 0.0], [np.inf, 1.0], [np.nan, 1.0])
+    for number, values in wrong.items():
+        for value in values:
+            given = [*right[:number], T(value), *right[number + 1 :]]
+            error = _eager_error(draws, *given)
+            assert isinstance(error, RuntimeError), value
+            assert isinstance(_eager_error(ported, *given), type(error)), value
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_checks_without_gradients(mode: Any) -> None:
+    def program(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        with mode():
+            return _L.cholesky(x[k][:, k])
+
+    a, k = torch.eye(3), T([0, 1])
+    _agrees(program, (a, k), (a, k + 2), (-a, k))
+
+
+def _gradient(x: torch.Tensor) -> np.ndarray:
+    assert x.grad is not None
+    return x.grad.numpy()
 
 
 @pytest.mark.parametrize("table", [_INDEXED, _TARGETS])
@@ -227,7 +264,7 @@ def test_gradients_of_checked_ops(table: dict[str, _Op]) -> None:
     program(x).backward()
     ported = tpuport.convert(program)
     found = jax.grad(lambda v: ported.apply({}, {}, None, v)[0])(jnp.asarray(_X.numpy()))
-    np.testing.assert_allclose(np.asarray(found), x.grad.numpy(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(found), _gradient(x), rtol=1e-4, atol=1e-4)
 
 
 def _agrees(function: Any, *calls: tuple[Any, ...], **options: Any) -> Any:
@@ -341,6 +378,8 @@ def test_indices_known_while_tracing() -> None:
 
 
 class _Cache(nn.Module):
+    rows: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("rows", torch.zeros(6, 2))
@@ -425,7 +464,7 @@ def _factor(a: torch.Tensor) -> torch.Tensor:
 def _jittered(a: torch.Tensor) -> torch.Tensor:
     try:
         return _factor(a)
-    except _L.LinAlgError:
+    except _L.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         return _factor(a + 10 * _EYE)
 
 

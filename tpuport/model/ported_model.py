@@ -254,12 +254,13 @@ class PortedModel(PortedState):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, checks: bool
     ) -> tuple[jax.Array, tuple[LiftedCheck, ...], tuple[Any, dict[str, jax.Array]]]:
         """Run `apply`; return the number of the check that failed, all checks, and its result."""
-        (params, buffers, rng, *args), method = args, kwargs.pop("method", "forward")
+        params, buffers, rng = args[:3]
+        method = kwargs.pop("method", "forward")
         given = {**buffers, **params}
         values = self._checked_values(
             stacked_params.unstack(params), stacked_params.unstack(buffers)
         )
-        _, call = flattened((tuple(args), kwargs))
+        _, call = flattened((args[3:], kwargs))
         request = TraceRequest(
             *(method, values, None if rng is None else as_key(rng)),
             *(call.values, call.metas, call.spec),

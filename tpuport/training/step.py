@@ -235,7 +235,7 @@ class TrainStep:
 
     def _raise_failed(self, *, wait: bool) -> None:
         """Raise the error of the first step that failed, of those that are done or of all."""
-        while self._unread and (wait or self._unread[0].code.is_ready()):
+        while self._unread and (wait or _is_done(self._unread[0].code)):
             self._unread.popleft().throw()
 
     def _signature(self, call: PlacedArguments) -> Signature:
@@ -273,6 +273,10 @@ class TrainStep:
         made = _Compiled(run, outcome, signature, causes, call.paths, next(_NUMBERS), alike)
         self._compiled.append(made)
         return self._compiled[-1]
+
+
+def _is_done(value: Any) -> bool:
+    return value.is_ready()
 
 
 def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:

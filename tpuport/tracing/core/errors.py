@@ -77,10 +77,11 @@ def _guarded(file: str) -> list[_Guarded]:
             caught = tuple(h.type for h in node.handlers if not _raises_again(h))
         elif isinstance(node, ast.With):
             caught = tuple(expr for item in node.items for expr in _suppressed(item.context_expr))
+        else:
+            continue
         if caught:
-            body: list[ast.stmt] = getattr(node, "body")  # noqa: B009
-            end = body[-1].end_lineno or body[-1].lineno
-            found.append(_Guarded(body[0].lineno, end, node.lineno, caught))
+            end = node.body[-1].end_lineno or node.body[-1].lineno
+            found.append(_Guarded(node.body[0].lineno, end, node.lineno, caught))
     return found
 
 

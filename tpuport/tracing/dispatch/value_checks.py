@@ -39,6 +39,9 @@ class Failure:
     error: Exception
 
 
+# The stubs of torch leave it out.
+LinAlgError: type[RuntimeError] = getattr(torch.linalg, "LinAlgError")  # noqa: B009
+
 Rule = Callable[[dict[str, Any]], Iterator[Failure]]
 RULES: dict[str, Rule] = {}
 
@@ -170,11 +173,15 @@ def _flat(given: dict[str, Any]) -> Iterator[Failure]:
 def _index(given: dict[str, Any]) -> Iterator[Failure]:
     source, dim = given["self"], 0
     for item in given["indices"]:
-        is_mask = item is not None and item.dtype in (torch.bool, torch.uint8)
-        # `dynamic_shapes` checks those into a dim whose size depends on data.
-        if item is not None and not is_mask and dim not in extents_of(source):
-            yield from _outside(item, _size(source, dim), IndexError, from_end=True)
-        dim += item.dim() if is_mask else 1
+        if item is None:
+            dim += 1
+        elif item.dtype in (torch.bool, torch.uint8):
+            dim += item.dim()
+        else:
+            # `dynamic_shapes` checks those into a dim whose size depends on data.
+            if dim not in extents_of(source):
+                yield from _outside(item, _size(source, dim), IndexError, from_end=True)
+            dim += 1
 
 
 @_rule("kthvalue")
@@ -328,7 +335,7 @@ _SINGULAR = {
 def _matrix_status(given: dict[str, Any]) -> Iterator[Failure]:
     name = given["api_name"]
     why = next((text for part, text in _SINGULAR.items() if part in name), "the input is singular")
-    error = torch.linalg.LinAlgError(f"{name}: {why}")
+    error = LinAlgError(f"{name}: {why}")
     yield Failure(given["info"], lambda v: v != 0, error)
 
 
@@ -337,7 +344,7 @@ def _svd(given: dict[str, Any]) -> Iterator[Failure]:
     if given.get("hermitian"):
         return
     message = "linalg.svd: the algorithm failed to converge because of non-finite values"
-    error = torch.linalg.LinAlgError(message)
+    error = LinAlgError(message)
     matrix = given["A"] if "A" in given else given["self"]
     yield Failure(matrix, lambda v: ~(abs(v) < math.inf), error)
 
@@ -350,5 +357,5 @@ def _eig(given: dict[str, Any]) -> Iterator[Failure]:
 
 @_rule("cholesky_inverse")
 def _cholesky_inverse(given: dict[str, Any]) -> Iterator[Failure]:
-    error = torch.linalg.LinAlgError(f"cholesky_inverse: {_SINGULAR['inv']}")
+    error = LinAlgError(f"cholesky_inverse: {_SINGULAR['inv']}")
     yield Failure(given["self"], lambda v: v.diagonal(0, -2, -1) == 0, error)
