@@ -95,7 +95,7 @@ class HostConstant:
 
     tensor: torch.Tensor
     value: jax.Array
-    version: int
+    version: int | None
 
 
 @dataclass(frozen=True)
@@ -315,8 +315,10 @@ class Trace:
 
     def constant(self, tensor: torch.Tensor) -> jax.Array:
         """Return the jax value of a host tensor, made once for each version of the tensor."""
+        # Tensors made under inference_mode do not count their writes.
+        counted = None if tensor.is_inference() else tensor._version
         known = self.constants.get(id(tensor))
-        if known is not None and known.version == tensor._version:
+        if known is not None and counted is not None and known.version == counted:
             return known.value
         if self.is_foreign(tensor):
             self.recorder.guards.note_tensor(tensor)
@@ -324,7 +326,7 @@ class Trace:
         if value is None:
             with jax.ensure_compile_time_eval():
                 value = backend.to_jax(tensor)
-        self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
+        self.constants[id(tensor)] = HostConstant(tensor, value, counted)
         return value
 
     def note_made(self, value: Any) -> None:

@@ -37,7 +37,7 @@ RENAMED = {
 }
 
 
-def _is_taken_apart(func: Any) -> bool:
+def is_taken_apart(func: Any) -> bool:
     """Return whether C++ makes other ops of this one before a trace sees it.
 
     Only under inference_mode it arrives whole, and without its default arguments. A lowering of it
@@ -82,7 +82,7 @@ def op_info(func: Any) -> OpInfo:
         if a.alias_info is not None and a.alias_info.is_write
     )
     special, lower = find(func)
-    if special is None and _is_taken_apart(func):
+    if special is None and is_taken_apart(func):
         lower = None
     functional = functional_of(func) if writes and special is None else None
     return OpInfo(

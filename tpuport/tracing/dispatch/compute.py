@@ -14,7 +14,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import op_key
-from tpuport.tracing.core.op_info import OpInfo
+from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flat, grad_frozen, map_tensors, value_of, wrap_as
 from tpuport.tracing.dispatch import meta_infer
@@ -204,7 +204,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from torch._decomp import decomposition_table
 
     trace = current()
-    rule = decomposition_table.get(func)
+    rule = None if is_taken_apart(func) else decomposition_table.get(func)
     mode = trace.dispatch_mode if trace is not None else None
     try:
         if rule is not None:
