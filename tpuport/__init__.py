@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tpuport.aot.compile_for import CompileReport, compile_for
     from tpuport.compat.porting import porting
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
+    from tpuport.model.call_errors import CallErrors, errors_of
     from tpuport.model.cast import cast
     from tpuport.model.convert import convert
     from tpuport.model.ported_model import PortedModel
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from tpuport.weights import load_checkpoint, open_checkpoint, save_checkpoint
 
 __all__ = [
-    "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError", "PortReport",
-    "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache", "compile_for",
-    "convert", "explain_error", "explaining", "load_checkpoint", "open_checkpoint", "ops",
-    "porting", "precision_audit", "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy",
-    "to_torch", "warmup",
+    "CallErrors", "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError",
+    "PortReport", "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache",
+    "compile_for", "convert", "errors_of", "explain_error", "explaining", "load_checkpoint",
+    "open_checkpoint", "ops", "porting", "precision_audit", "remat", "save_checkpoint", "shard",
+    "stack_blocks", "to_numpy", "to_torch", "warmup",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import importlib
 from tpuport.foundation.errors import MissingExtraError
 
 MODULE_OF = {
+    "CallErrors": "tpuport.model.call_errors",
     "CompileReport": "tpuport.aot.report",
     "Diagnosis": "tpuport.diagnosis.explain",
     "DtypePolicy": "tpuport.tracing.precision.policy",
@@ -15,6 +16,7 @@ MODULE_OF = {
     "compile_cache": "tpuport.aot.cache.compile_cache",
     "compile_for": "tpuport.aot.compile_for",
     "convert": "tpuport.model.convert",
+    "errors_of": "tpuport.model.call_errors",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",
     "load_checkpoint": "tpuport.weights",

@@ -439,3 +439,28 @@ def test_a_custom_function_that_draws_draws_once():
 
     (_, with_gradient), _ = jax.value_and_grad(loss, has_aux=True)(ported.params)
     np.testing.assert_array_equal(with_gradient, loss(ported.params)[1])
+
+
+class _Composite(nn.Module):
+    """Functions that C++ takes apart before a trace sees them, but not under inference_mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(4, 4, 3, padding="same")
+        self.recurrent = nn.LSTM(4, 4, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            y = self.layer(self.recurrent(self.convolution(x).mT)[0])
+            wide = F.interpolate(y.mT, scale_factor=2.0, mode="linear")
+            loss = F.cross_entropy(y.flatten(0, 1), y.argmax(-1).flatten(), label_smoothing=0.1)
+            kept = torch.where(y > 0, y, torch.zeros(())).masked_fill(y > 1, 1.0)
+            return wide, loss, kept, torch.std(y), torch.einsum("bij,bkj->bik", y, y)
+
+
+def test_composite_functions_under_inference_mode() -> None:
+    torch.manual_seed(0)
+    ported = tpuport.convert(_Composite().eval())
+    ported(normal(2, 4, 6))
+    assert ported.report.verified

@@ -14,7 +14,7 @@ from jax._src.array import ArrayImpl
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
-from tpuport.model.program_cache import CachedProgram, modes
+from tpuport.model.program_cache import CachedProgram, modes, raise_failed
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
 from tpuport.tracing.core.tensor import Storage, TracedTensor
@@ -72,7 +72,7 @@ class BoundProgram:
         # With two names or more, it returns a tuple.
         self._state = operator.itemgetter(*names, names[0]) if names else None
         self._baked = compiled.baked
-        self._has_checks = bool(compiled.outcome.trace.recorder.checks)
+        self._checks = compiled.outcome.trace.recorder.checks
         self._metas = [_contiguous(meta) for meta in compiled.outcome.out_metas]
 
     @staticmethod
@@ -103,8 +103,7 @@ class BoundProgram:
         ]
         key = fresh_key() if outcome.uses_key else unused_key()
         outs, new_state, _, _, code = compiled.run(picked, key, values)
-        if self._has_checks:
-            ported._raise_failed_check(compiled, code)
+        raise_failed(self._checks, code)
         if new_state:
             ported._advance(compiled, new_state)
         made = list(map(_result, outs, self._metas))

@@ -39,8 +39,9 @@ def convert(
             they differ.
         rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in
             float32, 2e-2 in bfloat16.
-        checks: raise the exceptions that the code raises on values (`if x.min() < 0: raise`), after
-            the call. False drops them, which saves a wait for the device at each call.
+        checks: raise what the code and its operations raise for values (`if x.min() < 0: raise`, an
+            index out of range), after the call. False drops these errors, which saves a wait for
+            the device at each call.
         matmul_precision: JAX precision of float32 products ("highest" is float32 as in PyTorch;
             None leaves jax's setting).
         blocks: how repeated blocks are traced. "auto" traces one for all that are like it, and on

@@ -15,7 +15,7 @@ from tpuport.diagnosis.explain import explaining
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
-from tpuport.model import lowering, report_builder
+from tpuport.model import lowering, pure, report_builder
 from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import verify
@@ -31,15 +31,16 @@ from tpuport.model.program_cache import (
     VerifyAgain,
     compile_times,
     flattened,
+    raise_failed,
     release,
     retrace_causes,
     signature_of,
 )
-from tpuport.model.pure import traced
 from tpuport.reports.records import Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
+from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.keys import as_key, fresh_key, next_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
@@ -143,7 +144,7 @@ class PortedModel(PortedState):
         """Apply a program's results: failed checks, changed arguments, new state, output."""
         outs, new_state, mutated, put, code = results
         compiled, outcome = call.compiled, call.compiled.outcome
-        self._raise_failed_check(compiled, code)
+        raise_failed(outcome.trace.recorder.checks, code)
         arguments.refuse_shared_memory(call.leaves, call.given.paths, mutated)
         arguments.write_leaves(call.leaves, mutated)
         if outcome.argument_changes is not None:
@@ -272,26 +273,45 @@ class PortedModel(PortedState):
         Raises:
             UsageError: A parameter or buffer is missing.
             PortError: The code cannot be ported exactly.
+
+        What eager PyTorch raises for values is raised outside of transformations of JAX only; for
+        inside see `tpuport.errors_of`.
         """
+        given = (params, buffers, rng, *args)
+        traced = any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves((given, kwargs)))
+        checks = self._options.checks and not traced
+        code, found, result = self._applied(given, kwargs | {"method": method}, checks=checks)
+        if not isinstance(code, jax.core.Tracer):
+            raise_failed(found, code)
+        return result
+
+    @explaining()
+    def _applied(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, checks: bool
+    ) -> tuple[jax.Array, tuple[LiftedCheck, ...], tuple[Any, dict[str, jax.Array]]]:
+        """Run `apply`; return the number of the check that failed, all checks, and its result."""
+        params, buffers, rng = args[:3]
+        method = kwargs.pop("method", "forward")
         given = {**buffers, **params}
         values = self._checked_values(
             stacked_params.unstack(params), stacked_params.unstack(buffers)
         )
-        _, call = flattened((args, kwargs))
+        _, call = flattened((args[3:], kwargs))
         request = TraceRequest(
             *(method, values, None if rng is None else as_key(rng)),
             *(call.values, call.metas, call.spec),
-            checks=False,
+            checks=checks,
             known={n: v for n, v in values.items() if not isinstance(v, jax.core.Tracer)},
             known_leaves={
                 i: v for i, v in enumerate(call.values) if not isinstance(v, jax.core.Tracer)
             },
         )
         with self._precision_scope():
-            outcome = traced(self, request, given)
+            outcome = pure.traced(self, request, given)
         leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
-        return pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
+        result = pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
+        return outcome.code, tuple(outcome.trace.recorder.checks), result
 
     # -- compiling ---------------------------------------------------------------------------------
 

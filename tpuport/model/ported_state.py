@@ -353,13 +353,6 @@ class PortedState:
         if self._edits is not None and self._edits.module is self._module:
             self._edits = ModuleEdits(self)
 
-    def _raise_failed_check(self, compiled: CachedProgram, code: jax.Array | None) -> None:
-        checks = compiled.outcome.trace.recorder.checks
-        if code is not None and checks and self._options.checks:
-            failed = int(code)
-            if failed:
-                raise checks[failed - 1].error
-
     def _take_edits(self) -> None:
         """Take over what a script changed in `module`.
 

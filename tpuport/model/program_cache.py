@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from tpuport.tracing.attention.options import choice
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
 from tpuport.tracing.core.constants import HOIST_BYTES, uniform
+from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.state.request import TraceResult
@@ -286,6 +287,13 @@ class JittedProgram:
 
 def _literal(const: Any) -> Any:
     return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
+
+
+def raise_failed(checks: Sequence[LiftedCheck], code: jax.Array | None) -> None:
+    """Raise the error of the check with this number, which waits for the device; 0 is none."""
+    failed = 0 if code is None or not checks else int(code)
+    if failed:
+        raise checks[failed - 1].error.with_traceback(None)
 
 
 def release(outcome: TraceResult) -> None:

@@ -35,7 +35,8 @@ def traced(ported: "PortedModel", request: TraceRequest, given: dict[str, Any]) 
         values = stacked_params.unstack(given)
         outcome = tracer.trace(replace(request, values=values, key=key, leaves=leaves))
         held["outcome"] = outcome
-        return outcome.out_leaves, stacked_params.restack(outcome.state, given)
+        state = stacked_params.restack(outcome.state, given)
+        return outcome.out_leaves, state, outcome.error_code
 
     inputs = (given, request.key, request.leaves)
     if tracer.rolls:
@@ -45,5 +46,5 @@ def traced(ported: "PortedModel", request: TraceRequest, given: dict[str, Any]) 
     else:
         results = pure(*inputs)
     outcome = held["outcome"]
-    outcome.out_leaves, outcome.state = results
+    outcome.out_leaves, outcome.state, outcome.error_code = results
     return outcome

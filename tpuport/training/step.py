@@ -1,6 +1,7 @@
 """A training step as one program: loss, gradients, update, averages, in the old state's memory."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tpuport.cost import count_jaxpr
 from tpuport.diagnosis.explain import explaining
 from tpuport.foundation.errors import UsageError
+from tpuport.model.call_errors import CallErrors
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import JittedProgram, Signature, release, retrace_causes
 from tpuport.sharding.shard import argument_name
@@ -23,7 +25,7 @@ from tpuport.training.first_call_state import settled
 from tpuport.training.input.sources import HostShard
 from tpuport.training.optimizer_state import as_optimizer, optimizer_state
 from tpuport.training.state import TrainState, ema_of
-from tpuport.training.step_function import Batch, Metrics, Training, known_values, train
+from tpuport.training.step_function import CHECK, Batch, Metrics, Training, known_values, train
 from tpuport.training.trainable import trained_names
 
 # Prefix of the method names under which loss functions are added to the model.
@@ -69,6 +71,8 @@ class TrainStep:
         self._training = training
         self._programs: dict[Signature, _Compiled] = {}
         self._compiled: list[_Compiled] = []
+        # Steps that may still be running, and the numbers of their failed checks.
+        self._unread: deque[CallErrors] = deque()
 
     @property
     def training(self) -> Training:
@@ -159,6 +163,7 @@ class TrainStep:
                 the arrays.
             ema: whether to use the averages instead of the parameters.
         """
+        self._raise_failed(wait=True)
         source = state.with_ema() if ema else state
         params = {n: source.params.get(n, source.frozen.get(n)) for n in self.ported.params}
         frozen = {n: v for n, v in source.frozen.items() if n not in params}
@@ -203,6 +208,9 @@ class TrainStep:
                 with dims is the batch.
             **kwargs: its keyword arguments.
 
+        What eager PyTorch raises for values (an index out of range) is raised by a later step, or
+        by `load_state`; with `skip_nonfinite` the step that failed changes nothing.
+
         Returns:
             The state after it, and scalars that are still being computed: "loss", "grad_norm"
             (before clipping), "skipped" (bool) and the loss function's own metrics. Nothing waits
@@ -220,7 +228,17 @@ class TrainStep:
             compiled = settled(lambda: self._trace_to_jaxpr(state, call))
             # Tracing may have made an argument static, which changes the signature.
             self._programs[self._signature(call)] = compiled
-        return compiled.run(state, unused_key(), call.values)
+        self._raise_failed(wait=False)
+        after, metrics = compiled.run(state, unused_key(), call.values)
+        errors = CallErrors(metrics.pop(CHECK), tuple(compiled.outcome.trace.recorder.checks))
+        if errors.checks:
+            self._unread.append(errors)
+        return after, metrics
+
+    def _raise_failed(self, *, wait: bool) -> None:
+        """Raise the error of the first step that failed, of those that are done or of all."""
+        while self._unread and (wait or _is_done(self._unread[0].code)):
+            self._unread.popleft().throw()
 
     def _signature(self, call: PlacedArguments) -> Signature:
         return self.ported._signature(self._training.method, call)
@@ -257,6 +275,10 @@ class TrainStep:
         made = _Compiled(run, outcome, signature, causes, call.paths, next(_NUMBERS), alike)
         self._compiled.append(made)
         return self._compiled[-1]
+
+
+def _is_done(value: Any) -> bool:
+    return value.is_ready()
 
 
 def _name_of(loss: Callable[..., Any] | str, ported: PortedModel) -> str:

@@ -23,6 +23,9 @@ from tpuport.training.state import TrainState, ema_update
 
 Metrics = dict[str, jax.Array]
 
+# Among a step's metrics, the number of the first lifted check that failed. `TrainStep` raises it.
+CHECK = "tpuport_check"
+
 
 @dataclass(frozen=True)
 class Training:
@@ -121,7 +124,10 @@ def known_values(values: Sequence[Any], accumulate: int) -> dict[int, Any]:
 
 
 def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Return the state after a step, and its metrics: "loss", "grad_norm", "skipped" and more."""
+    """Return the state after a step, and its metrics: "loss", "grad_norm", "skipped" and more.
+
+    A step whose check has failed counts as one that is not finite.
+    """
     assert training.optimizer is not None
     loss, metrics, grads, buffers = gradients(training, state, batch)
     norm = optax.tree.norm(grads)
@@ -136,7 +142,7 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
     if training.ema_decay is not None:
         ema = ema_update(ema, params, training.ema_decay)
     after = replace(state, params=params, optimizer=optimizer, ema=ema, buffers=buffers)
-    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & (metrics[CHECK] == 0)
     if training.skip_nonfinite:
         after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
     else:
@@ -185,7 +191,7 @@ def _measured(
             metas,
             batch.spec,
             hoist=batch.hoisted.array,
-            checks=False,
+            checks=training.ported._options.checks,
             known_leaves=batch.known,
         )
 
@@ -197,7 +203,7 @@ def _measured(
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
     out = pytree.unflatten(outcome.out_spec, leaves)
     loss, metrics = loss_and_metrics(out if training.loss is None else training.loss(out))
-    return loss, (metrics, {**buffers, **changed})
+    return loss, (metrics | {CHECK: outcome.code}, {**buffers, **changed})
 
 
 def _accumulated(
@@ -208,7 +214,7 @@ def _accumulated(
     cut = [i for i, value in enumerate(batch.values) if value.ndim]
 
     def one(carry: Any, given: Any) -> Any:
-        buffers, total, weights = carry
+        buffers, total, weights, failed = carry
         number, pieces = given
         values = list(parts)
         for index, piece in zip(cut, pieces, strict=True):
@@ -217,6 +223,7 @@ def _accumulated(
             state.params, buffers, jax.random.fold_in(key, number), values
         )
         weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
+        failed = jnp.where(failed == 0, metrics.pop(CHECK), failed)
         # Sums of many small terms are kept in float32 or wider. A part of weight 0 may have a
         # mean over nothing, NaN, which must not enter the sum.
         total = jax.tree.map(
@@ -224,23 +231,23 @@ def _accumulated(
             total,
             (grads, loss, metrics),
         )
-        return (buffers, total, weights + weight), None
+        return (buffers, total, weights + weight, failed), None
 
     first = [v[0] if i in cut else v for i, v in enumerate(parts)]
     shapes = jax.eval_shape(differentiate, state.params, state.buffers, key, first)
     (loss, (metrics, _)), grads = shapes
     batch.weighted.append(WEIGHT in metrics)
-    metrics = {name: m for name, m in metrics.items() if name != WEIGHT}
+    metrics = {name: m for name, m in metrics.items() if name not in (WEIGHT, CHECK)}
     zeros = jax.tree.map(
         lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
         (grads, loss, metrics),
     )
-    carry = (state.buffers, zeros, jnp.zeros((), jnp.float32))
+    carry = (state.buffers, zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
     given = (jnp.arange(count), [parts[i] for i in cut])
-    (buffers, total, weights), _ = jax.lax.scan(one, carry, given)
+    (buffers, total, weights, failed), _ = jax.lax.scan(one, carry, given)
     mean_grads, loss, metrics = jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
     mean_grads = jax.tree.map(lambda m, g: m.astype(g.dtype), mean_grads, grads)
-    return loss, metrics, mean_grads, buffers
+    return loss, metrics | {CHECK: failed}, mean_grads, buffers
 
 
 def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:

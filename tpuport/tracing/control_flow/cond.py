@@ -18,6 +18,7 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.values import value_of
@@ -57,6 +58,7 @@ def traced_cond(
     if isinstance(merged, Forced):
         if trace.explorer is not None:
             trace.explorer.branches[site] = "lifted check"
+        raise_if(merged.failed, merged.error)
         return then(*operands) if merged.outcome else orelse(*operands)
     if trace.explorer is not None:
         trace.explorer.branches[site] = "lax.cond"
@@ -100,7 +102,7 @@ def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> N
     if trace.explorer is not None:
         trace.explorer.branches[site] = "lifted check"
     if error is not None:
-        trace.check(value, error, site)
+        raise_if(value, error() if isinstance(error, type) else error)
 
 
 def traced_number(tensor: Any, kind: type) -> Any:

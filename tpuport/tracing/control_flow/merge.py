@@ -25,9 +25,11 @@ from tpuport.tracing.core.values import value_of
 
 @dataclass
 class Forced:
-    """The one outcome that is left of a branch, because the other side raises."""
+    """The one outcome that is left of a branch, because the other side raises `error`."""
 
     outcome: bool
+    failed: jax.Array
+    error: Exception
 
 
 @dataclass
@@ -54,7 +56,7 @@ def merge(
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
 
-    Return `Forced` if one side raises (the condition becomes a check).
+    Return `Forced` if one side raises: the caller makes the condition a check.
 
     Raises:
         PortError: the sides differ in structure, shape, dtype or Python values.
@@ -63,7 +65,7 @@ def merge(
     draws = trace.draws
     sides = _discover_sides(trace, (then, orelse), snapshot)
     trace.draws = draws
-    forced = _lift_error(trace, test, sides, site)
+    forced = _only_outcome(test, sides)
     if forced is not None:
         return forced
     written = _written_union(sides)
@@ -112,15 +114,14 @@ def _discover_sides(
     return sides
 
 
-def _lift_error(trace: Trace, test: jax.Array, sides: list[_Side], site: str) -> Forced | None:
-    """Make a check of the condition if one side raises: only the other outcome is left then."""
+def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
+    """Return the other outcome if one side raises."""
     for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
         if side.error is not None:
             if other.error is not None:
                 raise side.error
             failed = test if outcome is False else jnp.logical_not(test)
-            trace.check(failed, side.error, site)
-            return Forced(outcome)
+            return Forced(outcome, failed, side.error)
     return None
 
 

@@ -14,7 +14,7 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
 
 _MAX_RUNS, _MAX_BRANCHES = 256, 12
@@ -44,8 +44,12 @@ class Explorer:
         self.branches: dict[str, str] = {}
 
     def decide(self, value: jax.Array) -> bool:
-        """Return the outcome on the path being explored; if there is none, ask for a new trace."""
+        """Return the outcome on the path being explored, unless the line can be rewritten."""
         self.plan.ask_for_rewrite()
+        return self.explore(value)
+
+    def explore(self, value: jax.Array) -> bool:
+        """Return the outcome on the path being explored; if there is none, ask for a new trace."""
         if len(self.units) > self.outside:
             unit = self.units[-1]
             prefix = unit.path[: unit.position]
@@ -55,7 +59,11 @@ class Explorer:
             if prefix in unit.known:
                 return self._take(unit, unit.known[prefix])
             raise UndecidedBranch(value, user_line())
-        raise RestartTrace(explore=self.calls[-1])
+        raise RestartTrace(explore=self._innermost())
+
+    def _innermost(self) -> str:
+        """Return the innermost call that is explored by itself."""
+        return next(name for name in reversed(self.calls) if name not in self.plan.within)
 
     def _take(self, unit: Unit, outcome: bool) -> bool:
         unit.path = (*unit.path[: unit.position], outcome)
@@ -64,9 +72,8 @@ class Explorer:
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
         """Run a module call, explored if an earlier attempt saw it branch on traced values."""
-        if name not in self.plan.explore or any(
-            unit.name == name for unit in self.units[self.outside :]
-        ):
+        explored = name in self.plan.explore and name not in self.plan.within
+        if not explored or any(unit.name == name for unit in self.units[self.outside :]):
             self.calls.append(name)
             try:
                 return thunk()
@@ -128,7 +135,27 @@ class Explorer:
                 snapshot=snapshot,
             )
             if isinstance(merged, Forced):
+                self._lift(unit, merged, pending.site)
                 unit.known[prefix] = merged.outcome
                 self.branches[pending.site] = "lifted check"
                 continue
             return merged
+
+    def _lift(self, unit: Unit, forced: Forced, site: str) -> None:
+        """Make a check of an error that leaves a call, unless a `try` around the call catches it.
+
+        Then the branch belongs to the call that the `try` is in.
+        """
+        caught = inside_try(forced.error)
+        if caught is None:
+            self.trace.check(forced.failed, forced.error, site)
+        elif not unit.name.startswith("<"):
+            raise RestartTrace(within=unit.name)
+        else:
+            raise port_error(
+                f"the error that {site} raises for some values leaves a part of the program that"
+                f" is compiled by itself ({unit.name[1:-1]}), and the `try` at {caught} around it"
+                " catches the error",
+                code="TPU104",
+                remedy="move the `try` into that part, or choose by a condition with torch.where",
+            )

@@ -39,6 +39,10 @@ class Decider(Protocol):
         """Return the truth of a traced value on the path being explored."""
         ...
 
+    def explore(self, value: jax.Array) -> bool:
+        """Return the truth of a traced value that no rewrite of the line can avoid."""
+        ...
+
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
         """Run a module call, exploring both outcomes of branches that it takes on traced values."""
         ...
@@ -99,6 +103,11 @@ class ActiveTrace(Protocol):
 
     def writing(self, storage: Any) -> None:
         """Note a storage about to be written."""
+        ...
+
+    @property
+    def error_code(self) -> Any:
+        """Return where the number of the first failed check is kept; None without checks."""
         ...
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:

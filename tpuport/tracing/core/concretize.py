@@ -1,5 +1,6 @@
 """Concrete answers that Python needs of a traced value: its truth, a number, a raised error."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,18 +30,30 @@ def decide(value: jax.Array) -> bool:
     return trace.explorer.decide(value)
 
 
-def raise_if(failed: jax.Array, error: Exception) -> None:
-    """Raise an error where `failed` holds, as eager does.
+def raise_if(failed: Callable[[], Any] | jax.Array, error: BaseException) -> None:
+    """Raise an error where `failed` (or what it returns) holds, as eager does.
 
-    It is a lifted check, or a branch where the user's code catches exceptions.
+    It is a lifted check, or a branch where the user's code catches the exception.
     """
     trace = innermost()
     assert trace is not None
-    if inside_try():
-        if decide(failed):
-            raise error
+    is_caught = inside_try(error) is not None
+    if not is_caught and trace.error_code is None:
         return
-    trace.check(failed, error, user_line())
+    value = failed() if callable(failed) else failed
+    if not isinstance(value, jax.core.Tracer):
+        if value:
+            raise error
+    elif not is_caught:
+        trace.check(value, error, user_line())
+    elif trace.explorer is None:
+        raise port_error(
+            "an error that depends on values may be caught here",
+            code="TPU101",
+            remedy="move the `try` out of the code that is traced",
+        )
+    elif trace.explorer.explore(value):
+        raise error
 
 
 def concrete_number(value: jax.Array, kind: type) -> Any:

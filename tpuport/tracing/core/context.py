@@ -62,12 +62,25 @@ class Effects:
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LiftedCheck:
-    """An exception that the user's code raises on a traced condition, lifted out of the program."""
+    """An exception that the user's code raises on a traced condition, lifted out of the program.
+
+    Two that raise the same at one place are equal, so that repeated blocks have equal programs.
+    """
 
     error: BaseException
     site: str
+
+    @property
+    def _key(self) -> tuple[type, str, str]:
+        return type(self.error), str(self.error), self.site
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiftedCheck) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 def no_policy(fqn: str) -> str | None:
@@ -82,7 +95,7 @@ class HostConstant:
 
     tensor: torch.Tensor
     value: jax.Array
-    version: int
+    version: int | None
 
 
 @dataclass(frozen=True)
@@ -158,6 +171,8 @@ class Trace:
         self.count_regions = 0
         # The number of the first lifted check that failed, as a value of the program.
         self.error_code: Storage | None = None
+        # Whether an op runs whose operands were checked (`dispatch.value_checks`).
+        self.checked = False
         self.explorer: active.Decider | None = None
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
@@ -278,17 +293,32 @@ class Trace:
 
     def check(self, failed: jax.Array, error: BaseException, site: str) -> None:
         """Record that the program fails with `error` if `failed`; the first failing check wins."""
-        self.recorder.checks.append(LiftedCheck(error, site))
-        if self.error_code is not None:
-            code = self.error_code.value
-            self.error_code.set(jnp.where((code == 0) & failed, len(self.recorder.checks), code))
+        if self.error_code is None:
+            return
+        check, checks = LiftedCheck(error, site), self.recorder.checks
+        if check not in checks:
+            error.add_note(f"raised for the values of this call by {site}")
+            checks.append(check)
+        number, code = checks.index(check) + 1, self.error_code.value
+        self.error_code.set(jnp.where((code == 0) & failed, number, code))
+
+    @contextlib.contextmanager
+    def values_checked(self) -> Iterator[None]:
+        """Make no checks of operands inside: an op that runs as other ops was checked itself."""
+        before, self.checked = self.checked, True
+        try:
+            yield
+        finally:
+            self.checked = before
 
     # -- host constants ----------------------------------------------------------------------------
 
     def constant(self, tensor: torch.Tensor) -> jax.Array:
         """Return the jax value of a host tensor, made once for each version of the tensor."""
+        # Tensors made under inference_mode do not count their writes.
+        counted = None if tensor.is_inference() else tensor._version
         known = self.constants.get(id(tensor))
-        if known is not None and known.version == tensor._version:
+        if known is not None and counted is not None and known.version == counted:
             return known.value
         if self.is_foreign(tensor):
             self.recorder.guards.note_tensor(tensor)
@@ -296,7 +326,7 @@ class Trace:
         if value is None:
             with jax.ensure_compile_time_eval():
                 value = backend.to_jax(tensor)
-        self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
+        self.constants[id(tensor)] = HostConstant(tensor, value, counted)
         return value
 
     def note_made(self, value: Any) -> None:

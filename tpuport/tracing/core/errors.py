@@ -4,10 +4,12 @@ import ast
 import functools
 import linecache
 import os
-from types import CodeType
+import sys
+from dataclasses import dataclass
+from types import FrameType
 
 from tpuport.foundation.errors import PortError
-from tpuport.foundation.user_frames import inside_prefixes, user_frame, user_site
+from tpuport.foundation.user_frames import inside_prefixes, user_site
 from tpuport.tracing.core.active import innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -15,30 +17,91 @@ _TRACER = os.path.join(_TRACING, "session", "tracer.py")
 _INSIDE = inside_prefixes()
 
 
-def inside_try() -> bool:
-    """Return whether an `except` in the user's code would meet an exception raised now."""
-    frame = user_frame()
+@dataclass(frozen=True)
+class _Guarded:
+    """The body of a `try`, or of a `with suppress(...)`, and what it catches.
+
+    `caught` are the expressions of the classes, None for all.
+    """
+
+    start: int
+    end: int
+    line: int
+    caught: tuple[ast.expr | None, ...]
+
+
+def inside_try(error: BaseException) -> str | None:
+    """Return the place of the `try` in the user's code that would catch an error raised now.
+
+    None if there is none, or if its handler raises the error again. Classes that cannot be read
+    here count as those that catch it.
+    """
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _TRACER:
-        if frame.f_lineno in _guarded_lines(frame.f_code):
-            return True
+        # Functions without a table of exceptions have no `try`.
+        if frame.f_code.co_exceptiontable:
+            for guarded in _guarded(frame.f_code.co_filename):
+                if guarded.start <= frame.f_lineno <= guarded.end:
+                    if any(_catches(expr, frame, error) for expr in guarded.caught):
+                        return f"{frame.f_code.co_filename}:{guarded.line}"
         frame = frame.f_back
-    return False
+    return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _guarded_lines(code: CodeType) -> frozenset[int]:
-    """Return the lines of a function's file that are in the body of a `try` with an `except`."""
-    if code.co_filename.startswith(_INSIDE):
-        return frozenset()
+def _catches(expr: ast.expr | None, frame: FrameType, error: BaseException) -> bool:
+    """Return whether a handler of these classes, as its function names them, catches an error."""
+    if expr is None:
+        return True
+    if any(isinstance(node, (ast.Call, ast.NamedExpr, ast.Await)) for node in ast.walk(expr)):
+        return True
+    code = compile(ast.Expression(expr), frame.f_code.co_filename, "eval")
     try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+        return isinstance(error, eval(code, frame.f_globals, frame.f_locals))
+    except (NameError, AttributeError, TypeError, LookupError):
+        return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _guarded(file: str) -> list[_Guarded]:
+    """Return the bodies in a file, where exceptions are caught; none in tpuport and libraries."""
+    if file.startswith(_INSIDE):
+        return []
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return frozenset()
-    lines: set[int] = set()
+        return []
+    found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and node.handlers:
-            lines.update(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
-    return frozenset(lines)
+        caught: tuple[ast.expr | None, ...] = ()
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            caught = tuple(h.type for h in node.handlers if not _raises_again(h))
+        elif isinstance(node, ast.With):
+            caught = tuple(expr for item in node.items for expr in _suppressed(item.context_expr))
+        else:
+            continue
+        if caught:
+            end = node.body[-1].end_lineno or node.body[-1].lineno
+            found.append(_Guarded(node.body[0].lineno, end, node.lineno, caught))
+    return found
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler always ends in a bare `raise`."""
+    last = handler.body[-1]
+    leaves = (ast.Return, ast.Break, ast.Continue)
+    others = (node for statement in handler.body for node in ast.walk(statement))
+    return (
+        isinstance(last, ast.Raise)
+        and last.exc is None
+        and not any(isinstance(node, leaves) for node in others)
+    )
+
+
+def _suppressed(call: ast.expr) -> list[ast.expr]:
+    """Return the classes of `contextlib.suppress(...)`."""
+    name = getattr(call, "func", None)
+    is_suppress = getattr(name, "attr", getattr(name, "id", None)) == "suppress"
+    return list(call.args) if isinstance(call, ast.Call) and is_suppress else []
 
 
 def port_error(

@@ -37,13 +37,14 @@ RENAMED = {
 }
 
 
-# These ops decompose into others. Under inference_mode they arrive undecomposed and without their
-# default arguments, so they must not take the direct lowering.
-_IN_PARTS = {
-    *(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default),
-    *(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
-    *(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
-}
+def is_taken_apart(func: Any) -> bool:
+    """Return whether C++ makes other ops of this one before a trace sees it.
+
+    Only under inference_mode it arrives whole, and without its default arguments. A lowering of it
+    would leave out the checks and the lowerings of its parts.
+    """
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def functional_of(func: Any) -> Any:
@@ -81,7 +82,7 @@ def op_info(func: Any) -> OpInfo:
         if a.alias_info is not None and a.alias_info.is_write
     )
     special, lower = find(func)
-    if func in _IN_PARTS:
+    if special is None and is_taken_apart(func):
         lower = None
     functional = functional_of(func) if writes and special is None else None
     return OpInfo(

@@ -30,10 +30,12 @@ class RestartTrace(BaseException):
         *,
         site: tuple[CodeType, Site] | None = None,
         explore: str | None = None,
+        within: str | None = None,
         host_state: bool = False,
     ) -> None:
         super().__init__("trace again")
         self.site, self.explore, self.host_state = site, explore, host_state
+        self.within = within
 
 
 @dataclass
@@ -41,12 +43,15 @@ class SpeculationLog:
     """The knowledge that earlier attempts at this trace gained.
 
     `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
-    module calls to run once for each outcome. `host_state` says whether small state stays concrete,
-    `host_args` which arguments do. `numbers` are the Python numbers on modules that became state.
+    module calls to run once for each outcome. `within` are those whose branches belong to the call
+    around them, which catches what they raise. `host_state` says whether small state stays
+    concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
+    became state.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
+    within: set[str] = field(default_factory=set)
     host_state: bool = False
     numbers: set[str] = field(default_factory=set)
     host_args: frozenset[int] = frozenset()
@@ -71,6 +76,8 @@ class SpeculationLog:
         """Add what a restart asks for."""
         if restart.explore is not None:
             self.explore.add(restart.explore)
+        if restart.within is not None:
+            self.within.add(restart.within)
         self.host_state = self.host_state or restart.host_state
 
     def ask_for_rewrite(self) -> None:

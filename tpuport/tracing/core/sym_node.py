@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuport.tracing.core.active import innermost
-from tpuport.tracing.core.concretize import concrete_number, decide
+from tpuport.tracing.core.concretize import concrete_number, decide, raise_if
 
 
 def _weak(value: Any, kind: type) -> jax.Array:
@@ -179,9 +179,19 @@ class NumberNode:
     def sym_float(self) -> "NumberNode":
         return NumberNode(self.value.astype(jnp.float32), float, self.low, self.high)
 
+    def is_integer(self) -> "NumberNode":
+        return NumberNode(self.value == jnp.floor(self.value), bool)
+
     def sym_int(self) -> "NumberNode":
-        truncated = jnp.trunc(self.value).astype(jnp.int32)
-        return NumberNode(truncated, int, self.low, self.high)
+        return NumberNode(self._whole(jnp.trunc), int, self.low, self.high)
+
+    def _whole(self, rounding: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Round to an integer, which Python refuses for NaN and infinity."""
+        if self.kind is float:
+            nan, infinite = (f"cannot convert float {what} to integer" for what in _NOT_FINITE)
+            raise_if(lambda: jnp.isnan(self.value), ValueError(nan))
+            raise_if(lambda: jnp.isinf(self.value), OverflowError(infinite))
+        return rounding(self.value).astype(jnp.int32)
 
     def neg(self) -> "NumberNode":
         expr = self.expr.times(-1) if self.expr is not None else None
@@ -199,8 +209,11 @@ class NumberNode:
 
     def round(self, digits: Any = None) -> "NumberNode":
         if digits is None:
-            return NumberNode(jnp.round(self.value).astype(jnp.int32), int)
+            return NumberNode(self._whole(jnp.round), int)
         return NumberNode(jnp.round(self.value, int(getattr(digits, "low", digits))), self.kind)
+
+
+_NOT_FINITE = ("NaN", "infinity")
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -266,12 +279,21 @@ def _arithmetic(
 ) -> Callable[..., NumberNode]:
     def method(self: NumberNode, other: NumberNode) -> NumberNode:
         kind = result or (float if float in (self.kind, other.kind) else int)
+        if name in _DIVISIONS and other.low <= 0 <= other.high:
+            raise_if(lambda: other.value == 0, ZeroDivisionError("division by zero"))
+        if name == "float_pow":  # torch checks that the base is not negative
+            message = "0.0 cannot be raised to a negative power"
+            failed = (self.value == 0) & (other.value < 0)
+            raise_if(failed, ZeroDivisionError(message))
         value = operation(self.value, other.value)
         bounds = _BOUNDED.get(name)
         low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
         return NumberNode(value, kind, low, high, _combined(name, kind, self, other))
 
     return method
+
+
+_DIVISIONS = {"mod", "floordiv", "int_floordiv", "truediv", "int_truediv", "float_truediv"}
 
 
 def _combined(name: str, kind: type, a: NumberNode, b: NumberNode) -> Linear | None:
@@ -338,7 +360,7 @@ for _name, _operation in (
     setattr(
         NumberNode,
         _name,
-        lambda self, _op=_operation: NumberNode(_op(self.value).astype(jnp.int32), int),
+        lambda self, _op=_operation: NumberNode(self._whole(_op), int),
     )
 
 

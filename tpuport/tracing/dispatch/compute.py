@@ -1,6 +1,7 @@
 """Ops that only compute: metadata from torch, the value from a lowering or a decomposition."""
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.interop.seen_device import where_they_are
+from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import op_key
-from tpuport.tracing.core.op_info import OpInfo
+from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flat, grad_frozen, map_tensors, value_of, wrap_as
 from tpuport.tracing.dispatch import meta_infer
@@ -48,11 +50,56 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     jax_kwargs = {k: map_tensors(value_of, v) for k, v in kwargs.items()}
     if torch.Tag.pointwise in func.tags and isinstance(metas, torch.Tensor):
         jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
-    value = _lower(func, info.lower, jax_args, jax_kwargs)
+    is_number = any(isinstance(t, sym_numbers.SYMBOLIC) for t in tensors)
+    value = _lower(func, info.lower, jax_args, jax_kwargs, is_number)
     result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
     if func._opname in _MARKS:
         _mark(func, args, kwargs, result)
+    elif func._opname in _BOUNDS and result.dtype is torch.int64:
+        result._bounds = _bounds_of(func, args, kwargs)
     return result
+
+
+_BOUNDS = {"clamp", "remainder", "floor_divide", "randint", "multinomial", "gather", "index_select"}
+_BOUNDS |= {"index", "embedding", "add", "sub", "mul"}
+
+
+def _bounds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the smallest and largest integer that a result can hold, None if that is not known."""
+    name, known = func._opname, _interval(args[0])
+    if name in ("clamp", "randint"):
+        low, high = (
+            _argument(func, which, args, kwargs)
+            for which in (("min", "max") if name == "clamp" else ("low", "high"))
+        )
+        if name == "randint":
+            return (low or 0, high - 1) if isinstance(high, int) else None
+        low = known[0] if known and low is None else low
+        high = known[1] if known and high is None else high
+        return (low, high) if isinstance(low, int) and isinstance(high, int) else None
+    if name == "multinomial":
+        return (0, torch.Tensor.size(args[0])[-1] - 1)
+    if name in ("gather", "index_select", "index", "embedding"):
+        return known
+    other = _interval(args[1])
+    if other is None or kwargs.get("alpha", 1) != 1 or len(args) > 2:
+        return None
+    if name == "remainder":
+        return (0, other[1] - 1) if other[0] > 0 else None
+    if known is None:
+        return None
+    if name == "floor_divide":
+        return (known[0] // other[0], known[1] // other[0]) if 0 < other[0] == other[1] else None
+    operation = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name]
+    ends = [operation(a, b) for a in known for b in other]
+    return (min(ends), max(ends)) if max(map(abs, ends)) < 1 << 31 else None
+
+
+def _interval(value: Any) -> tuple[int, int] | None:
+    """Return the smallest and largest value of an operand, where they are known."""
+    if isinstance(value, int):
+        return (value, value)
+    return value._bounds if isinstance(value, TracedTensor) else None
 
 
 _MARKS = {
@@ -104,7 +151,10 @@ def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _lower(
+    func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], is_number: bool
+) -> Any:
+    """Run a lowering; `is_number` says whether a traced number is among the arguments."""
     trace = current()
     if trace is not None:
         name = str(func)
@@ -115,6 +165,13 @@ def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[s
     except TpuportError:
         raise
     except Exception as error:
+        if is_number:
+            raise port_error(
+                f"{func._opname} needs the value of a number that depends on the program's inputs",
+                code="TPU103",
+                remedy="pass it as a Python number (it is then static)",
+                cause=error,
+            ) from error
         raise port_error(
             f"the lowering of {func} to JAX failed: {type(error).__name__}:"
             f" {str(error).splitlines()[0] if str(error) else ''}",
@@ -147,7 +204,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from torch._decomp import decomposition_table
 
     trace = current()
-    rule = decomposition_table.get(func)
+    rule = None if is_taken_apart(func) else decomposition_table.get(func)
     mode = trace.dispatch_mode if trace is not None else None
     try:
         if rule is not None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from tpuport.tracing.core.context import current
+from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.op_handler import op_handler
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.dispatch.compute import dispatch_value
 from tpuport.tracing.dispatch.inplace_ops import dispatch_write
+from tpuport.tracing.dispatch.value_checks import RULES, check_values
 from tpuport.tracing.dispatch.view_ops import as_strided, dispatch_view, inplace_view
 from tpuport.tracing.dynamic_shapes.dispatch import dispatch as dispatch_bounded
 from tpuport.tracing.dynamic_shapes.handlers import involved
@@ -33,11 +34,24 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         PortError: no lowering, or a form of the op that cannot be kept exact.
     """
-    info = op_info(func)
     trace = current()
+    if trace is None or trace.checked or func._opname not in RULES:
+        result = _run(trace, func, args, kwargs)
+        if trace is not None and kwargs.get("check_errors"):
+            status = (result[-1], func._opname)
+            check_values(trace, aten._linalg_check_errors.default, status, {})
+        return result
+    check_values(trace, func, args, kwargs)
+    with trace.values_checked():
+        return _run(trace, func, args, kwargs)
+
+
+def _run(trace: Trace | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    info = op_info(func)
     if trace is not None and not info.writes and (trace.dynamic or func._opname in _SELECTIONS):
         if (func._opname in _SELECTIONS and _selects(func, args)) or involved(args, kwargs):
-            result = dispatch_bounded(func, args, kwargs)
+            with trace.values_checked():
+                result = dispatch_bounded(func, args, kwargs)
             if result is not NotImplemented:
                 return result
     if info.special is not None:

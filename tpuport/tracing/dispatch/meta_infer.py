@@ -83,7 +83,13 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meta_kwargs["device"] = torch.device("meta")
     meta_args = [map_tensors(to_meta, a) for a in args]
     try:
-        return func(*meta_args, **meta_kwargs)
+        try:
+            return func(*meta_args, **meta_kwargs)
+        except RuntimeError as error:
+            if "same device" not in str(error):
+                raise
+            # Some ops take no 0-d CPU tensor beside meta tensors.
+            return func(*(map_tensors(meta_of, a) for a in meta_args), **meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
             raise port_error(

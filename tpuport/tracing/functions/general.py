@@ -19,6 +19,14 @@ from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import item, tolist
 from tpuport.tracing.core.values import value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import to_meta
+from tpuport.tracing.dynamic_shapes.extents import (
+    attach,
+    bound_of,
+    extents_of,
+    node_of,
+    require_equal,
+    resized,
+)
 from tpuport.tracing.functions.registry import FUNCTIONS, Handler, function, holds_traced, traced
 
 # -- Python numbers --------------------------------------------------------------------------------
@@ -228,13 +236,26 @@ def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if parts is None:
         return NotImplemented
     view, rest = _select_numbers(target, parts)
-    if rest:
+    if any(isinstance(part, torch.Tensor) for part in rest):
         view[rest] = value
-    else:
-        view.copy_(
-            value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype)
-        )
+        return None
+    view = view[rest] if rest else view
+    value = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=view.dtype)
+    view.copy_(_as_long(value, view))
     return None
+
+
+def _as_long(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Give a value the data-dependent sizes of what it is written to, which eager requires."""
+    extents, lead = {}, target.dim() - value.dim()
+    for dim, node in extents_of(target).items():
+        own = dim - lead
+        if own >= 0 and own not in extents_of(value) and bound_of(value, own) != 1:
+            message = f"the value does not have the size of dimension {dim} that it is written to"
+            require_equal(node, node_of(bound_of(value, own)), message)
+            value = resized(value, own, bound_of(target, dim))
+            extents[own] = node
+    return attach(value.clone(), extents | extents_of(value)) if extents else value
 
 
 # -- randomness, devices, autograd -----------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Torch functions whose C++ checks values before it computes: inverse STFT and weighted covariance.
+"""Torch functions whose C++ checks values before it computes.
 
-The checks would be branches on traced values. The formulas here have none.
+Of the inverse STFT and the weighted covariance the checks would be branches on traced values, and
+the formulas here have none. Others check nothing if the values are not there.
 """
 
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.dispatch.value_checks import check_values
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.functions.registry import function, holds_traced
 
@@ -85,3 +87,12 @@ def _cov(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         norm = total - correction
     centred = rows - mean
     return ((centred * share) @ centred.mT.conj() / norm.clamp(min=0)).squeeze()
+
+
+@function(torch.nn.functional.one_hot)
+def _one_hot(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if holds_traced(trace, [*args, *kwargs.values()]):
+        bound = _bind(("self", "num_classes"), args, kwargs)
+        bound["self"] = bound.pop("tensor", bound.get("self"))
+        check_values(trace, torch.ops.aten.one_hot.default, (), bound)
+    return NotImplemented

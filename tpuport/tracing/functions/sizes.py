@@ -12,7 +12,7 @@ from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes
-from tpuport.tracing.functions.registry import function
+from tpuport.tracing.functions.registry import function, holds_traced
 
 
 @function(torch.Tensor.expand_as)
@@ -66,9 +66,19 @@ def _unflatten(
     return source.view([*source.shape[:dim], *sizes, *source.shape[dim + 1 :]])
 
 
+@function(torch.tensor_split, torch.Tensor.tensor_split)
+def _tensor_split(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    places = [*args, *kwargs.values()][1]
+    if isinstance(places, torch.Tensor) and holds_traced(trace, places):
+        numbers = places.tolist()
+        given = [numbers if value is places else value for value in args]
+        return func(*given, **{k: numbers if v is places else v for k, v in kwargs.items()})
+    return _refused(trace, func, args, kwargs)
+
+
 @function(
-    torch.tensor_split,
-    torch.Tensor.tensor_split,
     torch.hsplit,
     torch.Tensor.hsplit,
     torch.vsplit,

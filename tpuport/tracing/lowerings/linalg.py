@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from tpuport.tracing.core.lowering_registry import SAME, lowering
+from tpuport.tracing.core.lowering_registry import SAME, lowering, special
+from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.lowerings._numeric import is_low, value_and_gradient, wide
 
 aten = torch.ops.aten
@@ -18,9 +19,44 @@ def _adjoint(x: jax.Array) -> jax.Array:
     return jnp.conj(jnp.swapaxes(x, -1, -2))
 
 
-def _no_error(x: jax.Array) -> jax.Array:
-    """Return the status of LAPACK for each matrix: 0, success."""
-    return jnp.zeros(x.shape[:-2], jnp.int32)
+def _first(failed: jax.Array) -> jax.Array:
+    """Return LAPACK's status of matrices: which row [..., n] failed first, counted from 1, or 0."""
+    if not failed.shape[-1]:
+        return jnp.zeros(failed.shape[:-1], jnp.int32)
+    return jnp.where(failed.any(-1), jnp.argmax(failed, -1) + 1, 0).astype(jnp.int32)
+
+
+def _singular(factors: jax.Array) -> jax.Array:
+    """Return the status of LU factors: the first place of the diagonal of U that is 0."""
+    return _first(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
+
+
+def _minor(x: jax.Array, factor: jax.Array, upper: bool) -> jax.Array:
+    """Return the order of the first leading minor of `x` that is not positive definite, or 0.
+
+    It is computed only if the factorization has failed.
+    """
+
+    def eliminate(_: None) -> jax.Array:
+        def step(k: int, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            rest, failed = carried
+            row, pivot = rest[..., k, :], rest[..., k, k].real
+            scaled = jnp.conj(row) / jnp.where(pivot > 0, pivot, 1)[..., None]
+            rest = rest - scaled[..., :, None] * row[..., None, :]
+            return rest, failed.at[..., k].set(~(pivot > 0))
+
+        lower = jnp.tril(_adjoint(x) if upper else x)
+        whole = lower + _adjoint(jnp.tril(lower, -1))
+        start = (whole, jnp.zeros(x.shape[:-1], bool))
+        return _first(lax.fori_loop(0, x.shape[-1], step, start)[1])
+
+    status = (~jnp.isfinite(factor)).any((-2, -1))
+    if not x.size:
+        return status.astype(jnp.int32)
+    none = jnp.zeros(x.shape[:-2], jnp.int32)
+    order = lax.cond(status.any(), eliminate, lambda _: none, None)
+    # Rounding may let the last minor pass here that the factorization found to fail.
+    return jnp.where(status, jnp.where(order == 0, x.shape[-1], order), 0)
 
 
 def _matched(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,16 +152,19 @@ def _cholesky_of(x: jax.Array, upper: bool) -> jax.Array:
     return _adjoint(factor) if upper else factor
 
 
-@lowering(aten.cholesky.default)
-def _cholesky(x: jax.Array, upper: bool = False) -> jax.Array:
-    return _cholesky_of(x, upper)
+@special(aten.cholesky.default)
+def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    factor, info = call(aten.linalg_cholesky_ex.default, (x,), {"upper": upper})
+    call(aten._linalg_check_errors.default, (info, "cholesky"), {"is_matrix": x.dim() == 2})
+    return factor
 
 
 @lowering(aten.linalg_cholesky_ex.default, reason="torchax refuses check_errors=True")
 def _cholesky_ex(
     x: jax.Array, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    return _cholesky_of(x, upper), _no_error(x)
+    factor, fixed = _cholesky_of(x, upper), lax.stop_gradient(x)
+    return factor, _minor(fixed, lax.stop_gradient(factor), upper)
 
 
 @lowering(aten.cholesky_solve.default, reason="torchax solves with the wrong triangle of a batch")
@@ -236,13 +275,10 @@ def _lu_factor(
 ) -> tuple[jax.Array, ...]:
     if pivot:
         factors, pivots, _ = _lu(x)
-        return factors, pivots, _no_error(x)
-    count = min(x.shape[-2:])
-    return (
-        _without_pivots(x),
-        jnp.broadcast_to(jnp.arange(1, count + 1), (*x.shape[:-2], count)),
-        _no_error(x),
-    )
+        return factors, pivots, _singular(factors)
+    count, factors = min(x.shape[-2:]), _without_pivots(x)
+    pivots = jnp.broadcast_to(jnp.arange(1, count + 1), (*x.shape[:-2], count))
+    return factors, pivots, _singular(factors)
 
 
 def _triangles(factors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -323,12 +359,13 @@ def _solve(
     rows = b[..., None] if is_vector else b
     factors, pivots, _ = _lu(a)
     solved = _lu_solve(factors, pivots, rows, left=left or is_vector)
-    return solved[..., 0] if is_vector else solved, factors, pivots, _no_error(a)
+    return solved[..., 0] if is_vector else solved, factors, pivots, _singular(factors)
 
 
 @lowering(aten.linalg_inv_ex.default, reason="torchax refuses check_errors=")
 def _inverse(x: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
-    return (jnp.linalg.inv(x) if x.size else x), _no_error(x)
+    factors, _, _ = _lu(lax.stop_gradient(x))
+    return (jnp.linalg.inv(x) if x.size else x), _singular(factors)
 
 
 @lowering(aten._linalg_det.default)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from tpuport.foundation import pytree
@@ -36,6 +37,11 @@ class TraceResult:
     host_paths: list[str] = field(default_factory=list)
     # By output index: outputs that are an argument (by index) or state (by name), or a view of one.
     out_aliases: "dict[int, Alias]" = field(default_factory=dict)
+
+    @property
+    def code(self) -> jax.Array:
+        """Return the number of the first lifted check that failed, 0 for none."""
+        return jnp.zeros((), jnp.int32) if self.error_code is None else self.error_code
 
 
 @dataclass(frozen=True)
