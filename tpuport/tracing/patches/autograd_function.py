@@ -116,6 +116,7 @@ class _FunctionCall:
         self.saved: list[torch.Tensor] = []
         # For each saved tensor, the output that it is.
         self.saved_outputs: list[int | None] = []
+        self._reached: list[bool] | None = None
         self.attach = jax.custom_vjp(lambda values, outs, saved: outs)
         self.attach.defvjp(self.fwd, self.bwd)
 
@@ -185,10 +186,46 @@ class _FunctionCall:
             grads = _backward(
                 self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
             )
-            grads = grads if isinstance(grads, tuple) else (grads,)
+            grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
             picked = [g for g, flag in zip(grads, self.is_tensor, strict=False) if flag]
             pairs = zip(picked, self.dtypes, strict=True)
             return _conjugate([_cotangent(g, dtype) for g, dtype in pairs]), None, None
+
+
+    def _checked(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a backward's gradients, refusing what eager refuses.
+
+        Raises:
+            PortError: there are fewer than arguments, or more that are not None.
+        """
+        count = len(self.is_tensor)
+        if len(grads) < count or any(g is not None for g in grads[count:]):
+            raise port_error(
+                f"function {self.cls.__name__}Backward returned an incorrect number of gradients"
+                f" (expected {count}, got {len(grads)}), which eager PyTorch refuses too",
+                code="TPU403",
+                remedy="return one gradient for each argument of forward, None where there is none",
+            )
+        return grads[:count]
+
+    def reached(self) -> list[bool]:
+        """Return for each tensor among the arguments whether the backward gives it a gradient."""
+        if self._reached is None:
+            specs = [
+                [jax.ShapeDtypeStruct(m.shape, backend.jax_dtype(m.dtype)) for m in metas]
+                for metas in (self.saved, self.metas)
+            ]
+            found: list[bool] = []
+
+            def run(saved: Any, cotangents: Any) -> None:
+                found.extend(g is not None for g in self.bwd(saved, cotangents)[0])
+
+            try:
+                jax.eval_shape(run, *specs)
+            except Exception:  # raised again, to the user, when a gradient is asked for
+                found = [True] * len(self.dtypes)
+            self._reached = found
+        return self._reached
 
 
 def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
