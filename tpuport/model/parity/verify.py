@@ -1,7 +1,7 @@
 """Comparison of a port with eager PyTorch, on the same inputs and the same random numbers."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from tpuport.reports.records import (
 )
 from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.export import to_torch
+from tpuport.tracing.core.gradient_paths import value_and_grad
 from tpuport.tracing.core.keys import keyed
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import part_of_program
@@ -286,26 +287,36 @@ def gradient_parity(
         for leaf, w in zip(leaves, weights, strict=True)
         if w is not None
     )
-    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+    if not isinstance(total, torch.Tensor):
         return []
-    total.backward()
-    expected = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    if total.requires_grad:
+        total.backward()
+    leaves_after = state_tree(module).leaves.items()
+    expected = {n: p.grad for n, p in leaves_after if isinstance(p, torch.nn.Parameter)}
 
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
+    def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         result, _ = ported.apply(params, ported.buffers, key, *args, method=method, **kwargs)
         ours, _ = pytree.flatten(result, leaf=_comparable)
-        return sum(  # type: ignore[return-value]
-            (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None),
-            jnp.zeros(()),
+        parts = (
+            jnp.sum(o * w)
+            for o, w in zip(ours, weights, strict=True)
+            if w is not None
         )
+        return sum(parts, jnp.zeros(())), None
 
     with ported._precision_scope():
-        grads = jax.jit(jax.grad(loss))(ported.params)
+        _, grads, has_gradient = jax.jit(value_and_grad(loss))(ported.params)
+    # A stack has a gradient where one of its members has.
+    reached = {n: bool(has_gradient[stack]) for stack in grads for n in _members(stack)}
     pairs = [
-        (name, torch.zeros(got.shape) if expected.get(name) is None else expected[name], got)
+        (name, expected.get(name), got if reached[name] else None)
         for name, got in stacked_params.unstack(grads).items()
     ]
     return gradient_records(verifier, pairs)
+
+
+def _members(name: str) -> Sequence[str]:
+    return stacked_params.members_of(name) or [name]
 
 
 def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> list[Parity]:
@@ -313,12 +324,17 @@ def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> l
 
     Args:
         verifier: The verifier that compares.
-        pairs: For each parameter its name, eager's gradient and the port's.
+        pairs: For each parameter its name, eager's gradient and the port's, None for none.
     """
-    largest = max((float(g.abs().max()) for _, g, _ in pairs if g.numel()), default=0.0)
+    eager = [g for _, g, _ in pairs if g is not None]
+    largest = max((float(g.abs().max()) for g in eager if g.numel()), default=0.0)
     noise = 1e-5 * max(1.0, verifier._coarsest / RTOL[torch.float32])
     records = []
     for name, want, got in pairs:
+        if want is None or got is None:
+            if want is not got:
+                records.append(Parity.missing(f"grad.{name}", want, got))
+            continue
         if isinstance(got, jax.Array):
             got = got.astype(backend.jax_dtype(want.dtype))
         # The absolute limit depends on the largest gradient, because one that is zero except for
