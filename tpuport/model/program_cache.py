@@ -110,11 +110,13 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
     """
     metas, paths = call.metas, call.paths
     parts = tuple(
-        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        (path, "generator" if _is_class(meta) else _described(meta))
         for path, meta in zip(paths, metas, strict=True)
     )
     kinds = tuple(
-        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        meta
+        if _is_class(meta)
+        else (meta.dtype, tuple(meta.shape), meta.stride(), meta.requires_grad)
         for meta in metas
     )
     key = (
@@ -132,6 +134,11 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
         key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
+
+
+def _described(meta: torch.Tensor) -> str:
+    grad = " requires_grad" if meta.requires_grad else ""
+    return f"{str(meta.dtype)[6:]}{list(meta.shape)}{grad}"
 
 
 def _is_class(meta: Any) -> bool:

@@ -132,9 +132,7 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     with jax.named_scope("optimizer"):
         update = optax.with_extra_args_support(training.optimizer).update
-        updates, optimizer = update(
-            grads, state.optimizer, state.params, has_gradient=has_gradient
-        )
+        updates, optimizer = update(grads, state.optimizer, state.params, has_gradient=has_gradient)
         params: Any = optax.apply_updates(state.params, updates)
     ema = state.ema
     if training.ema_decay is not None:

@@ -177,6 +177,8 @@ class DifferentiatedCall:
     reached: Any = None
     dtypes: list[torch.dtype] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # The floating outputs without a gradient, such as those made under `no_grad`.
+    constant: list[int] = field(default_factory=list)
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
@@ -184,7 +186,9 @@ class DifferentiatedCall:
         flows, self.pull, self.rest, self.reached = prepared.run()
         metas = prepared.compiled.outcome.out_metas
         stays = self.rest[0]
-        self.dtypes = [m.dtype for m, stay in zip(metas, stays, strict=True) if stay is None]
+        flowing = [m for m, stay in zip(metas, stays, strict=True) if stay is None]
+        self.dtypes = [meta.dtype for meta in flowing]
+        self.constant = [i for i, meta in enumerate(flowing) if not meta.requires_grad]
         self.shapes = [flow.shape for flow in flows]
         return [host_tensor(flow, d) for flow, d in zip(flows, self.dtypes, strict=True)]
 
@@ -239,6 +243,7 @@ class Through(torch.autograd.Function):
         kept._tpuport_kept = (call, tensors)
         ctx.save_for_backward(kept)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(flows[i] for i in call.constant))
         return tuple(flows)
 
     @staticmethod

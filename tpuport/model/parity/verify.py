@@ -297,11 +297,7 @@ def gradient_parity(
     def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         result, _ = ported.apply(params, ported.buffers, key, *args, method=method, **kwargs)
         ours, _ = pytree.flatten(result, leaf=_comparable)
-        parts = (
-            jnp.sum(o * w)
-            for o, w in zip(ours, weights, strict=True)
-            if w is not None
-        )
+        parts = (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None)
         return sum(parts, jnp.zeros(())), None
 
     with ported._precision_scope():

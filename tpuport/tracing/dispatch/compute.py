@@ -13,8 +13,8 @@ from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.op_info import OpInfo
-from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.values import flat, grad_frozen, map_tensors, value_of, wrap_as
+from tpuport.tracing.core.tensor import Flow, TracedTensor
+from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.lowerings._numeric import broadcast_wide
 
@@ -49,7 +49,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if torch.Tag.pointwise in func.tags and isinstance(metas, torch.Tensor):
         jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
     value = _lower(func, info.lower, jax_args, jax_kwargs)
-    result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
+    result = _wrap_result(func, value, metas, trace, flow_of(tensors))
     if func._opname in _MARKS:
         _mark(func, args, kwargs, result)
     return result
@@ -127,15 +127,15 @@ def _lower(func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[s
         ) from error
 
 
-def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, frozen: bool) -> Any:
+def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, flow: Flow) -> Any:
     if isinstance(meta, torch.Tensor):
-        return wrap_as(func, value, meta, trace, frozen)
+        return wrap_as(func, value, meta, trace, flow)
     if isinstance(meta, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) < len(meta):
             msg = f"the lowering of {func} gave {type(value).__name__}, expected {len(meta)} values"
             raise AssertionError(msg)
         parts = [
-            None if m is None else _wrap_result(func, v, m, trace, frozen)
+            None if m is None else _wrap_result(func, v, m, trace, flow)
             for v, m in zip(value, meta, strict=False)
         ]
         return type(meta)(parts) if type(meta) in (list, tuple) else tuple(parts)

@@ -16,8 +16,8 @@ from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.context import Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of, wrap
+from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
 from tpuport.tracing.session.activate import active
@@ -143,13 +143,12 @@ class _FunctionCall:
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
         attached = self.attach(values, outs, self._save(context, tensors, leaves))
-        differentiated = torch.is_grad_enabled() and any(needs)
         made: list[torch.Tensor] = []
         for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
             constant = id(leaf) in context.constant or not differentiable(leaf.dtype)
-            frozen = constant or not differentiated
+            flow = Flow.STOPPED if constant else flow_of(tensors)
             value = plain if constant else value
-            made.append(wrap(value, meta.dtype, trace=self.trace, frozen=frozen))
+            made.append(wrap(value, meta.dtype, trace=self.trace, flow=flow))
         return pytree.unflatten(self.spec, made)
 
     def _save(self, context: _Context, tensors: list[Any], outs: list[Any]) -> list[jax.Array]:
@@ -191,7 +190,6 @@ class _FunctionCall:
             pairs = zip(picked, self.dtypes, strict=True)
             return _conjugate([_cotangent(g, dtype) for g, dtype in pairs]), None, None
 
-
     def _checked(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a backward's gradients, refusing what eager refuses.
 
@@ -229,7 +227,8 @@ class _FunctionCall:
 
 
 def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
-    return [wrap(v, m.dtype, trace=trace) for v, m in zip(values, metas, strict=True)]
+    pairs = zip(values, metas, strict=True)
+    return [wrap(v, m.dtype, trace=trace, flow=Flow.HIDDEN) for v, m in pairs]
 
 
 def _conjugate(gradients: Any) -> Any:
