@@ -8,7 +8,14 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
-from tpuport.model.parity.verify import SameNumbers, Verifier, eager_copy, host_arguments
+from tpuport.model.parity.verify import (
+    SameNumbers,
+    SavedTensorNeeded,
+    Verifier,
+    eager_copy,
+    host_arguments,
+    without_saved_tensors,
+)
 from tpuport.reports.records import Divergence, Parity
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
@@ -42,14 +49,17 @@ def first_difference(
     _record(module, expected)
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    with (
-        host_randomness.restored([module, host_args, host_kwargs]),
-        torch.no_grad(),
-        mode,
-        part_of_program(),
-        casting.in_force(),
-    ):
-        ported._tracer.method(module, method)(*host_args, **host_kwargs)
+    try:
+        with (
+            host_randomness.restored([module, host_args, host_kwargs]),
+            without_saved_tensors(),
+            mode,
+            part_of_program(),
+            casting.in_force(),
+        ):
+            ported._tracer.method(module, method)(*host_args, **host_kwargs)
+    except SavedTensorNeeded:
+        return None
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.flatten_call((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)

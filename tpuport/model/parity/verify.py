@@ -108,6 +108,22 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
     return clone_module(module, copy)[0]
 
 
+class SavedTensorNeeded(BaseException):
+    """Signal that a backward pass ran inside code whose saved tensors were dropped."""
+
+
+def without_saved_tensors() -> Any:
+    """Return a context that drops what autograd saves, so that eager takes no more memory.
+
+    Code that asks for requires_grad or is_grad_enabled() is answered as the user's call would be.
+    """
+
+    def unpack(nothing: None) -> torch.Tensor:
+        raise SavedTensorNeeded
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
+
+
 class Verifier:
     """A comparison of each method's first call with eager PyTorch.
 
@@ -132,7 +148,31 @@ class Verifier:
     ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         """Run eager; return the output, the module after the call, and the arguments after the
         call.
+
+        Grad mode is that of the caller, so that code which asks for it takes the same path.
+        `trainable` keeps what a backward pass of the results needs, in parameters of its own.
         """
+        given = (method, args, kwargs, key)
+        if trainable:
+            return self._reference(*given, torch.enable_grad(), trainable=True)
+        try:
+            return self._reference(*given, without_saved_tensors())
+        except (SavedTensorNeeded, RuntimeError) as error:
+            # The code takes gradients itself; torch.func refuses hooks on what it saves.
+            if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                raise
+        return self._reference(*given, contextlib.nullcontext())
+
+    def _reference(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: jax.Array,
+        grad: Any,
+        *,
+        trainable: bool = False,
+    ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         with self.ported.report.timed("observe"):
             module, casting = None, self.ported._tracer.casting
             function: Callable[..., Any]
@@ -156,7 +196,7 @@ class Verifier:
                         installed((Uncheckpointed,)),
                         mode,
                         seen,
-                        torch.set_grad_enabled(trainable),
+                        grad,
                         part_of_program(),
                         casting.in_force(),
                     ):
@@ -252,11 +292,18 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             mode.generators[ident] = KeyStream(backend.key_of(int(seed)))
             made.append(stand_in)
-        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
-            made.append(leaf.detach().clone())
         else:
-            made.append(to_torch(leaf))
+            made.append(_host_copy(leaf))
     return pytree.unflatten(spec, made)
+
+
+def _host_copy(leaf: Any) -> Any:
+    made = to_torch(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return made
+    made = made.detach().clone() if made is leaf else made.detach()
+    # A computed tensor may be written in place, which eager refuses of a leaf with a gradient.
+    return made if not leaf.requires_grad else made.requires_grad_().view_as(made)
 
 
 def _has_generator(value: Any) -> bool:

@@ -22,7 +22,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.sym_numbers import from_node, number
-from tpuport.tracing.core.view_steps import ViewStep, replace_value
+from tpuport.tracing.core.view_steps import DETACH, ViewStep, replace_value
 
 SERIALS = itertools.count()
 
@@ -500,11 +500,14 @@ def view_of(
     offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
+    chain, value = (*base._chain, step), step.forward(base._elem)
+    if not (detach or torch.is_grad_enabled() or base._frozen):
+        # Eager's views made under no_grad have no gradient, wherever they are used.
+        chain, value, detach = (*chain, DETACH), DETACH.forward(value), True
     flow = Flow.STOPPED if detach else base._own_flow
-    detached = detach or base._detached
-    result = TracedTensor(base._storage, (*base._chain, step), meta, None, flow, detached)
+    result = TracedTensor(base._storage, chain, meta, None, flow, detach or base._detached)
     result._bounds = base._bounds
-    result._keep(step.forward(base._elem))
+    result._keep(value)
     return result
 
 

@@ -118,10 +118,13 @@ def _replace_value_jvp(primals: Any, tangents: Any) -> Any:
     return primals[1], tangents[0]
 
 
+# A write through a detached alias changes the value of its base but no gradient.
+DETACH = ViewStep(lax.stop_gradient, replace_value)
+
+
 @view(aten.detach.default)
 def _detach(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
-    # A write through a detached alias changes the value of its base but no gradient.
-    return ViewStep(lax.stop_gradient, replace_value)
+    return DETACH
 
 
 @view(aten.expand.default)
