@@ -130,10 +130,9 @@ def fail(
             f"; the first module that differs is {divergence.module or 'the model itself'}"
             f" ({divergence.cls})"
         )
-    msg = (
-        f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
-        f" {worst.tolerance:.0e}){where}"
-    )
+    by = worst.problem or f"{worst.max_rel:.1e} relative (tolerance {worst.tolerance:.0e})"
+    between = ": " if worst.problem else " by "
+    msg = f"{worst.path} differs from eager PyTorch{between}{by}{where}"
     raise ParityError(
         msg,
         remedy=(

@@ -350,11 +350,15 @@ def gradient_parity(
     with ported._precision_scope():
         _, grads, has_gradient = jax.jit(value_and_grad(loss))(ported.params)
     # A stack has a gradient where one of its members has.
-    reached = {n: bool(has_gradient[stack]) for stack in grads for n in _members(stack)}
-    pairs = [
-        (name, expected.get(name), got if reached[name] else None)
-        for name, got in stacked_params.unstack(grads).items()
-    ]
+    reached, unsure = (
+        {name for stack in grads if test(stack) for name in _members(stack)}
+        for test in (lambda n: bool(has_gradient[n]), has_gradient.unsure.__contains__)
+    )
+    pairs: list[tuple[str, Any, Any]] = []
+    for name, got in stacked_params.unstack(grads).items():
+        want = expected.get(name)
+        is_none = name not in reached or (want is None and name in unsure and not got.any())
+        pairs.append((name, want, None if is_none else got))
     return gradient_records(verifier, pairs)
 
 

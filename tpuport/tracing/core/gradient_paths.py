@@ -23,23 +23,38 @@ from tpuport.tracing.core.view_steps import replace_value
 
 @dataclass(frozen=True)
 class Path:
-    """The inputs (as bits) that an output depends on: on each way through the branches, on one."""
+    """The inputs that an output depends on, as bits.
+
+    Attributes:
+        must: whichever branches are taken.
+        may: if some branches are taken.
+        open: those of `must` that a branch inside a loop may not read after all.
+    """
 
     must: int = 0
     may: int = 0
+    open: int = 0
 
     def __or__(self, other: "Path") -> "Path":
-        return Path(self.must | other.must, self.may | other.may)
+        return Path(self.must | other.must, self.may | other.may, self.open | other.open)
 
     def __and__(self, other: "Path") -> "Path":
         """Return what holds whichever of two branches is taken."""
-        return Path(self.must & other.must, self.may | other.may)
+        return Path(self.must & other.must, self.may | other.may, self.open | other.open)
+
+    def __lshift__(self, count: int) -> "Path":
+        return Path(self.must << count, self.may << count, self.open << count)
 
     def through(self, inputs: Sequence["Path"]) -> "Path":
         """Return the path from where the inputs come from."""
         must = (p.must for i, p in enumerate(inputs) if self.must >> i & 1)
         may = (p.may for i, p in enumerate(inputs) if self.may >> i & 1)
-        return Path(_union(must), _union(may))
+        unsure = (p.may if self.open >> i & 1 else p.open for i, p in enumerate(inputs))
+        return Path(_union(must), found := _union(may), _union(unsure) & found)
+
+    def looped(self) -> "Path":
+        """Return the path through a loop, in which branches count as taken."""
+        return Path(self.may, self.may, self.open | (self.may & ~self.must))
 
 
 def _union(bits: Any) -> int:
@@ -112,7 +127,7 @@ def _all_of(eqn: Any) -> Path:
 def _branches(paths: Paths, eqn: Any) -> list[Path]:
     sides = [paths.of(branch) for branch in eqn.params["branches"]]
     merged = [functools.reduce(Path.__and__, parts) for parts in zip(*sides, strict=True)]
-    return [Path(p.must << 1, p.may << 1) for p in merged]  # the index is before the operands
+    return [p << 1 for p in merged]  # the index is before the operands
 
 
 def _settled(body: list[Path], carried: int, before: int, feed: int) -> list[Path]:
@@ -128,11 +143,11 @@ def _settled(body: list[Path], carried: int, before: int, feed: int) -> list[Pat
     inputs = [*map(_bit, range(before)), *state, *map(_bit, range(before + carried, feed))]
     while True:
         after = [
-            old | Path(p.may, p.may).through(inputs)
+            old | p.looped().through(inputs)
             for old, p in zip(state, body[:carried], strict=True)
         ]
         if after == state:
-            return [Path(p.may, p.may).through(inputs) for p in body]
+            return [p.looped().through(inputs) for p in body]
         state = after
         inputs[before : before + carried] = state
 
@@ -148,7 +163,7 @@ def _while(paths: Paths, eqn: Any) -> list[Path]:
     found = _settled(paths.of(eqn.params["body_jaxpr"]), carried, consts, consts + carried)
     # The loop may run no round at all.
     found = [p | _bit(consts + i) for i, p in enumerate(found)]
-    return [Path(p.must << test, p.may << test) for p in found]
+    return [p << test for p in found]
 
 
 def _custom_jvp(paths: Paths, eqn: Any) -> list[Path]:
@@ -305,10 +320,12 @@ class HasGradient:
     Attributes:
         always: names of those that have one whatever the values are.
         decided: for those that a branch of the program reads, whether it did; (), bool.
+        unsure: names for which a branch in a loop decides. They count as having one.
     """
 
     always: frozenset[str] = field(metadata={"static": True})
     decided: dict[str, jax.Array]
+    unsure: frozenset[str] = field(metadata={"static": True})
 
     def __getitem__(self, name: str) -> bool | jax.Array:
         """Return whether a parameter has a gradient: known, or a (), bool array."""
@@ -339,9 +356,12 @@ def value_and_grad(function: Callable[..., tuple[Any, Any]]) -> Callable[..., An
 
         (value, (aux, flags)), grads = jax.value_and_grad(run, has_aux=True)(params)
         path = paths.of(closed.jaxpr)[0]
-        always = frozenset(n for i, n in enumerate(names) if path.must >> i & 1)
-        open_ = [i for i in range(len(names)) if (path.may & ~path.must) >> i & 1]
-        decided = {} if flags is None else {names[i]: flags[0, i] for i in open_}
-        return (value, aux), grads, HasGradient(always, decided)
+        always, some, unsure = (
+            [i for i in range(len(names)) if bits >> i & 1]
+            for bits in (path.must, path.may & ~path.must, path.open)
+        )
+        decided = {} if flags is None else {names[i]: flags[0, i] for i in some}
+        known, loops = (frozenset(names[i] for i in part) for part in (always, unsure))
+        return (value, aux), grads, HasGradient(known, decided, loops)
 
     return differentiated

@@ -501,11 +501,14 @@ def view_of(
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
     chain, value = (*base._chain, step), step.forward(base._elem)
-    if not (detach or torch.is_grad_enabled() or base._frozen):
-        # Eager's views made under no_grad have no gradient, wherever they are used.
-        chain, value, detach = (*chain, DETACH), DETACH.forward(value), True
-    flow = Flow.STOPPED if detach else base._own_flow
-    result = TracedTensor(base._storage, chain, meta, None, flow, detach or base._detached)
+    # Eager's views made under no_grad pass no gradient on, wherever they are used, although they
+    # say that they require one.
+    cut = not (detach or torch.is_grad_enabled() or base._frozen)
+    if cut:
+        chain, value = (*chain, DETACH), DETACH.forward(value)
+    flow = Flow.STOPPED if detach else base._flow if cut else base._own_flow
+    result = TracedTensor(base._storage, chain, meta, None, flow, detach or cut or base._detached)
+    result._is_leaf = cut
     result._bounds = base._bounds
     result._keep(value)
     return result
