@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import api_util
 from jax.extend import core
 
 from tpuport.tracing.core.view_steps import replace_value
@@ -143,8 +144,7 @@ def _settled(body: list[Path], carried: int, before: int, feed: int) -> list[Pat
     inputs = [*map(_bit, range(before)), *state, *map(_bit, range(before + carried, feed))]
     while True:
         after = [
-            old | p.looped().through(inputs)
-            for old, p in zip(state, body[:carried], strict=True)
+            old | p.looped().through(inputs) for old, p in zip(state, body[:carried], strict=True)
         ]
         if after == state:
             return [p.looped().through(inputs) for p in body]
@@ -280,8 +280,9 @@ class _Evaluation:
 def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
     """Run one equation, in the place and the settings that it was traced in."""
     given = {a: v for a, v in zip(eqn.invars, operands, strict=True) if isinstance(a, core.Var)}
-    piece = core.Jaxpr([], list(given), eqn.outvars, [eqn], eqn.effects)
-    return jax.core.eval_jaxpr(piece, [], *given.values())
+    info = api_util.debug_info("one equation", _bound, (), {}).with_unknown_names()
+    piece = core.Jaxpr([], list(given), eqn.outvars, [eqn], eqn.effects, info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(piece, []))(*given.values())
 
 
 def evaluated(

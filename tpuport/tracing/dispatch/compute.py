@@ -15,6 +15,7 @@ from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.op_info import OpInfo
 from tpuport.tracing.core.tensor import Flow, TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
+from tpuport.tracing.core.view_steps import tied
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.lowerings._numeric import broadcast_wide
 
@@ -49,10 +50,26 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if torch.Tag.pointwise in func.tags and isinstance(metas, torch.Tensor):
         jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
     value = _lower(func, info.lower, jax_args, jax_kwargs)
-    result = _wrap_result(func, value, metas, trace, flow_of(tensors))
+    flow = flow_of(tensors)
+    if flow is Flow.SEEN and _has_zero_gradient(func, args, kwargs):
+        value = tied(value, *map(value_of, tensors))
+    result = _wrap_result(func, value, metas, trace, flow)
     if func._opname in _MARKS:
         _mark(func, args, kwargs, result)
     return result
+
+
+# Ops with a gradient of zeros in eager, which their lowerings may not read all operands for; and
+# those that have one where a number among their arguments is 0 (an exponent, a factor).
+_ZERO_GRADIENT = {"fill", "zero", "copy", "bernoulli", "copysign", "floor_divide"}
+_ZERO_BY_NUMBER = {"pow", "addmm", "addmv", "addbmm", "baddbmm", "addr"}
+
+
+def _has_zero_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func._opname
+    if name in _ZERO_BY_NUMBER:
+        return any(type(v) in (int, float) and v == 0 for v in (*args, *kwargs.values()))
+    return name in _ZERO_GRADIENT or (name == "div" and kwargs.get("rounding_mode") is not None)
 
 
 _MARKS = {
