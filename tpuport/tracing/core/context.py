@@ -20,7 +20,7 @@ from tpuport.tracing.core import active
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards
 from tpuport.tracing.core.placement import Placement
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.tensor import Storage, TracedTensor, version
 from tpuport.tracing.core.view_steps import strided_step
 
 
@@ -288,7 +288,7 @@ class Trace:
     def constant(self, tensor: torch.Tensor) -> jax.Array:
         """Return the jax value of a host tensor, made once for each version of the tensor."""
         known = self.constants.get(id(tensor))
-        if known is not None and known.version == tensor._version:
+        if known is not None and known.version == version(tensor):
             return known.value
         if self.is_foreign(tensor):
             self.recorder.guards.note_tensor(tensor)
@@ -296,7 +296,7 @@ class Trace:
         if value is None:
             with jax.ensure_compile_time_eval():
                 value = backend.to_jax(tensor)
-        self.constants[id(tensor)] = HostConstant(tensor, value, tensor._version)
+        self.constants[id(tensor)] = HostConstant(tensor, value, version(tensor))
         return value
 
     def note_made(self, value: Any) -> None:

@@ -554,4 +554,6 @@ def version(value: Any) -> int:
     """Return how often a tensor has been written to."""
     if isinstance(value, TracedTensor):
         return value._storage.version
-    return value._version if isinstance(value, torch.Tensor) else 0
+    # A tensor made in inference mode counts none.
+    counts = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if counts else 0
