@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
@@ -318,6 +319,8 @@ class TracedTensor(backend.TorchaxTensor):
             )
         if requires_grad and not self.requires_grad:
             self._own_flow, self._is_leaf = Flow.SEEN, True
+            # What was computed from it before does not depend on the leaf.
+            self._keep(checkpoint_name(self._elem, "leaf"))
         elif not requires_grad and not self._frozen:
             self.write(jax.lax.stop_gradient(self._elem))
             self._own_flow = self._storage.flow = Flow.STOPPED

@@ -269,9 +269,7 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-@function(
-    torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook
-)
+@function(torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
 def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not holds_traced(trace, list(args)):
         return NotImplemented
