@@ -122,11 +122,11 @@ def _skipping(inner: optax.GradientTransformation) -> optax.GradientTransformati
     """Do nothing for the parameters without a gradient: no update, and their state stays."""
     whole = optax.with_extra_args_support(inner)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         has_gradient = extra.get("has_gradient")
-        updates, after = whole.update(grads, state, params, **extra)
+        made, after = whole.update(updates, state, params, **extra)
         if has_gradient is None:
-            return updates, after
+            return made, after
 
         def chosen(path: tuple[Any, ...], new: Any, old: Any) -> Any:
             # The state of one parameter is at its name.
@@ -134,8 +134,8 @@ def _skipping(inner: optax.GradientTransformation) -> optax.GradientTransformati
             return new if name is None else _select(has_gradient[name], new, old)
 
         kept = jax.tree_util.tree_map_with_path(chosen, after, state)
-        none = jax.tree.map(jnp.zeros_like, updates)
-        return jax.tree_util.tree_map_with_path(chosen, updates, none), kept
+        none = jax.tree.map(jnp.zeros_like, made)
+        return jax.tree_util.tree_map_with_path(chosen, made, none), kept
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -154,17 +154,17 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
         count = jnp.zeros(len(jax.tree.leaves(params)), jnp.int32)
         return optax.ScaleByAdamState(count, zeros, zeros)
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
         has_gradient = extra.get("has_gradient")
-        paths, tree = jax.tree_util.tree_flatten_with_path(grads)
+        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
         if has_gradient is None:
             steps = state.count + 1
         else:
             flags = [has_gradient[path[-1].key] for path, _ in paths]  # type: ignore[union-attr]
             steps = state.count + jnp.asarray(flags).astype(jnp.int32)
-        mu = optax.tree.update_moment(grads, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(grads, state.nu, b2, 2)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
         number = jax.tree.unflatten(tree, list(range(len(paths))))
 
         def scaled(index: int, m: jax.Array, v: jax.Array) -> jax.Array:

@@ -269,6 +269,23 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
+def _answer(name: str) -> Handler:
+    """Return the handler of an attribute that asks for gradients, of a host tensor too.
+
+    A traced value may have been written to it.
+    """
+
+    def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = traced(trace, args[0])
+        return NotImplemented if tensor is None else getattr(tensor, name)
+
+    return handler
+
+
+for _name in ("requires_grad", "is_leaf", "grad_fn"):
+    FUNCTIONS[vars(torch._C.TensorBase)[_name].__get__] = _answer(_name)
+
+
 @function(torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
 def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not holds_traced(trace, list(args)):

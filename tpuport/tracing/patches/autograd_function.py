@@ -108,7 +108,7 @@ class _FunctionCall:
         # No tensor is held: a checkpointed block would return, and so keep, those that are alive.
         self.trace, self.cls = trace, cls
         self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
-        self.dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+        self.tensors = [meta_of(a) for a in args if isinstance(a, torch.Tensor)]
         self.rest = [a for a in args if not isinstance(a, torch.Tensor)]
         self.spec: Any = None
         self.metas: list[torch.Tensor] = []
@@ -186,9 +186,27 @@ class _FunctionCall:
                 self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
             )
             grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
-            picked = [g for g, flag in zip(grads, self.is_tensor, strict=False) if flag]
-            pairs = zip(picked, self.dtypes, strict=True)
-            return _conjugate([_cotangent(g, dtype) for g, dtype in pairs]), None, None
+            picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
+            pairs = zip(picked, self.tensors, strict=True)
+            given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
+            return _conjugate(given), None, None
+
+    def _cotangent(self, index: int, grad: Any, meta: torch.Tensor) -> Any:
+        """Return an argument's cotangent, of its size as autograd makes it; None is zero."""
+        if grad is None or not differentiable(meta.dtype):
+            return None
+        if grad.shape != meta.shape:
+            try:
+                grad = grad.sum_to_size(meta.shape)
+            except RuntimeError as error:
+                raise port_error(
+                    f"function {self.cls.__name__}Backward returned an invalid gradient at index"
+                    f" {index} - got {list(grad.shape)} but expected shape compatible with"
+                    f" {list(meta.shape)}, which eager PyTorch refuses too",
+                    code="TPU403",
+                    remedy="return a gradient of the argument's shape",
+                ) from error
+        return value_of(grad).astype(backend.jax_dtype(meta.dtype))
 
     def _checked(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a backward's gradients, refusing what eager refuses.
@@ -221,7 +239,7 @@ class _FunctionCall:
             try:
                 jax.eval_shape(run, *specs)
             except Exception:  # raised again, to the user, when a gradient is asked for
-                found = [True] * len(self.dtypes)
+                found = [True] * len(self.tensors)
             self._reached = found
         return self._reached
 
@@ -259,10 +277,3 @@ def _running(trace: Trace) -> Iterator[Trace]:
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     with installed(later.options.patches), active(later):
         yield later
-
-
-def _cotangent(grad: Any, dtype: torch.dtype) -> Any:
-    """Return an argument's cotangent; None is zero."""
-    if grad is None or not differentiable(dtype):
-        return None
-    return value_of(grad).astype(backend.jax_dtype(dtype))
