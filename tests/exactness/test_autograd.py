@@ -107,14 +107,23 @@ def _requires_grad_off(x: torch.Tensor) -> Any:
     return y * x, (x * 3).detach_() * x
 
 
-def _asks_requires_grad(x: torch.Tensor) -> Any:
-    y = x * 2
-    stopped = y.detach()
-    assert y.requires_grad
-    assert not stopped.requires_grad
-    with torch.no_grad():
-        assert not (x * 2).requires_grad
-    return y * 3 if y.requires_grad else y
+class AsksRequiresGrad(nn.Module):
+    """Code that asks for requires_grad: True of what comes from a weight, in a trace too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        stopped = y.detach()
+        assert y.requires_grad
+        assert not stopped.requires_grad
+        assert stopped.requires_grad_().requires_grad
+        with torch.no_grad():
+            assert not (x * self.scale).requires_grad
+            assert y.t().is_leaf
+        return y * 3 if y.grad_fn is not None and not y.is_leaf else y
 
 
 def _in_place_under_no_grad(x: torch.Tensor) -> Any:
@@ -170,7 +179,7 @@ STOPS = [
     ),
     Scenario(
         "asks_requires_grad",
-        lambda: _asks_requires_grad,
+        AsksRequiresGrad,
         ((X,),),
         "requires_grad is always the same",
     ),

@@ -168,11 +168,13 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
     """
     metas, paths = call.metas, call.paths
     parts = tuple(
-        (path, "generator" if _is_class(meta) else f"{str(meta.dtype)[6:]}{list(meta.shape)}")
+        (path, "generator" if _is_class(meta) else _described(meta))
         for path, meta in zip(paths, metas, strict=True)
     )
     kinds = tuple(
-        meta if _is_class(meta) else (meta.dtype, tuple(meta.shape), meta.stride())
+        meta
+        if _is_class(meta)
+        else (meta.dtype, tuple(meta.shape), meta.stride(), meta.requires_grad)
         for meta in metas
     )
     key = (call.spec.key, kinds, version, modes())
@@ -187,6 +189,11 @@ def modes() -> tuple[Any, ...]:
     """Return the modes of torch and the options that a program is compiled for."""
     default = torch.get_default_dtype()
     return torch.is_grad_enabled(), default, autocast_dtype(), cuda_is_on(), choice()
+
+
+def _described(meta: torch.Tensor) -> str:
+    grad = " requires_grad" if meta.requires_grad else ""
+    return f"{str(meta.dtype)[6:]}{list(meta.shape)}{grad}"
 
 
 def _is_class(meta: Any) -> bool:

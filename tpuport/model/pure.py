@@ -7,6 +7,7 @@ import jax
 import jax.core
 from jax.extend.core import jaxpr_as_fun
 
+from tpuport.tracing.functions.inner_gradients import NeedsProgram
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
@@ -39,12 +40,17 @@ def traced(ported: "PortedModel", request: TraceRequest, given: dict[str, Any]) 
         return outcome.out_leaves, state, outcome.error_code
 
     inputs = (given, request.key, request.leaves)
-    if tracer.rolls:
+    if not tracer.rolls:
+        try:
+            results = pure(*inputs)
+        except NeedsProgram:
+            closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
+            outs = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
+            results = jax.tree.unflatten(jax.tree.structure(shape), outs)
+    else:
         closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
         outs = jaxpr_as_fun(tracer.rolled(closed))(*jax.tree.leaves(inputs))
         results = jax.tree.unflatten(jax.tree.structure(shape), outs)
-    else:
-        results = pure(*inputs)
     outcome = held["outcome"]
     outcome.out_leaves, outcome.state, outcome.error_code = results
     return outcome

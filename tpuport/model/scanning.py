@@ -10,7 +10,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import meta_of, wrap
+from tpuport.tracing.core.tensor import Flow, meta_of, wrap
 from tpuport.tracing.core.values import value_of
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
@@ -84,7 +84,7 @@ class _Scan:
 
     def _tensors(self, spec: Any, values: list[jax.Array], metas: list[torch.Tensor]) -> Any:
         made = [
-            wrap(value, meta.dtype, trace=self.trace)
+            wrap(value, meta.dtype, trace=self.trace, flow=Flow.SEEN)
             for value, meta in zip(values, metas, strict=True)
         ]
         return pytree.unflatten(spec, made)

@@ -94,6 +94,27 @@ class Parity:
             problem=problem,
         )
 
+    @classmethod
+    def missing(cls, path: str, expected: object, got: object) -> Self:
+        """Return the record of a gradient that one side has and the other leaves at None."""
+        what = " and ".join(
+            f"{side} {'leaves it at None' if value is None else 'gives a gradient'}"
+            for side, value in (("eager PyTorch", expected), ("the port", got))
+        )
+        return cls(
+            path,
+            kind="gradient",
+            shape=(),
+            dtype="None",
+            max_abs=math.inf,
+            max_rel=math.inf,
+            where=(),
+            expected=math.nan,
+            got=math.nan,
+            tolerance=0.0,
+            problem=f"{what} (an optimizer moves a parameter only if it has one)",
+        )
+
     @property
     def used(self) -> float:
         """Return the share of the tolerance used: 0 is identical, 1 the limit, inf a failure."""

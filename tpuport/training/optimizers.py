@@ -32,9 +32,9 @@ def from_torch(
 ) -> optax.GradientTransformation:
     """Convert a torch optimizer, with its groups and its schedule, to optax.
 
-    A parameter that the loss does not depend on has no gradient in torch, whose optimizers then
-    leave it alone. Here its gradient is zero, so weight decay and momentum continue. Freeze it
-    (`requires_grad=False`) to have it left alone.
+    A parameter that the loss of a step does not depend on has no gradient in torch, whose
+    optimizers then leave it alone: no decay, no momentum, no step counted. So does the result in a
+    `make_train_step`, which passes it `has_gradient`; without that, all parameters have one.
 
     Args:
         ported: made by `tpuport.convert` of the module whose parameters the optimizer has.
@@ -111,17 +111,79 @@ def _transform(
             f"{name}({what}) is not what optax's does. What to do: leave it out, or pass"
             " make_train_step one of optax's"
         )
-    parts = [kind.make(group), optax.scale_by_learning_rate(rate)]
+    made = kind.make(group)
     if group.get("maximize"):
-        parts.insert(0, optax.scale(-1.0))
-    return optax.chain(*parts)
+        made = optax.chain(optax.scale(-1.0), made)
+    # A schedule counts all steps, also those without a gradient.
+    return optax.chain(_skipping(made), optax.scale_by_learning_rate(rate))
+
+
+def _skipping(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Do nothing for the parameters without a gradient: no update, and their state stays."""
+    whole = optax.with_extra_args_support(inner)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        has_gradient = extra.get("has_gradient")
+        made, after = whole.update(updates, state, params, **extra)
+        if has_gradient is None:
+            return made, after
+
+        def chosen(path: tuple[Any, ...], new: Any, old: Any) -> Any:
+            # The state of one parameter is at its name.
+            name = getattr(path[-1], "key", None) if path else None
+            return new if name is None else _select(has_gradient[name], new, old)
+
+        kept = jax.tree_util.tree_map_with_path(chosen, after, state)
+        none = jax.tree.map(jnp.zeros_like, made)
+        return jax.tree_util.tree_map_with_path(chosen, made, none), kept
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _select(flag: bool | jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    if isinstance(flag, bool):
+        return new if flag else old
+    return jnp.where(flag, new, old)
+
+
+def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Return Adam's scaling with a count of steps for each parameter, as torch has it."""
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        zeros = optax.tree.zeros_like(params)
+        count = jnp.zeros(len(jax.tree.leaves(params)), jnp.int32)
+        return optax.ScaleByAdamState(count, zeros, zeros)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del params
+        has_gradient = extra.get("has_gradient")
+        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
+        if has_gradient is None:
+            steps = state.count + 1
+        else:
+            flags = [has_gradient[path[-1].key] for path, _ in paths]  # type: ignore[union-attr]
+            steps = state.count + jnp.asarray(flags).astype(jnp.int32)
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        number = jax.tree.unflatten(tree, list(range(len(paths))))
+
+        def scaled(index: int, m: jax.Array, v: jax.Array) -> jax.Array:
+            first, second = (
+                (part / (1 - rate ** steps[index])).astype(part.dtype)
+                for part, rate in ((m, b1), (v, b2))
+            )
+            return first / (jnp.sqrt(second) + eps)
+
+        return jax.tree.map(scaled, number, mu, nu), optax.ScaleByAdamState(steps, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _adamw(group: dict[str, Any]) -> optax.GradientTransformation:
     b1, b2 = group["betas"]
     # torch decays p by lr * weight_decay before the update, which is the same sum.
     return optax.chain(
-        optax.scale_by_adam(b1, b2, eps=group["eps"]),
+        _scale_by_adam(b1, b2, group["eps"]),
         optax.add_decayed_weights(group["weight_decay"]),
     )
 
@@ -132,7 +194,7 @@ def _adam(group: dict[str, Any]) -> optax.GradientTransformation:
     b1, b2 = group["betas"]
     return optax.chain(
         optax.add_decayed_weights(group["weight_decay"]),
-        optax.scale_by_adam(b1, b2, eps=group["eps"]),
+        _scale_by_adam(b1, b2, group["eps"]),
     )
 
 

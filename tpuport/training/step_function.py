@@ -15,6 +15,7 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
+from tpuport.tracing.core.gradient_paths import value_and_grad
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 from tpuport.training.first_call_state import settle
 from tpuport.training.losses import WEIGHT, loss_and_metrics
@@ -129,14 +130,15 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
     A step whose check has failed counts as one that is not finite.
     """
     assert training.optimizer is not None
-    loss, metrics, grads, buffers = gradients(training, state, batch)
+    loss, metrics, grads, has_gradient, buffers = gradients(training, state, batch)
     norm = optax.tree.norm(grads)
     if training.clip_norm is not None:
         # torch.nn.utils.clip_grad_norm_ adds 1e-6 too.
         scale = jnp.minimum(1.0, training.clip_norm / (norm + 1e-6))
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     with jax.named_scope("optimizer"):
-        updates, optimizer = training.optimizer.update(grads, state.optimizer, state.params)
+        update = optax.with_extra_args_support(training.optimizer).update
+        updates, optimizer = update(grads, state.optimizer, state.params, has_gradient=has_gradient)
         params: Any = optax.apply_updates(state.params, updates)
     ema = state.ema
     if training.ema_decay is not None:
@@ -153,20 +155,23 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
 
 
 def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
-    """Return loss, metrics, gradients and buffers of a batch, computed at once or part by part."""
+    """Return loss, metrics, gradients, which of them exist, and buffers of a batch.
+
+    They are computed at once or part by part.
+    """
 
     def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
         return _measured(training, state.frozen, batch, params, buffers, key, values)
 
     key = training.key_of_step(state)
-    differentiate = jax.value_and_grad(measured, has_aux=True)
+    differentiate = value_and_grad(measured)
     if training.accumulate > 1:
         return _accumulated(training.accumulate, differentiate, state, batch, key)
-    (loss, (metrics, buffers)), grads = differentiate(
+    (loss, (metrics, buffers)), grads, has_gradient = differentiate(
         state.params, state.buffers, key, batch.values
     )
     metrics.pop(WEIGHT, None)
-    return loss, metrics, grads, buffers
+    return loss, metrics, grads, has_gradient, buffers
 
 
 def _measured(
@@ -214,14 +219,16 @@ def _accumulated(
     cut = [i for i, value in enumerate(batch.values) if value.ndim]
 
     def one(carry: Any, given: Any) -> Any:
-        buffers, total, weights, failed = carry
+        buffers, total, decided, weights, failed = carry
         number, pieces = given
         values = list(parts)
         for index, piece in zip(cut, pieces, strict=True):
             values[index] = piece
-        (loss, (metrics, buffers)), grads = differentiate(
+        (loss, (metrics, buffers)), grads, has_gradient = differentiate(
             state.params, buffers, jax.random.fold_in(key, number), values
         )
+        # A parameter has a gradient if any part gave it one.
+        decided = jax.tree.map(jnp.logical_or, decided, has_gradient.decided)
         weight = metrics.pop(WEIGHT, jnp.ones(())).astype(jnp.float32)
         failed = jnp.where(failed == 0, metrics.pop(CHECK), failed)
         # Sums of many small terms are kept in float32 or wider. A part of weight 0 may have a
@@ -231,23 +238,26 @@ def _accumulated(
             total,
             (grads, loss, metrics),
         )
-        return (buffers, total, weights + weight, failed), None
+        return (buffers, total, decided, weights + weight, failed), None
 
     first = [v[0] if i in cut else v for i, v in enumerate(parts)]
     shapes = jax.eval_shape(differentiate, state.params, state.buffers, key, first)
-    (loss, (metrics, _)), grads = shapes
+    (loss, (metrics, _)), grads, has_gradient = shapes
     batch.weighted.append(WEIGHT in metrics)
     metrics = {name: m for name, m in metrics.items() if name not in (WEIGHT, CHECK)}
     zeros = jax.tree.map(
         lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
         (grads, loss, metrics),
     )
-    carry = (state.buffers, zeros, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+    undecided = dict.fromkeys(has_gradient.decided, jnp.asarray(False))
+    start = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    carry = (state.buffers, zeros, undecided, *start)
     given = (jnp.arange(count), [parts[i] for i in cut])
-    (buffers, total, weights, failed), _ = jax.lax.scan(one, carry, given)
+    (buffers, total, decided, weights, failed), _ = jax.lax.scan(one, carry, given)
     mean_grads, loss, metrics = jax.tree.map(lambda t: t / weights.astype(t.dtype), total)
     mean_grads = jax.tree.map(lambda m, g: m.astype(g.dtype), mean_grads, grads)
-    return loss, metrics | {CHECK: failed}, mean_grads, buffers
+    metrics |= {CHECK: failed}
+    return loss, metrics, mean_grads, replace(has_gradient, decided=decided), buffers
 
 
 def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:

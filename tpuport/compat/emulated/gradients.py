@@ -1,5 +1,6 @@
 """A ported call under torch's autograd: one jitted program forward, one backward."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.model.program_cache import BoundCall, CachedProgram
+from tpuport.tracing.core.gradient_paths import Path, Paths, evaluated
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -35,7 +37,7 @@ def differentiable(
 
     Returns:
         A function of the same arguments to (floating outputs, the function that pulls their
-        cotangents back, (other outputs, rest)).
+        cotangents back, (other outputs, rest), `Reached`).
 
     Raises:
         PortError: (the function, while it is traced) a gradient would have to flow through
@@ -49,44 +51,74 @@ def differentiable(
             for index, leaf in zip(indices, leaves, strict=True):
                 merged[index] = leaf
             outs, *rest = pure({**state, **part}, key, merged)
-            _refuse_lost_gradients((*part.values(), *leaves)[0], labels(*rest), outs)
             flows = [out for out in outs if _is_float(out)]
             return flows, ([None if _is_float(out) else out for out in outs], rest)
 
-        given = {name: state[name] for name in names}
-        return jax.vjp(call, given, [values[i] for i in indices], has_aux=True)
+        given = [state[name] for name in names] + [values[i] for i in indices]
+        closed, shape = jax.make_jaxpr(
+            lambda given: call(dict(zip(names, given, strict=False)), given[len(names) :]),
+            return_shape=True,
+        )(given)
+        paths, tree = Paths(), jax.tree.structure(shape)
+        found = paths.of(closed.jaxpr)
+        _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
+        count = len(shape[0])
+
+        def run(given: list[Any]) -> Any:
+            outs, decided = evaluated(closed, paths, len(given), given, range(count))
+            flows, rest = jax.tree.unflatten(tree, outs)
+            return flows, (rest, Reached(tuple(found[:count]), decided))
+
+        flows, pull, (rest, reached) = jax.vjp(run, given, has_aux=True)
+        return flows, pull, rest, reached
 
     return forward
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reached:
+    """The inputs that each floating output gives a gradient; the others have None, as in torch.
+
+    Attributes:
+        paths: for each output, the inputs that it depends on.
+        decided: flags of shape (outputs, inputs), if branches of the program decide.
+    """
+
+    paths: tuple[Path, ...] = field(metadata={"static": True})
+    decided: jax.Array | None
+
+    def inputs(self, outputs: Sequence[int], count: int) -> list[bool]:
+        """Return which of so many inputs some outputs give a gradient; may wait for the device."""
+        if self.decided is None:
+            bits = functools.reduce(int.__or__, (self.paths[i].may for i in outputs), 0)
+            return [bool(bits >> i & 1) for i in range(count)]
+        return [bool(flag) for flag in np.asarray(self.decided)[list(outputs)].any(axis=0)]
 
 
 def _is_float(value: Any) -> bool:
     return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any]) -> None:
+def _refuse_lost_gradients(results: Any, labels: Callable[..., dict[str, Any]]) -> None:
     """Refuse gradients through anything but the outputs of a call, as torch's graph misses them.
 
     Args:
-        seed: any value that is differentiated; its trace tells which values depend on it.
-        labelled: floating arrays by label.
-        outs: the outputs.
+        results: the results of the program, each as its path from the differentiated inputs.
+        labels: gives the parts that torch's graph misses, by a name for messages.
 
     Raises:
         PortError: a gradient would have to flow through something else.
     """
-
-    def depends(value: Any) -> bool:
-        # A value without a tangent is a tracer of the enclosing trace.
-        return _is_float(value) and getattr(value, "_trace", None) is seed._trace
-
-    for label, value in labelled.items():
-        if depends(value):
+    _, (others, rest) = results
+    for label, path in labels(*rest).items():
+        if any(part.may for part in jax.tree.leaves(path)):
             raise PortError(
                 f"{label} is given a tensor with a gradient, which would end there",
                 code="TPU406",
                 remedy="store it .detach()ed, or return it",
             )
-    if any(isinstance(out, tuple) and depends(out[0]) for out in outs):
+    if any(isinstance(out, tuple) and out[0].may for out in others):
         raise PortError(
             "an output that takes part in a backward pass has a size that depends on data",
             code="TPU203",
@@ -98,27 +130,41 @@ def _refuse_lost_gradients(seed: Any, labelled: dict[str, Any], outs: list[Any])
 _pull = jax.jit(lambda pull, cotangents: pull(cotangents))
 
 
-def _second_order(compiled: CachedProgram, wanted: Wanted) -> Callable[..., list[jax.Array]]:
-    """Return the derivative of a program's backward pass, which runs the program once more."""
-    names, indices = wanted
+class _SecondOrder:
+    """The derivative of a program's backward pass, which runs the program once more."""
 
-    def twice(
-        state: Any, key: Any, values: Any, primals: Any, cotangents: Any, seconds: Any
-    ) -> list[jax.Array]:
-        def back(primals: list[Any], cotangents: list[Any]) -> list[Any]:
-            part = dict(zip(names, primals, strict=False))
-            whole = tuple(map(part.get, compiled.names, state))
-            merged = list(values)
-            for index, value in zip(indices, primals[len(names) :], strict=True):
-                merged[index] = value
-            _, pull, _ = compiled.run(whole, key, merged)
-            found, leaves = pull(cotangents)
-            return [*(found[name] for name in names), *leaves]
+    def __init__(self, compiled: CachedProgram, wanted: Wanted) -> None:
+        self._compiled, (self._names, self._indices) = compiled, wanted
+        self._jitted = jax.jit(self._twice)
+        self._paths: list[Path] | None = None
 
-        given = jax.vjp(back, primals, cotangents)[1](seconds)
-        return [*given[0], *given[1]]
+    def _back(self, given: Any, primals: list[Any], cotangents: list[Any]) -> list[Any]:
+        state, key, values = given
+        part, merged = dict(zip(self._names, primals, strict=False)), list(values)
+        for index, value in zip(self._indices, primals[len(self._names) :], strict=True):
+            merged[index] = value
+        state = tuple(map(part.get, self._compiled.names, state))
+        _, pull, *_ = self._compiled.run(state, key, merged)
+        return pull(cotangents)[0]
 
-    return twice
+    def _twice(self, given: Any, primals: Any, cotangents: Any, seconds: Any) -> list[jax.Array]:
+        back = functools.partial(self._back, given)
+        found = jax.vjp(back, primals, cotangents)[1](seconds)
+        return [*found[0], *found[1]]
+
+    def __call__(
+        self, given: Any, primals: Any, cotangents: Any, seconds: Sequence[torch.Tensor | None]
+    ) -> tuple[list[jax.Array], list[bool]]:
+        """Return the cotangents of primals and cotangents, and which of them exist."""
+        if self._paths is None:
+            back = functools.partial(self._back, given)
+            self._paths = Paths().of(jax.make_jaxpr(back)(primals, cotangents).jaxpr)
+        used = [p.may for p, s in zip(self._paths, seconds, strict=True) if s is not None]
+        bits = functools.reduce(int.__or__, used, 0)
+        pairs = zip(primals, seconds, strict=True)
+        full = [jnp.zeros_like(p) if s is None else backend.to_jax(s) for p, s in pairs]
+        found = self._jitted(given, primals, cotangents, full)
+        return found, [bool(bits >> i & 1) for i in range(len(found))]
 
 
 @dataclass
@@ -129,45 +175,51 @@ class DifferentiatedCall:
     wanted: Wanted
     pull: Any = None
     rest: Any = None
+    reached: Any = None
     dtypes: list[torch.dtype] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # The floating outputs without a gradient, such as those made under `no_grad`.
+    constant: list[int] = field(default_factory=list)
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
-        flows, self.pull, self.rest = prepared.run()
+        flows, self.pull, self.rest, self.reached = prepared.run()
         metas = prepared.compiled.outcome.out_metas
         stays = self.rest[0]
-        self.dtypes = [m.dtype for m, stay in zip(metas, stays, strict=True) if stay is None]
+        flowing = [m for m, stay in zip(metas, stays, strict=True) if stay is None]
+        self.dtypes = [meta.dtype for meta in flowing]
+        self.constant = [i for i, meta in enumerate(flowing) if not meta.requires_grad]
+        self.shapes = [flow.shape for flow in flows]
         return [host_tensor(flow, d) for flow, d in zip(flows, self.dtypes, strict=True)]
 
-    def pulled_back(self, gradients: list[Any]) -> tuple[dict[str, jax.Array], list[jax.Array]]:
-        """Run backward: map cotangents of the outputs to those of the state and the arguments."""
-        cotangents = [
-            backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
+    def _cotangents(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
+        flows = zip(gradients, self.dtypes, self.shapes, strict=True)
+        return [
+            jnp.zeros(shape, backend.jax_dtype(dtype)) if g is None else backend.to_jax(g.to(dtype))
+            for g, dtype, shape in flows
         ]
-        return _pull(self.pull, cotangents)
+
+    def pulled_back(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
+        """Run backward: map cotangents of the outputs to those of the state and the arguments."""
+        return _pull(self.pull, self._cotangents(gradients))[0]
 
     def pulled_back_twice(
-        self, gradients: list[torch.Tensor], seconds: list[torch.Tensor | None]
-    ) -> list[jax.Array]:
-        """Map cotangents of `pulled_back`'s results to those of state, arguments and cotangents."""
+        self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
+    ) -> tuple[list[jax.Array], list[bool]]:
+        """Map cotangents of `pulled_back`'s results to those of state, arguments and cotangents.
+
+        Return them with which of them torch would have.
+        """
         prepared, (names, indices) = self.prepared, self.wanted
         derived = prepared.compiled.run.derived
         primals = [prepared.state[name] for name in names]
         primals += [prepared.given.values[index] for index in indices]
-        cotangents = [
-            backend.to_jax(g.to(dtype)) for g, dtype in zip(gradients, self.dtypes, strict=True)
-        ]
-        given = [
-            jnp.zeros_like(primal) if second is None else backend.to_jax(second)
-            for primal, second in zip(primals, seconds, strict=True)
-        ]
         twice = derived.get(self.wanted)
         if twice is None:
-            twice = derived[self.wanted] = jax.jit(_second_order(prepared.compiled, self.wanted))
-        return twice(
-            prepared.picked, prepared.key, prepared.given.values, primals, cotangents, given
-        )
+            twice = derived[self.wanted] = _SecondOrder(prepared.compiled, self.wanted)
+        given = (prepared.picked, prepared.key, prepared.given.values)
+        return twice(given, primals, self._cotangents(gradients), seconds)
 
     def results(self, flows: list[Any]) -> Any:
         """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""
@@ -184,41 +236,43 @@ class Through(torch.autograd.Function):
         ctx: Any, call: DifferentiatedCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Run the program; `tensors` are the inputs to differentiate, in the order of `call`."""
-        ctx.like = [(t.dtype, t.shape) for t in tensors]
+        ctx.like = [t.dtype for t in tensors]
         flows = call.run()
         # Torch frees saved tensors after a backward pass, and raises at a second use. What
         # a program kept hangs on one, so a loss that a script collects keeps none of it alive.
         kept: Any = torch.empty(0)
         kept._tpuport_kept = (call, tensors)
         ctx.save_for_backward(kept)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(flows[i] for i in call.constant))
         return tuple(flows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the backward program."""
         (kept,) = ctx.saved_tensors
         call, tensors = kept._tpuport_kept
-        needed = ctx.needs_input_grad[1:]
+        used = [i for i, g in enumerate(gradients) if g is not None]
+        reached = call.reached.inputs(used, len(tensors))
+        needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             return (None, *_Back.apply(call, needed, *tensors, *gradients))
-        return (None, *_back(call, list(gradients), ctx.like, needed))
+        return (None, *_back(call, gradients, ctx.like, needed))
 
 
 def _back(
     call: DifferentiatedCall,
-    gradients: list[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
     like: list[Any],
     needed: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
-    state, leaves = call.pulled_back(gradients)
-    found = [*(state[name] for name in call.wanted[0]), *leaves]
-    return _given(found, like, needed)
+    return _given(call.pulled_back(gradients), like, needed)
 
 
 def _given(found: list[Any], like: list[Any], needed: Any) -> list[torch.Tensor | None]:
     return [
         host_tensor(value, dtype) if wanted else None
-        for value, (dtype, _), wanted in zip(found, like, needed, strict=True)
+        for value, dtype, wanted in zip(found, like, needed, strict=True)
     ]
 
 
@@ -227,12 +281,13 @@ class _Back(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: DifferentiatedCall, needed: Any, *given: torch.Tensor
+        ctx: Any, call: DifferentiatedCall, needed: Any, *given: torch.Tensor | None
     ) -> tuple[Any, ...]:
         """Return the gradients; `given` are the call's tensors, then the outputs' gradients."""
         count = len(needed)
-        ctx.like = [(t.dtype, t.shape) for t in given]
-        made = _back(call, list(given[count:]), ctx.like[:count], needed)
+        ctx.set_materialize_grads(False)
+        ctx.like = [None if t is None else t.dtype for t in given]
+        made = _back(call, given[count:], ctx.like[:count], needed)
         kept: Any = torch.empty(0)
         kept._tpuport_kept = (call, given[count:])
         ctx.save_for_backward(kept)
@@ -249,8 +304,9 @@ class _Back(torch.autograd.Function):
             )
         (kept,) = ctx.saved_tensors
         call, gradients = kept._tpuport_kept
-        found = call.pulled_back_twice(list(gradients), list(seconds))
-        return (None, None, *_given(found, ctx.like, ctx.needs_input_grad[2:]))
+        found, reached = call.pulled_back_twice(gradients, seconds)
+        needed = [a and b for a, b in zip(ctx.needs_input_grad[2:], reached, strict=True)]
+        return (None, None, *_given(found, ctx.like, needed))
 
 
 def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:

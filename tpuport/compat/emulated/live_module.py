@@ -343,19 +343,13 @@ class LiveModel(PortedModel):
         if not any(totals) or not ours:
             return []
         try:
-            # Where one side has no graph, the gradients of the other have to be zero.
             want = gradients.gradients(totals[0], [theirs[name] for name in ours])
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             return []
         have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
-        pairs = zip(ours, want, have, strict=True)
-        none = torch.zeros(())
-        filled: list[tuple[str, Any, Any]] = [
-            (name, none if w is None else w, none if h is None else h) for name, w, h in pairs
-        ]
-        return verify.gradient_records(self._verifier, filled)
+        return verify.gradient_records(self._verifier, list(zip(ours, want, have, strict=True)))
 
 
 def _has_graph(value: Any) -> bool:

@@ -8,7 +8,14 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
-from tpuport.model.parity.verify import SameNumbers, Verifier, eager_copy, host_arguments
+from tpuport.model.parity.verify import (
+    SameNumbers,
+    SavedTensorNeeded,
+    Verifier,
+    eager_copy,
+    host_arguments,
+    without_saved_tensors,
+)
 from tpuport.reports.records import Divergence, Parity
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
@@ -42,14 +49,17 @@ def first_difference(
     _record(module, expected)
     mode = SameNumbers(key)
     host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    with (
-        host_randomness.restored([module, host_args, host_kwargs]),
-        torch.no_grad(),
-        mode,
-        part_of_program(),
-        casting.in_force(),
-    ):
-        ported._tracer.method(module, method)(*host_args, **host_kwargs)
+    try:
+        with (
+            host_randomness.restored([module, host_args, host_kwargs]),
+            without_saved_tensors(),
+            mode,
+            part_of_program(),
+            casting.in_force(),
+        ):
+            ported._tracer.method(module, method)(*host_args, **host_kwargs)
+    except SavedTensorNeeded:
+        return None
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.flatten_call((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
@@ -120,10 +130,9 @@ def fail(
             f"; the first module that differs is {divergence.module or 'the model itself'}"
             f" ({divergence.cls})"
         )
-    msg = (
-        f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
-        f" {worst.tolerance:.0e}){where}"
-    )
+    by = worst.problem or f"{worst.max_rel:.1e} relative (tolerance {worst.tolerance:.0e})"
+    between = ": " if worst.problem else " by "
+    msg = f"{worst.path} differs from eager PyTorch{between}{by}{where}"
     raise ParityError(
         msg,
         remedy=(

@@ -1,7 +1,7 @@
 """Comparison of a port with eager PyTorch, on the same inputs and the same random numbers."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from tpuport.reports.records import (
 )
 from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.export import to_torch
+from tpuport.tracing.core.gradient_paths import value_and_grad
 from tpuport.tracing.core.keys import keyed
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import part_of_program
@@ -107,6 +108,22 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
     return clone_module(module, copy)[0]
 
 
+class SavedTensorNeeded(BaseException):
+    """Signal that a backward pass ran inside code whose saved tensors were dropped."""
+
+
+def without_saved_tensors() -> Any:
+    """Return a context that drops what autograd saves, so that eager takes no more memory.
+
+    Code that asks for requires_grad or is_grad_enabled() is answered as the user's call would be.
+    """
+
+    def unpack(nothing: None) -> torch.Tensor:
+        raise SavedTensorNeeded
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
+
+
 class Verifier:
     """A comparison of each method's first call with eager PyTorch.
 
@@ -131,7 +148,31 @@ class Verifier:
     ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         """Run eager; return the output, the module after the call, and the arguments after the
         call.
+
+        Grad mode is that of the caller, so that code which asks for it takes the same path.
+        `trainable` keeps what a backward pass of the results needs, in parameters of its own.
         """
+        given = (method, args, kwargs, key)
+        if trainable:
+            return self._reference(*given, torch.enable_grad(), trainable=True)
+        try:
+            return self._reference(*given, without_saved_tensors())
+        except (SavedTensorNeeded, RuntimeError) as error:
+            # The code takes gradients itself; torch.func refuses hooks on what it saves.
+            if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                raise
+        return self._reference(*given, contextlib.nullcontext())
+
+    def _reference(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        key: jax.Array,
+        grad: Any,
+        *,
+        trainable: bool = False,
+    ) -> tuple[Any, torch.nn.Module | None, tuple[Any, Any]]:
         with self.ported.report.timed("observe"):
             module, casting = None, self.ported._tracer.casting
             function: Callable[..., Any]
@@ -155,7 +196,7 @@ class Verifier:
                         installed((Uncheckpointed,)),
                         mode,
                         seen,
-                        torch.set_grad_enabled(trainable),
+                        grad,
                         part_of_program(),
                         casting.in_force(),
                     ):
@@ -251,11 +292,18 @@ def host_arguments(value: Any, mode: SameNumbers) -> Any:
             ident = stand_in._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             mode.generators[ident] = KeyStream(backend.key_of(int(seed)))
             made.append(stand_in)
-        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
-            made.append(leaf.detach().clone())
         else:
-            made.append(to_torch(leaf))
+            made.append(_host_copy(leaf))
     return pytree.unflatten(spec, made)
+
+
+def _host_copy(leaf: Any) -> Any:
+    made = to_torch(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return made
+    made = made.detach().clone() if made is leaf else made.detach()
+    # A computed tensor may be written in place, which eager refuses of a leaf with a gradient.
+    return made if not leaf.requires_grad else made.requires_grad_().view_as(made)
 
 
 def _has_generator(value: Any) -> bool:
@@ -286,26 +334,36 @@ def gradient_parity(
         for leaf, w in zip(leaves, weights, strict=True)
         if w is not None
     )
-    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+    if not isinstance(total, torch.Tensor):
         return []
-    total.backward()
-    expected = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    if total.requires_grad:
+        total.backward()
+    leaves_after = state_tree(module).leaves.items()
+    expected = {n: p.grad for n, p in leaves_after if isinstance(p, torch.nn.Parameter)}
 
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
+    def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         result, _ = ported.apply(params, ported.buffers, key, *args, method=method, **kwargs)
         ours, _ = pytree.flatten(result, leaf=_comparable)
-        return sum(  # type: ignore[return-value]
-            (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None),
-            jnp.zeros(()),
-        )
+        parts = (jnp.sum(o * w) for o, w in zip(ours, weights, strict=True) if w is not None)
+        return sum(parts, jnp.zeros(())), None
 
     with ported._precision_scope():
-        grads = jax.jit(jax.grad(loss))(ported.params)
-    pairs = [
-        (name, torch.zeros(got.shape) if expected.get(name) is None else expected[name], got)
-        for name, got in stacked_params.unstack(grads).items()
-    ]
+        _, grads, has_gradient = jax.jit(value_and_grad(loss))(ported.params)
+    # A stack has a gradient where one of its members has.
+    reached, unsure = (
+        {name for stack in grads if test(stack) for name in _members(stack)}
+        for test in (lambda n: bool(has_gradient[n]), has_gradient.unsure.__contains__)
+    )
+    pairs: list[tuple[str, Any, Any]] = []
+    for name, got in stacked_params.unstack(grads).items():
+        want = expected.get(name)
+        is_none = name not in reached or (want is None and name in unsure and not got.any())
+        pairs.append((name, want, None if is_none else got))
     return gradient_records(verifier, pairs)
+
+
+def _members(name: str) -> Sequence[str]:
+    return stacked_params.members_of(name) or [name]
 
 
 def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> list[Parity]:
@@ -313,12 +371,17 @@ def gradient_records(verifier: Verifier, pairs: list[tuple[str, Any, Any]]) -> l
 
     Args:
         verifier: The verifier that compares.
-        pairs: For each parameter its name, eager's gradient and the port's.
+        pairs: For each parameter its name, eager's gradient and the port's, None for none.
     """
-    largest = max((float(g.abs().max()) for _, g, _ in pairs if g.numel()), default=0.0)
+    eager = [g for _, g, _ in pairs if g is not None]
+    largest = max((float(g.abs().max()) for g in eager if g.numel()), default=0.0)
     noise = 1e-5 * max(1.0, verifier._coarsest / RTOL[torch.float32])
     records = []
     for name, want, got in pairs:
+        if want is None or got is None:
+            if want is not got:
+                records.append(Parity.missing(f"grad.{name}", want, got))
+            continue
         if isinstance(got, jax.Array):
             got = got.astype(backend.jax_dtype(want.dtype))
         # The absolute limit depends on the largest gradient, because one that is zero except for

@@ -15,7 +15,7 @@ from tpuport.tracing.attention.masks.structure import Structure, read, with_cond
 from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.tensor import TracedTensor, wrap
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, grad_frozen, value_of, wrap_as
 
 
 def kernel_options() -> AttentionOptions | None:
@@ -32,7 +32,7 @@ def places(count: int, device: Any = None) -> torch.Tensor:
     """
     if kernel_options() is None:
         return torch.arange(count, device=device)
-    return wrap(jnp.arange(count, dtype=jnp.int32), torch.int64, trace=current(), frozen=True)
+    return wrap(jnp.arange(count, dtype=jnp.int32), torch.int64, trace=current())
 
 
 def attend_tensors(
@@ -118,7 +118,7 @@ def _change(trace: Trace, score_mod: Any, indices: list[Any], shape: Any) -> Cha
     scores: Any = jnp.zeros(shape, jnp.float32)
     if not isinstance(scores, jax.core.Tracer):
         return None
-    given = wrap(scores, torch.float32, trace=trace, frozen=True)
+    given = wrap(scores, torch.float32, trace=trace)
     result = score_mod(given, *indices)
     if not isinstance(result, TracedTensor):
         return None
@@ -138,4 +138,4 @@ def _result(
     out = structured_call(trace, (q, k, v), found, call, options)
     query, value = operands[0], operands[2]
     meta = torch.empty((*query.shape[:3], value.shape[-1]), dtype=query.dtype, device="meta")
-    return wrap_as(None, out, meta, trace, grad_frozen(list(operands)))
+    return wrap_as(None, out, meta, trace, flow_of(list(operands)))

@@ -19,8 +19,8 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import Body
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
+from tpuport.tracing.core.values import flow_of, value_of
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Side:
     spec: Any = None
     body: Body | None = None
     metas: list[Any] = field(default_factory=list)
-    frozen: list[bool] = field(default_factory=list)
+    flows: list[Flow] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
     created: Collection[int] = ()
 
@@ -157,7 +157,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.result = _with_changes(thunk(), snapshot)
                 side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
                 side.metas = [leaf_meta(leaf) for leaf in side.leaves]
-                side.frozen = [not isinstance(v, TracedTensor) or v._frozen for v in side.leaves]
+                side.flows = [flow_of([v]) for v in side.leaves]
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError):
                     raise
@@ -270,8 +270,8 @@ def _rebuild_merged(
         if one is other and _is_from_outside(one, a):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
-            frozen = a.frozen[index] and b.frozen[index]
-            leaves.append(wrap(value, meta.dtype, trace=trace, frozen=frozen))
+            flow = max(a.flows[index], b.flows[index])
+            leaves.append(wrap(value, meta.dtype, trace=trace, flow=flow))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
         else:

@@ -15,6 +15,7 @@ from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import wrap
+from tpuport.tracing.core.values import flow_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
 # The values of the loop's variables, the draws of each random stream, and the failed check.
@@ -35,6 +36,8 @@ class _Loop:
         leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf)
         self.metas = [leaf_meta(leaf) for leaf in leaves]
         self.initial = [leaf_value(leaf, None) for leaf in leaves]
+        # Those of the values before the loop, then also of those after a round.
+        self.flows = [flow_of([leaf]) for leaf in leaves]
         self.failures = trace.error_code
         self.drawn = False
 
@@ -52,10 +55,10 @@ class _Loop:
 
     def _variables(self, values: list[jax.Array]) -> Any:
         made = [
-            wrap(v, m.dtype, trace=self.trace)
+            wrap(v, m.dtype, trace=self.trace, flow=flow)
             if isinstance(m, torch.Tensor)
             else sym_numbers.number(v, number_kind(m))
-            for v, m in zip(values, self.metas, strict=True)
+            for v, m, flow in zip(values, self.metas, self.flows, strict=True)
         ]
         return pytree.unflatten(self.spec, made)
 
@@ -95,6 +98,7 @@ class _Loop:
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf)
         self.drawn = self._drew(counts)
         self._refuse_uncarried(effects, found, spec)
+        self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
         after = [
             self._same_dtype(leaf, meta, before)
             for leaf, meta, before in zip(found, self.metas, values, strict=True)

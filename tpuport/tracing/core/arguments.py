@@ -11,7 +11,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, flow_seen, meta_of, wrap
 
 
 def flatten_call(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
@@ -44,9 +44,9 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
         UsageError: the argument is not a tensor, array or shape.
     """
     if isinstance(leaf, TracedTensor):
-        return meta_of(leaf)
+        return meta_of(leaf, like=True)
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().to("meta")
+        return leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
     msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
@@ -89,7 +89,7 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
             except OverflowError as error:
                 msg = f"argument {path}: {error}"
                 raise UsageError(msg) from error
-        metas.append(meta_of(leaf))
+        metas.append(meta_of(leaf, like=True))
     return values, metas
 
 
@@ -175,6 +175,7 @@ class Unsized:
 
     dtype: torch.dtype
     dims: tuple[int, ...]
+    requires_grad: bool
 
     def trimmed(self, value: tuple[jax.Array, list[Any]]) -> jax.Array:
         """Cut the padding off the array.
@@ -215,11 +216,11 @@ def static_leaves(values: list[Any], metas: list[Any]) -> list[Any]:
 def from_program(value: Any, meta: Any) -> Any:
     """Convert a result of a program to the torch tensor or Python number that `meta` describes."""
     if isinstance(meta, Unsized):
-        return wrap(meta.trimmed(value), meta.dtype)
+        return wrap(meta.trimmed(value), meta.dtype, flow=flow_seen(meta.requires_grad))
     if isinstance(meta, type):
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)
-    return wrap(value, meta.dtype)
+    return wrap(value, meta.dtype, flow=flow_seen(meta.requires_grad))
 
 
 # -- arguments over the same memory ----------------------------------------------------------------

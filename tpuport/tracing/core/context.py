@@ -383,7 +383,7 @@ class Trace:
             return None
         offset: Any = tensor.storage_offset()
         step = strided_step(found[1].value.size, tensor.size(), tensor.stride(), offset)
-        return TracedTensor(found[1], (step,), tensor)
+        return TracedTensor(found[1], (step,), tensor, None)
 
 
 @dataclass

@@ -6,6 +6,7 @@ reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views 
 `Storage` with its value, so an in-place write through one is seen by the others, as in PyTorch.
 """
 
+import enum
 import itertools
 import math
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.core
 import torch
+from jax.ad_checkpoint import checkpoint_name
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
@@ -21,22 +23,35 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.sym_numbers import from_node, number
-from tpuport.tracing.core.view_steps import ViewStep, replace_value
+from tpuport.tracing.core.view_steps import DETACH, ViewStep, replace_value
 
 SERIALS = itertools.count()
+
+
+class Flow(enum.IntEnum):
+    """Whether derivatives pass through a tensor, and whether user code sees that they do."""
+
+    # None: a constant, or a value made under no_grad or by detach.
+    STOPPED = 0
+    # jax may differentiate it, and eager would see requires_grad=False: what comes from arguments.
+    HIDDEN = 1
+    # requires_grad is True, as in eager.
+    SEEN = 2
 
 
 class Storage:
     """The value behind a tensor and all of its views; `version` counts the writes.
 
-    `stride` is the torch layout of the tensor that made it (the value is in logical order).
+    `stride` is the torch layout of the tensor that made it (the value is in logical order), `flow`
+    that of the values written to it since.
     """
 
-    __slots__ = ("__weakref__", "serial", "stride", "trace", "value", "version")
+    __slots__ = ("__weakref__", "flow", "serial", "stride", "trace", "value", "version")
 
     def __init__(self, value: jax.Array, trace: ActiveTrace | None) -> None:
         self.value = value
         self.version = 0
+        self.flow = Flow.STOPPED
         self.stride: tuple[int, ...] | None = None
         self.trace = trace
         self.serial = next(SERIALS)
@@ -71,7 +86,8 @@ class TracedTensor(backend.TorchaxTensor):
         chain: tuple[ViewStep, ...],
         meta: torch.Tensor,
         value: jax.Array | None = None,
-        frozen: bool = False,
+        flow: Flow = Flow.STOPPED,
+        detached: bool = False,
     ) -> "TracedTensor":
         """Wrap `storage` read through `chain`; `meta` has the dtype, sizes, strides and offset."""
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -90,7 +106,8 @@ class TracedTensor(backend.TorchaxTensor):
         chain: tuple[ViewStep, ...],
         meta: torch.Tensor,
         value: jax.Array | None = None,
-        frozen: bool = False,
+        flow: Flow = Flow.STOPPED,
+        detached: bool = False,
     ) -> None:
         self._storage = storage
         if not chain and storage.stride is None:
@@ -99,9 +116,32 @@ class TracedTensor(backend.TorchaxTensor):
         self._cached = value
         self._cached_version = storage.version if value is not None else -1
         self._cached_region = self._region()
-        self._frozen = frozen
+        # Writes through an alias reach the flow of all but those that were detached.
+        self._own_flow, self._detached = flow, detached
+        self._is_leaf = False
         self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @property
+    def _flow(self) -> Flow:
+        """Return how derivatives pass through this tensor."""
+        if not differentiable(self.dtype):
+            return Flow.STOPPED
+        return self._own_flow if self._detached else max(self._own_flow, self._storage.flow)
+
+    @property
+    def _frozen(self) -> bool:
+        """Return whether no derivative passes through this tensor."""
+        return self._flow is Flow.STOPPED
+
+    def _carry(self, flow: Flow) -> None:
+        """Note that a value with such a flow is written to this tensor."""
+        if self._detached:
+            self._own_flow = max(self._own_flow, flow)
+        else:
+            self._storage.flow = max(self._storage.flow, flow)
 
     # -- value -------------------------------------------------------------------------------------
 
@@ -251,8 +291,8 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Return whether gradients flow through this tensor."""
-        return not self._frozen and differentiable(self.dtype)
+        """Return what eager would: whether an operand of what made this tensor requires grad."""
+        return self._flow is Flow.SEEN
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -261,10 +301,29 @@ class TracedTensor(backend.TorchaxTensor):
     def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]  (torch has this name)
         self, requires_grad: bool = True
     ) -> "TracedTensor":
-        """Stop gradients through this tensor from here on if `requires_grad` is False."""
-        if not requires_grad and not self._frozen:
+        """Make this tensor a leaf with a gradient, or stop gradients through it from here on.
+
+        Raises:
+            RuntimeError: as in eager, the dtype has no gradients, or a computed tensor is to lose
+                its own.
+        """
+        if requires_grad and not differentiable(self.dtype):
+            raise RuntimeError(
+                "only Tensors of floating point and complex dtype can require gradients"
+            )
+        if not requires_grad and not self.is_leaf:
+            raise RuntimeError(
+                "you can only change requires_grad flags of leaf variables. If you want to use a"
+                " computed variable in a subgraph that doesn't require differentiation use"
+                " var_no_grad = var.detach()."
+            )
+        if requires_grad and not self.requires_grad:
+            self._own_flow, self._is_leaf = Flow.SEEN, True
+            # What was computed from it before does not depend on the leaf.
+            self._keep(checkpoint_name(self._elem, "leaf"))
+        elif not requires_grad and not self._frozen:
             self.write(jax.lax.stop_gradient(self._elem))
-        self._frozen = not requires_grad
+            self._own_flow = self._storage.flow = Flow.STOPPED
         return self
 
     @property
@@ -273,14 +332,14 @@ class TracedTensor(backend.TorchaxTensor):
         return None
 
     @property
-    def grad_fn(self) -> None:  # type: ignore[override]
-        """Return None: there is no torch autograd graph."""
-        return None
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """Return None where eager does; otherwise a node that says that there is no graph here."""
+        return None if self.is_leaf else _GRAPH
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Return True: there is no torch autograd graph."""
-        return True
+        """Return what eager does: whether this tensor was not computed from one with a gradient."""
+        return self._is_leaf or not self.requires_grad
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -361,8 +420,33 @@ class TracedTensor(backend.TorchaxTensor):
         return to_cpu(self)
 
 
+class _Graph:
+    """The `grad_fn` of a computed tensor in a trace, where torch's autograd records no graph."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise port_error(
+            f"torch's autograd graph (grad_fn.{name}) inside a ported function",
+            code="TPU403",
+            remedy="take gradients outside, with jax.grad of ported.apply",
+        )
+
+
+_GRAPH = _Graph()
+
+
+def flow_seen(requires_grad: bool) -> Flow:
+    """Return the flow of a tensor that requires grad or does not."""
+    return Flow.SEEN if requires_grad else Flow.STOPPED
+
+
 def wrap(
-    value: jax.Array, dtype: torch.dtype | None = None, *, trace: Any = None, frozen: bool = False
+    value: jax.Array,
+    dtype: torch.dtype | None = None,
+    *,
+    trace: Any = None,
+    flow: Flow = Flow.STOPPED,
 ) -> TracedTensor:
     """Return a fresh contiguous tensor around `value`.
 
@@ -370,7 +454,7 @@ def wrap(
     """
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
     meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
-    return TracedTensor(Storage(value, trace), (), meta, value, frozen)
+    return TracedTensor(Storage(value, trace), (), meta, value, flow)
 
 
 def differentiable(dtype: torch.dtype) -> bool:
@@ -378,10 +462,19 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def meta_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor with the sizes, strides and dtype of `tensor`."""
+def meta_of(tensor: torch.Tensor, *, like: bool = False) -> torch.Tensor:
+    """Return a meta tensor with the sizes, strides and dtype of `tensor`.
+
+    Args:
+        tensor: Any tensor.
+        like: Whether it requires grad if `tensor` does.
+    """
     return torch.empty_strided(
-        torch.Tensor.size(tensor), tensor.stride(), dtype=tensor.dtype, device="meta"
+        torch.Tensor.size(tensor),
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device="meta",
+        requires_grad=like and tensor.requires_grad,
     )
 
 
@@ -401,16 +494,26 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
     return backend.to_torch(value, tensor.dtype)
 
 
-def view_of(base: TracedTensor, step: ViewStep, meta: torch.Tensor, frozen: bool) -> TracedTensor:
+def view_of(
+    base: TracedTensor, step: ViewStep, meta: torch.Tensor, *, detach: bool = False
+) -> TracedTensor:
     """Return a tensor that reads the storage of `base` through one more step."""
     # Offsets of meta tensors start at zero for the base: add the base's own.
     start: Any = base.storage_offset()
     offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
-    result = TracedTensor(base._storage, (*base._chain, step), meta, None, frozen)
+    chain, value = (*base._chain, step), step.forward(base._elem)
+    # Eager's views made under no_grad pass no gradient on, wherever they are used, although they
+    # say that they require one.
+    cut = not (detach or torch.is_grad_enabled() or base._frozen)
+    if cut:
+        chain, value = (*chain, DETACH), DETACH.forward(value)
+    flow = Flow.STOPPED if detach else base._flow if cut else base._own_flow
+    result = TracedTensor(base._storage, chain, meta, None, flow, detach or cut or base._detached)
+    result._is_leaf = cut
     result._bounds = base._bounds
-    result._keep(step.forward(base._elem))
+    result._keep(value)
     return result
 
 
@@ -454,4 +557,6 @@ def version(value: Any) -> int:
     """Return how often a tensor has been written to."""
     if isinstance(value, TracedTensor):
         return value._storage.version
-    return value._version if isinstance(value, torch.Tensor) else 0
+    # A tensor made in inference mode counts none.
+    counts = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if counts else 0

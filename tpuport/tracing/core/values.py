@@ -11,7 +11,7 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Storage, TracedTensor, differentiable
+from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, differentiable
 from tpuport.tracing.core.view_steps import replace_value
 
 
@@ -80,15 +80,25 @@ def _stopped(tensor: TracedTensor) -> jax.Array:
     return kept[2]
 
 
+def flow_of(tensors: list[Any]) -> Flow:
+    """Return how derivatives pass through the result of an op on these operands."""
+    if not torch.is_grad_enabled():
+        return Flow.STOPPED
+    flows = (t._flow for t in tensors if isinstance(t, TracedTensor))
+    return max(flows, default=Flow.STOPPED)
+
+
 def grad_frozen(tensors: list[torch.Tensor]) -> bool:
     """Return whether no gradient flows into the result of an op on these operands."""
-    if not torch.is_grad_enabled():
-        return True
-    return all(not isinstance(t, TracedTensor) or t._frozen for t in tensors)
+    return flow_of(tensors) is Flow.STOPPED
 
 
 def wrap_as(
-    func: Any, value: jax.Array, meta: torch.Tensor, trace: Trace | None, frozen: bool
+    func: Any,
+    value: jax.Array,
+    meta: torch.Tensor,
+    trace: Trace | None,
+    flow: Flow = Flow.STOPPED,
 ) -> TracedTensor:
     """Wrap a lowered value with torch's own metadata, and check the lowering against it."""
     value = jnp.asarray(value)
@@ -101,15 +111,17 @@ def wrap_as(
     if trace is not None and meta.dtype == torch.int64:
         trace.note_int64(value)
     storage = Storage(value, trace)
-    return TracedTensor(storage, (), meta, value, frozen or not differentiable(meta.dtype))
+    return TracedTensor(storage, (), meta, value, flow)
 
 
-def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tensor:
+def write(target: torch.Tensor, value: jax.Array, *, flow: Flow) -> torch.Tensor:
     """Write `value` into `target` (traced or host) and through it into every alias."""
     if not isinstance(target, TracedTensor):
         trace = current()
         if isinstance(target, torch.Tensor) and trace is not None:
-            trace.promote(target).write(_fit(value, target))
+            promoted = trace.promote(target)
+            promoted._carry(flow)
+            promoted.write(_fit(value, target))
             return target
         msg = (
             "an in-place write of a computed JAX value into a plain CPU tensor;"
@@ -119,8 +131,8 @@ def write(target: torch.Tensor, value: jax.Array, *, frozen: bool) -> torch.Tens
     value = _fit(value, target)
     if differentiable(target.dtype) and not torch.is_grad_enabled() and not target._frozen:
         value = replace_value(target._elem, value)
-    elif frozen is False:
-        target._frozen = False
+    else:
+        target._carry(flow)
     target.write(value)
     return target
 

@@ -118,10 +118,25 @@ def _replace_value_jvp(primals: Any, tangents: Any) -> Any:
     return primals[1], tangents[0]
 
 
+@jax.custom_jvp
+def tied(value: jax.Array, *operands: jax.Array) -> jax.Array:
+    """Return a value on which operands have no influence, but for which eager gives them zeros."""
+    del operands
+    return value
+
+
+@tied.defjvp
+def _tied_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0]
+
+
+# A write through a detached alias changes the value of its base but no gradient.
+DETACH = ViewStep(lax.stop_gradient, replace_value)
+
+
 @view(aten.detach.default)
 def _detach(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
-    # A write through a detached alias changes the value of its base but no gradient.
-    return ViewStep(lax.stop_gradient, replace_value)
+    return DETACH
 
 
 @view(aten.expand.default)

@@ -15,8 +15,9 @@ from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
-from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.values import flat, grad_frozen, map_tensors, value_of, wrap_as
+from tpuport.tracing.core.tensor import Flow, TracedTensor
+from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
+from tpuport.tracing.core.view_steps import tied
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.lowerings._numeric import broadcast_wide
 
@@ -52,7 +53,10 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
     is_number = any(isinstance(t, sym_numbers.SYMBOLIC) for t in tensors)
     value = _lower(func, info.lower, jax_args, jax_kwargs, is_number)
-    result = _wrap_result(func, value, metas, trace, grad_frozen(tensors))
+    flow = flow_of(tensors)
+    if flow is Flow.SEEN and _has_zero_gradient(func, args, kwargs):
+        value = tied(value, *map(value_of, tensors))
+    result = _wrap_result(func, value, metas, trace, flow)
     if func._opname in _MARKS:
         _mark(func, args, kwargs, result)
     elif func._opname in _BOUNDS and result.dtype is torch.int64:
@@ -100,6 +104,19 @@ def _interval(value: Any) -> tuple[int, int] | None:
     if isinstance(value, int):
         return (value, value)
     return value._bounds if isinstance(value, TracedTensor) else None
+
+
+# Ops with a gradient of zeros in eager, which their lowerings may not read all operands for; and
+# those that have one where a number among their arguments is 0 (an exponent, a factor).
+_ZERO_GRADIENT = {"fill", "zero", "copy", "bernoulli", "copysign", "floor_divide"}
+_ZERO_BY_NUMBER = {"pow", "addmm", "addmv", "addbmm", "baddbmm", "addr"}
+
+
+def _has_zero_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func._opname
+    if name in _ZERO_BY_NUMBER:
+        return any(type(v) in (int, float) and v == 0 for v in (*args, *kwargs.values()))
+    return name in _ZERO_GRADIENT or (name == "div" and kwargs.get("rounding_mode") is not None)
 
 
 _MARKS = {
@@ -184,15 +201,15 @@ def _lower(
         ) from error
 
 
-def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, frozen: bool) -> Any:
+def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, flow: Flow) -> Any:
     if isinstance(meta, torch.Tensor):
-        return wrap_as(func, value, meta, trace, frozen)
+        return wrap_as(func, value, meta, trace, flow)
     if isinstance(meta, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) < len(meta):
             msg = f"the lowering of {func} gave {type(value).__name__}, expected {len(meta)} values"
             raise AssertionError(msg)
         parts = [
-            None if m is None else _wrap_result(func, v, m, trace, frozen)
+            None if m is None else _wrap_result(func, v, m, trace, flow)
             for v, m in zip(value, meta, strict=False)
         ]
         return type(meta)(parts) if type(meta) in (list, tuple) else tuple(parts)

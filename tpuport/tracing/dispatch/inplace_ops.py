@@ -8,7 +8,8 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import RENAMED, OpInfo
 from tpuport.tracing.core.redispatch import call
-from tpuport.tracing.core.values import flat, grad_frozen, value_of, write
+from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.values import flat, flow_of, value_of, write
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
@@ -33,15 +34,15 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if func in RENAMED:
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
-    frozen = grad_frozen(flat(args, kwargs))
+    flow = flow_of(flat(args, kwargs))
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
     for target, new in zip(targets, results, strict=False):
         if isinstance(target, (list, tuple)):
             for one, value in zip(target, new, strict=True):
-                _write_one(one, value, frozen)
+                _write_one(one, value, flow)
         else:
-            _write_one(target, new, frozen)
+            _write_one(target, new, flow)
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
@@ -65,14 +66,14 @@ def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
     raise RuntimeError(msg)
 
 
-def _write_one(target: torch.Tensor, new: Any, frozen: bool) -> None:
+def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
     if torch.Tensor.size(target) != torch.Tensor.size(new) and torch.Tensor.numel(target) == 0:
         raise port_error(
             "an out= tensor that would be resized",
             code="TPU201",
             remedy="allocate it with the result's shape",
         )
-    write(target, value_of(new), frozen=frozen)
+    write(target, value_of(new), flow=flow)
 
 
 def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

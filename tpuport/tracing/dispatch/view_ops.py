@@ -26,8 +26,8 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
     meta = func(meta_base, *args[1:], **kwargs)
     steps = info.view(meta_base, meta, *args[1:], **kwargs)
     if isinstance(steps, ViewStep):
-        return view_of(base, steps, meta, frozen=base._frozen or func is aten.detach.default)
-    views = [view_of(base, s, m, base._frozen) for s, m in zip(steps, meta, strict=True)]
+        return view_of(base, steps, meta, detach=func is aten.detach.default)
+    views = [view_of(base, s, m) for s, m in zip(steps, meta, strict=True)]
     return type(meta)(views) if isinstance(meta, tuple) else views
 
 
@@ -49,7 +49,7 @@ def as_strided(
             remedy="call .contiguous() first, or index with ordinary slices",
         )
     step = strided_step(root.value.size, size, stride, offset)
-    detached = base._frozen and differentiable(base.dtype)
+    detached = base._detached and differentiable(base.dtype)
     window = ViewStep(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
@@ -61,7 +61,7 @@ def as_strided(
         assert isinstance(stop, ViewStep)
         chain = (window, stop)
     meta = whole.as_strided(size, stride, offset)
-    return TracedTensor(root, chain, meta, None, base._frozen)
+    return TracedTensor(root, chain, meta, None, base._own_flow, base._detached)
 
 
 def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

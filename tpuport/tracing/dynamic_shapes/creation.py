@@ -129,4 +129,5 @@ def _isolating_view(view: TracedTensor, copied: Extents) -> TracedTensor:
     step = view._chain[-1]
     for dim, node in copied.items():
         step = isolating(step, dim, node)
-    return TracedTensor(view._storage, (*view._chain[:-1], step), meta_of(view), None)
+    chain = (*view._chain[:-1], step)
+    return TracedTensor(view._storage, chain, meta_of(view), None, view._own_flow, view._detached)

@@ -38,7 +38,12 @@ def strip(tensor: Any) -> Any:
     if not extents_of(tensor):
         return tensor
     return TracedTensor(
-        tensor._storage, tensor._chain, meta_of(tensor), tensor._elem, tensor._frozen
+        tensor._storage,
+        tensor._chain,
+        meta_of(tensor),
+        tensor._elem,
+        tensor._own_flow,
+        tensor._detached,
     )
 
 
@@ -96,7 +101,7 @@ def valid(node: NumberNode, size: int) -> torch.Tensor:
 
 def wrap_now(value: jax.Array, dtype: torch.dtype | None = None) -> TracedTensor:
     """Return a fresh traced tensor in the running trace."""
-    return wrap(value, dtype, trace=current(), frozen=True)
+    return wrap(value, dtype, trace=current())
 
 
 def real_elements(extents: Extents, shape: Sequence[int]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import meta_of
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     extents_of,
@@ -119,7 +119,7 @@ def _put_rows(
         else array.at[where].set(new, mode="drop")
     )
     made = wrap_as(
-        aten.index_put.default, updated, meta_of(plain), current(), grad_frozen([target, values])
+        aten.index_put.default, updated, meta_of(plain), current(), flow_of([target, values])
     )
     return attach(made, dict(extents_of(target))) if extents_of(target) else made
 

@@ -152,7 +152,7 @@ def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> 
     meta = torch.empty(sizes, dtype=base.dtype, device="meta")
     step = ViewStep(forward, inverse)
     step = step if base._frozen else isolating(step, dim, length)
-    view = view_of(strip(base), step, meta, base._frozen)
+    view = view_of(strip(base), step, meta)
     return attach(view, extents_of(base) | {dim: length})
 
 
@@ -202,7 +202,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     sizes = [s for d, s in enumerate(torch.Tensor.size(base)) if d != dim]
     meta = torch.empty(sizes, dtype=base.dtype, device="meta")
-    view = view_of(strip(base), ViewStep(forward, inverse), meta, base._frozen)
+    view = view_of(strip(base), ViewStep(forward, inverse), meta)
     left = {d - (d > dim): n for d, n in extents_of(base).items() if d != dim}
     return attach(view, left) if left else view
 

@@ -16,7 +16,7 @@ from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import item, tolist
+from tpuport.tracing.core.tensor import Flow, item, tolist
 from tpuport.tracing.core.values import value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import to_meta
 from tpuport.tracing.dynamic_shapes.extents import (
@@ -122,9 +122,7 @@ def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.
         torch.SymBool: torch.bool,
     }
     meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
-    return wrap_as(
-        func=None, value=sym_numbers.node_value(number), meta=meta, trace=trace, frozen=True
-    )
+    return wrap_as(func=None, value=sym_numbers.node_value(number), meta=meta, trace=trace)
 
 
 # -- indexing by traced integers -------------------------------------------------------------------
@@ -178,7 +176,7 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if traced(trace, source) is None:
         # It is only read: a copy is traced, and the host tensor stays a host constant.
-        source = wrap_as(None, value_of(source), to_meta(source), trace, True)
+        source = wrap_as(None, value_of(source), to_meta(source), trace)
     view, rest = _select_numbers(source, parts)
     return view[rest] if rest else view
 
@@ -274,7 +272,7 @@ def _assert(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     held = truth(condition)
     failed = wrap_as(
-        None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace, True
+        None, jnp.logical_not(held), torch.empty((), dtype=torch.bool, device="meta"), trace
     )
     traced_check(failed, lambda: AssertionError(message))
     return None
@@ -288,13 +286,28 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     detached: Any = tensor.detach()
     tensor._chain = detached._chain
     tensor._keep(jax.lax.stop_gradient(tensor._elem))
-    tensor._frozen = True
+    tensor._own_flow, tensor._detached, tensor._is_leaf = Flow.STOPPED, True, False
     return args[0]
 
 
-@function(
-    torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook
-)
+def _answer(name: str) -> Handler:
+    """Return the handler of an attribute that asks for gradients, of a host tensor too.
+
+    A traced value may have been written to it.
+    """
+
+    def handler(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor = traced(trace, args[0])
+        return NotImplemented if tensor is None else getattr(tensor, name)
+
+    return handler
+
+
+for _name in ("requires_grad", "is_leaf", "grad_fn"):
+    FUNCTIONS[vars(torch._C.TensorBase)[_name].__get__] = _answer(_name)
+
+
+@function(torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
 def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not holds_traced(trace, list(args)):
         return NotImplemented

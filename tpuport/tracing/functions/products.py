@@ -14,7 +14,7 @@ from tpuport.tracing.attention.lower import AttentionOperands, attention_call
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.autocast import autocast_dtype, to_autocast
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, grad_frozen, value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import check_one_dtype, to_meta
 from tpuport.tracing.dispatch.meta_rules import attention_meta, linear_meta, matmul_meta
 from tpuport.tracing.dynamic_shapes import contractions
@@ -39,7 +39,7 @@ def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., 
     value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
     if isinstance(meta, torch.dtype):
         meta = torch.empty(value.shape, dtype=meta, device="meta")
-    return wrap_as(None, value, meta, trace, grad_frozen(tensors))
+    return wrap_as(None, value, meta, trace, flow_of(tensors))
 
 
 def _metas(operands: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from jax import lax
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core.autocast import autocast_dtype
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.values import flat, grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flat, flow_of, value_of, wrap_as
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.functions import promotion
 from tpuport.tracing.functions.registry import FUNCTIONS, Handler, traced
@@ -203,10 +203,10 @@ def _is_projected(states: Sequence[Any]) -> bool:
 def _wrap(
     trace: Trace, tensors: list[torch.Tensor], out: jax.Array, meta: torch.Tensor, ends: State
 ) -> tuple[torch.Tensor, ...]:
-    frozen = grad_frozen(tensors)
+    flow = flow_of(tensors)
     metas = [torch.empty(e.shape, dtype=meta.dtype, device="meta") for e in ends]
-    states = [wrap_as(None, e, m, trace, frozen) for e, m in zip(ends, metas, strict=True)]
-    return (wrap_as(None, out, meta, trace, frozen), *states)
+    states = [wrap_as(None, e, m, trace, flow) for e, m in zip(ends, metas, strict=True)]
+    return (wrap_as(None, out, meta, trace, flow), *states)
 
 
 def _padded(
@@ -282,7 +282,7 @@ def _pack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     value = jnp.swapaxes(value, 0, 1) if batch_first else value
     rows = value[: len(running)].reshape(-1, *value.shape[2:])[np.flatnonzero(running)]
     meta = torch.empty(rows.shape, dtype=x.dtype, device="meta")
-    data = wrap_as(None, rows, meta, trace, grad_frozen([x]))
+    data = wrap_as(None, rows, meta, trace, flow_of([x]))
     return data, torch.from_numpy(running.sum(1).astype(np.int64))
 
 
@@ -307,7 +307,7 @@ def _unpack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if batch_first:
         padded, meta = jnp.swapaxes(padded, 0, 1), meta.transpose(0, 1)
     lengths = torch.from_numpy(running.sum(0).astype(np.int64))
-    return wrap_as(None, padded, meta, trace, grad_frozen([data])), lengths
+    return wrap_as(None, padded, meta, trace, flow_of([data])), lengths
 
 
 FUNCTIONS[torch._VF._pack_padded_sequence] = _pack

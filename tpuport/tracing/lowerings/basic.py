@@ -108,7 +108,7 @@ def _creation(op: Any) -> Any:
             dtype = kwargs.get("dtype") or x.dtype
             meta = torch.empty(args[0], dtype=dtype, device="meta")
             value = jnp.broadcast_to(value_of(args[1]), tuple(args[0]))
-            return wrap_as(op, value, meta, current(), True)
+            return wrap_as(op, value, meta, current())
         stand_in = meta_of(x)
         options = {"layout": torch.strided} | kwargs | {"device": torch.device("cpu")}
         options.pop("pin_memory", None)

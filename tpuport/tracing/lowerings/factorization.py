@@ -11,7 +11,7 @@ from jax.scipy import linalg as jsl
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
 
 aten = torch.ops.aten
@@ -203,7 +203,7 @@ def _pinv(
             value, _tolerances(value, _as_value(atol), _as_value(rtol)), hermitian
         )
     meta = torch.empty(made.shape, dtype=x.dtype, device="meta")
-    return wrap_as(None, made, meta, current(), grad_frozen([x]))
+    return wrap_as(None, made, meta, current(), flow_of([x]))
 
 
 @special(aten.linalg_lstsq.default)
@@ -241,7 +241,5 @@ def _lstsq(
     for value, dtype in results:
         value = jnp.zeros(0, jnp.float32) if value is None else value
         meta = torch.empty(value.shape, dtype=dtype, device="meta")
-        made.append(
-            wrap_as(None, value, meta, current(), grad_frozen([a, b]) or dtype == torch.int64)
-        )
+        made.append(wrap_as(None, value, meta, current(), flow_of([a, b])))
     return tuple(made)

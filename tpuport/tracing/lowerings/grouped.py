@@ -10,7 +10,7 @@ import torch
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import special
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 
 aten = torch.ops.aten
 
@@ -55,5 +55,5 @@ def grouped_mm(
     if bias is not None:
         result = result + value_of(bias)
     meta = torch.empty(result.shape, dtype=out_dtype or x.dtype, device="meta")
-    frozen = grad_frozen([t for t in (x, weight, bias) if t is not None])
-    return wrap_as(None, result, meta, current(), frozen)
+    flow = flow_of([t for t in (x, weight, bias) if t is not None])
+    return wrap_as(None, result, meta, current(), flow)

@@ -8,7 +8,7 @@ import torch
 from jax import lax
 
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
-from tpuport.tracing.core.values import grad_frozen, value_of, write
+from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.lowerings._numeric import lowest
 from tpuport.tracing.lowerings.basic import cast
 
@@ -83,7 +83,7 @@ def _embedding_renorm(
     named = jnp.zeros(table.shape[0], bool).at[value_of(index).reshape(-1)].set(True)
     norms = jnp.linalg.norm(table.astype(jnp.float32), norm_type, axis=1)
     scale = jnp.where(named & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)
-    return write(weight, (table * scale[:, None]).astype(table.dtype), frozen=grad_frozen([weight]))
+    return write(weight, (table * scale[:, None]).astype(table.dtype), flow=flow_of([weight]))
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax import lax
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.lowering_registry import lowering, special
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
 
 aten = torch.ops.aten
@@ -67,9 +67,9 @@ def _ctc_loss_of_tensors(
     logs_value, *others = (value_of(t) for t in tensors)
     results = _ctc_loss(logs_value, others[0], others[1], others[2], blank, zero_infinity)
     metas = [torch.empty(r.shape, dtype=logs.dtype, device="meta") for r in results]
-    frozen = grad_frozen([logs])
+    flow = flow_of([logs])
     loss, alphas = (
-        wrap_as(None, r, m, current(), frozen) for r, m in zip(results, metas, strict=True)
+        wrap_as(None, r, m, current(), flow) for r, m in zip(results, metas, strict=True)
     )
     return loss, alphas
 

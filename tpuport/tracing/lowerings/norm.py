@@ -7,7 +7,8 @@ from jax import lax
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.lowering_registry import lowering, special
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as, write
+from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 from tpuport.tracing.lowerings._numeric import wide
 
 aten = torch.ops.aten
@@ -51,13 +52,12 @@ def native_batch_norm(
     if bias is not None:
         out = out + _column(value_of(bias).astype(wide.dtype), value.ndim)
     meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
-    frozen = grad_frozen([t for t in (x, weight, bias) if t is not None])
-    result = wrap_as(None, out, meta, current(), frozen)
+    flow = flow_of([t for t in (x, weight, bias) if t is not None])
+    result = wrap_as(None, out, meta, current(), flow)
     kind = weight.dtype if weight is not None else x.dtype
     saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
     extra = [
-        wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current(), True)
-        for s in saved
+        wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current()) for s in saved
     ]
     return result, extra[0], extra[1]
 
@@ -69,7 +69,7 @@ def _column(channels: jax.Array, ndim: int) -> jax.Array:
 def _move(running: torch.Tensor, new: jax.Array, momentum: float) -> None:
     new = jax.lax.stop_gradient(new)
     old = value_of(running)
-    write(running, ((1 - momentum) * old + momentum * new).astype(old.dtype), frozen=True)
+    write(running, ((1 - momentum) * old + momentum * new).astype(old.dtype), flow=Flow.STOPPED)
 
 
 @special(aten._native_batch_norm_legit.no_stats)

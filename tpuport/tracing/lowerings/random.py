@@ -13,8 +13,8 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.lowering_registry import lowering, special
-from tpuport.tracing.core.tensor import meta_of
-from tpuport.tracing.core.values import grad_frozen, value_of, wrap_as, write
+from tpuport.tracing.core.tensor import Flow, meta_of
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 
 aten = torch.ops.aten
 _FROZEN = "torchax draws from a global key, which jit freezes: the same numbers at every call"
@@ -234,13 +234,13 @@ def rrelu_with_noise(
         key = op_key(current(), {"generator": generator})
         slope = jax.random.uniform(key, value.shape, _compute(value.dtype), lower, upper)
         slope = jnp.where(value <= 0, slope.astype(value.dtype), jnp.ones((), value.dtype))
-        write(noise, slope, frozen=True)
+        write(noise, slope, flow=Flow.STOPPED)
     out = jnp.where(value <= 0, value * slope, value)
-    return wrap_as(None, out, meta_of(x), current(), grad_frozen([x]))
+    return wrap_as(None, out, meta_of(x), current(), flow_of([x]))
 
 
 @special(aten.rrelu_with_noise_.default)
 def rrelu_with_noise_(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Apply `rrelu_with_noise` in place."""
     result = rrelu_with_noise(x, *args, **kwargs)
-    return write(x, value_of(result), frozen=grad_frozen([x]))
+    return write(x, value_of(result), flow=flow_of([x]))

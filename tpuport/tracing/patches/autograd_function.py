@@ -16,8 +16,8 @@ from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.context import Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of, wrap
+from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
 from tpuport.tracing.session.activate import active
@@ -108,7 +108,7 @@ class _FunctionCall:
         # No tensor is held: a checkpointed block would return, and so keep, those that are alive.
         self.trace, self.cls = trace, cls
         self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
-        self.dtypes = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+        self.tensors = [meta_of(a) for a in args if isinstance(a, torch.Tensor)]
         self.rest = [a for a in args if not isinstance(a, torch.Tensor)]
         self.spec: Any = None
         self.metas: list[torch.Tensor] = []
@@ -116,6 +116,7 @@ class _FunctionCall:
         self.saved: list[torch.Tensor] = []
         # For each saved tensor, the output that it is.
         self.saved_outputs: list[int | None] = []
+        self._reached: list[bool] | None = None
         self.attach = jax.custom_vjp(lambda values, outs, saved: outs)
         self.attach.defvjp(self.fwd, self.bwd)
 
@@ -142,13 +143,12 @@ class _FunctionCall:
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
         attached = self.attach(values, outs, self._save(context, tensors, leaves))
-        differentiated = torch.is_grad_enabled() and any(needs)
         made: list[torch.Tensor] = []
         for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
             constant = id(leaf) in context.constant or not differentiable(leaf.dtype)
-            frozen = constant or not differentiated
+            flow = Flow.STOPPED if constant else flow_of(tensors)
             value = plain if constant else value
-            made.append(wrap(value, meta.dtype, trace=self.trace, frozen=frozen))
+            made.append(wrap(value, meta.dtype, trace=self.trace, flow=flow))
         return pytree.unflatten(self.spec, made)
 
     def _save(self, context: _Context, tensors: list[Any], outs: list[Any]) -> list[jax.Array]:
@@ -185,14 +185,68 @@ class _FunctionCall:
             grads = _backward(
                 self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
             )
-            grads = grads if isinstance(grads, tuple) else (grads,)
-            picked = [g for g, flag in zip(grads, self.is_tensor, strict=False) if flag]
-            pairs = zip(picked, self.dtypes, strict=True)
-            return _conjugate([_cotangent(g, dtype) for g, dtype in pairs]), None, None
+            grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
+            picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
+            pairs = zip(picked, self.tensors, strict=True)
+            given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
+            return _conjugate(given), None, None
+
+    def _cotangent(self, index: int, grad: Any, meta: torch.Tensor) -> Any:
+        """Return an argument's cotangent, of its size as autograd makes it; None is zero."""
+        if grad is None or not differentiable(meta.dtype):
+            return None
+        if grad.shape != meta.shape:
+            try:
+                grad = grad.sum_to_size(meta.shape)
+            except RuntimeError as error:
+                raise port_error(
+                    f"function {self.cls.__name__}Backward returned an invalid gradient at index"
+                    f" {index} - got {list(grad.shape)} but expected shape compatible with"
+                    f" {list(meta.shape)}, which eager PyTorch refuses too",
+                    code="TPU403",
+                    remedy="return a gradient of the argument's shape",
+                ) from error
+        return value_of(grad).astype(backend.jax_dtype(meta.dtype))
+
+    def _checked(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return a backward's gradients, refusing what eager refuses.
+
+        Raises:
+            PortError: there are fewer than arguments, or more that are not None.
+        """
+        count = len(self.is_tensor)
+        if len(grads) < count or any(g is not None for g in grads[count:]):
+            raise port_error(
+                f"function {self.cls.__name__}Backward returned an incorrect number of gradients"
+                f" (expected {count}, got {len(grads)}), which eager PyTorch refuses too",
+                code="TPU403",
+                remedy="return one gradient for each argument of forward, None where there is none",
+            )
+        return grads[:count]
+
+    def reached(self) -> list[bool]:
+        """Return for each tensor among the arguments whether the backward gives it a gradient."""
+        if self._reached is None:
+            specs = [
+                [jax.ShapeDtypeStruct(m.shape, backend.jax_dtype(m.dtype)) for m in metas]
+                for metas in (self.saved, self.metas)
+            ]
+            found: list[bool] = []
+
+            def run(saved: Any, cotangents: Any) -> None:
+                found.extend(g is not None for g in self.bwd(saved, cotangents)[0])
+
+            try:
+                jax.eval_shape(run, *specs)
+            except Exception:  # raised again, to the user, when a gradient is asked for
+                found = [True] * len(self.tensors)
+            self._reached = found
+        return self._reached
 
 
 def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
-    return [wrap(v, m.dtype, trace=trace) for v, m in zip(values, metas, strict=True)]
+    pairs = zip(values, metas, strict=True)
+    return [wrap(v, m.dtype, trace=trace, flow=Flow.HIDDEN) for v, m in pairs]
 
 
 def _conjugate(gradients: Any) -> Any:
@@ -223,10 +277,3 @@ def _running(trace: Trace) -> Iterator[Trace]:
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     with installed(later.options.patches), active(later):
         yield later
-
-
-def _cotangent(grad: Any, dtype: torch.dtype) -> Any:
-    """Return an argument's cotangent; None is zero."""
-    if grad is None or not differentiable(dtype):
-        return None
-    return value_of(grad).astype(backend.jax_dtype(dtype))

@@ -26,8 +26,8 @@ class ActivationCheckpoint(Shim):
             trace = current()
             if trace is None:
                 return eager(function, *args, **kwargs)
+            reentrant = kwargs.pop("use_reentrant", None) is not False
             for option in (
-                "use_reentrant",
                 "context_fn",
                 "determinism_check",
                 "debug",
@@ -36,8 +36,12 @@ class ActivationCheckpoint(Shim):
             ):
                 kwargs.pop(option, None)
             count(self.TARGET)
-            if not torch.is_grad_enabled():
-                return function(*args, **kwargs)
+            needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+            if not torch.is_grad_enabled() or (reentrant and not needed):
+                # Eager runs a reentrant block without grad, and its backward only if an input
+                # needs it.
+                with torch.no_grad():
+                    return function(*args, **kwargs)
             roots = [getattr(function, "__self__", None), args, kwargs]
             return regions.checkpoint(trace, lambda: function(*args, **kwargs), roots)
 

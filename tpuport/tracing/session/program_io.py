@@ -10,7 +10,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Storage, TracedTensor, differentiable, meta_of
+from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
@@ -31,22 +31,21 @@ def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
             metas.append(type(leaf))
         elif extents:
             values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
-            metas.append(Unsized(meta_of(leaf).dtype, tuple(extents)))
+            metas.append(Unsized(leaf.dtype, tuple(extents), leaf.requires_grad))
         else:
             values.append(value_of(leaf))
-            metas.append(meta_of(leaf))
+            metas.append(meta_of(leaf, like=True))
     return values, metas
 
 
 def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
     """Make a traced tensor for a tensor of the model's state, with the attributes set on that."""
-    frozen = not (
-        tensor.requires_grad if not isinstance(tensor, TracedTensor) else not tensor._frozen
-    )
+    flow = flow_seen(tensor.requires_grad)
     # The tensor itself answers what is asked of a meta tensor, and making one for each takes time.
     whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
     like = tensor if whole else meta_of(tensor)
-    made = TracedTensor(Storage(value, trace), (), like, value, frozen)
+    made = TracedTensor(Storage(value, trace), (), like, value, flow)
+    made._is_leaf = True
     vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
@@ -66,8 +65,10 @@ def traced_arguments(
         elif index in host and index in request.known_leaves:
             made.append(request.host_leaf(index))
         else:
-            frozen = not differentiable(meta.dtype)
-            made.append(TracedTensor(Storage(value, trace), (), meta, value, frozen))
+            flow = Flow.SEEN if meta.requires_grad else Flow.HIDDEN
+            argument = TracedTensor(Storage(value, trace), (), meta, value, flow)
+            argument._is_leaf = True
+            made.append(argument)
     containers: dict[int, Any] = {}
     args, kwargs = pytree.unflatten(request.spec, made, containers)
     return args, kwargs, made, containers

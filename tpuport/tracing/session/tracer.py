@@ -189,14 +189,18 @@ class Tracer:
         keys = KeyStream(request.key) if request.key is not None else None
         trace = Trace(keys, options)
         trace.explorer = Explorer(trace, self.plan)
+        inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
         with (
             _quiet(),
+            # Tensors made in it count no writes: a patch makes no_grad of it.
+            torch.inference_mode(False) if inference else nothing,
             uncollected(),
             eager_compiled(),
             _no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
             installed(self.patches),
             active(trace),
+            torch.inference_mode() if inference else nothing,
         ):
             try:
                 outcome = self._run(trace, request)

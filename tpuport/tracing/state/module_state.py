@@ -304,5 +304,5 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     meta = meta_of(tensor)
     if getattr(tensor, "_is_param", False):
-        return torch.nn.Parameter(meta, requires_grad=not tensor._frozen)
+        return torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
     return meta

@@ -1,0 +1,81 @@
+"""Parameters whose gradient eager PyTorch leaves at None stay as they are, step by step."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tpuport
+from tests.training.none_programs import batches, program
+from tpuport.training import from_torch, make_train_step
+
+OPTIMIZERS: list[Any] = [
+    lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.5),
+    lambda p: torch.optim.SGD(p, 0.02, momentum=0.9, weight_decay=0.1),
+    lambda p: torch.optim.Adam(p, 0.02, weight_decay=0.1),
+    lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.5),
+]
+
+
+def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).tanh().square().mean()
+
+
+def trained_by_eager(model: Any, optimizer: Any, x: torch.Tensor, parts: int, clip: Any) -> None:
+    optimizer.zero_grad()
+    for part in x.chunk(parts):
+        (loss(model, part) / parts).backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_programs(seed: int):
+    module = program(seed)
+    eager = copy.deepcopy(module)
+    make, parts = OPTIMIZERS[seed % 4], 1 + seed % 2
+    clip = 0.1 if seed % 3 == 0 else None
+    ported = tpuport.convert(module, verify=False)
+    step = make_train_step(
+        *(ported, loss, from_torch(ported, make(module.parameters()))),
+        accumulate=parts,
+        clip_norm=clip,
+    )
+    theirs, state = make(eager.parameters()), step.init()
+    for number, x in enumerate(batches()):
+        state, _ = step(state, x)
+        trained_by_eager(eager, theirs, x, parts, clip)
+        for name, value in eager.named_parameters():
+            got = state.params.get(name, state.frozen.get(name))
+            where = f"{name} after step {number}"
+            np.testing.assert_allclose(
+                got, value.detach().numpy(), rtol=1e-3, atol=2e-5, err_msg=where
+            )
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_gradients_under_porting(seed: int):
+    module = program(seed)
+    eager = copy.deepcopy(module)
+    with tpuport.porting():
+        for x in batches()[:3]:
+            module.zero_grad()
+            eager.zero_grad()
+            loss(module, x).backward()
+            loss(eager, x).backward()
+            for (name, ours), theirs in zip(
+                module.named_parameters(), eager.parameters(), strict=True
+            ):
+                assert (ours.grad is None) == (theirs.grad is None), name
+                if theirs.grad is not None:
+                    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(200, 204))
+def test_verify_compares_none_with_none(seed: int):
+    ported = tpuport.convert(program(seed))
+    for x in batches()[:3]:
+        assert ported.verify(x).ok
