@@ -93,7 +93,7 @@ class Reached:
         if self.decided is None:
             bits = functools.reduce(int.__or__, (self.paths[i].may for i in outputs), 0)
             return [bool(bits >> i & 1) for i in range(count)]
-        return [bool(flag) for flag in np.asarray(self.decided)[list(outputs)].any(axis=0)]
+        return np.asarray(self.decided)[list(outputs)].any(axis=0).tolist()
 
 
 def _is_float(value: Any) -> bool:
