@@ -8,9 +8,12 @@ Contents:
     test_host_*        host tensors written with traced values, through any alias
 """
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -352,3 +355,54 @@ def test_host_tensor_outside_the_function_is_left_alone():
     assert_same(port(X), X, "first call")
     assert_same(port(X), X, "second call")
     assert torch.equal(outside, torch.zeros(4, 6))
+
+
+def _copies(seed: int) -> list[tuple[int, int, int, int, int, float]]:
+    """Draw copies between rows: target row, start, source row, start, length, factor."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(draw.randint(2, 4)):
+        length = draw.choice([4, 3, 2])
+        made.append(
+            (
+                *(draw.randint(0, 1), draw.randint(0, 4 - length)),
+                *(draw.randint(0, 1), draw.randint(0, 4 - length)),
+                *(length, draw.choice([1.0, 1.0, 2.0])),
+            )
+        )
+    return made
+
+
+ROWS = torch.tensor([1.0, -2.0, 3.0, 0.5])
+PROGRAMS = [_copies(seed) for seed in range(60)]
+
+
+def test_parts_of_rows_are_copied_one_after_the_other():
+    """XLA for the CPU gives 3 of 100 such programs another row if an update is inside an update."""
+
+    def copied(x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for program in PROGRAMS:
+            rows = torch.stack([x, x * 2])
+            for target, at, source, start, length, factor in program:
+                row = rows[target]
+                row[at : at + length] = rows[source][start : start + length] * factor
+            found.append(rows)
+        return found
+
+    ported = tpuport.convert(copied, verify=False)
+    for given in (ROWS, ROWS * 3 - 1):
+        for number, (ours, theirs) in enumerate(zip(ported(given), copied(given), strict=True)):
+            assert torch.equal(ours.torch(), theirs), PROGRAMS[number]
+
+
+@pytest.mark.xfail(strict=True, reason="jax 0.10.2: then `apart` in core/view_steps.py can go")
+def test_xla_for_the_cpu_computes_an_update_inside_an_update():
+    def shifted(x: jax.Array) -> jax.Array:
+        rows = jnp.stack([x, x * 2])
+        row = jax.lax.dynamic_update_slice(rows[0], rows[1, :-1], (1,))
+        rows = jax.lax.dynamic_update_slice(rows, row[None], (0, 0))
+        return jax.lax.dynamic_update_slice(rows, rows[0][None], (1, 0))
+
+    rows = jax.jit(shifted)(jnp.asarray(ROWS.numpy()))
+    assert rows.tolist() == [[1, 2, -4, 6]] * 2

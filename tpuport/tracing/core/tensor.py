@@ -23,7 +23,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.sym_numbers import from_node, number
-from tpuport.tracing.core.view_steps import DETACH, ViewStep, replace_value
+from tpuport.tracing.core.view_steps import DETACH, ViewStep, apart, replace_value
 
 SERIALS = itertools.count()
 
@@ -182,6 +182,8 @@ class TracedTensor(backend.TorchaxTensor):
             bases.append(step.forward(bases[-1]))
         written = value
         for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
+            if written.size != value.size:
+                written = apart(written)
             written = step.inverse(base, written)
         self._storage.set(written)
         if not self._chain:
