@@ -75,6 +75,7 @@ def _guarded(file: str) -> list[_Guarded]:
         caught: tuple[ast.expr | None, ...] = ()
         if isinstance(node, (ast.Try, ast.TryStar)):
             caught = tuple(h.type for h in node.handlers if not _raises_again(h))
+            caught = (None,) if _leaves(node.finalbody) else caught
         elif isinstance(node, ast.With):
             caught = tuple(expr for item in node.items for expr in _suppressed(item.context_expr))
         else:
@@ -88,13 +89,13 @@ def _guarded(file: str) -> list[_Guarded]:
 def _raises_again(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler always ends in a bare `raise`."""
     last = handler.body[-1]
-    leaves = (ast.Return, ast.Break, ast.Continue)
-    others = (node for statement in handler.body for node in ast.walk(statement))
-    return (
-        isinstance(last, ast.Raise)
-        and last.exc is None
-        and not any(isinstance(node, leaves) for node in others)
-    )
+    return isinstance(last, ast.Raise) and last.exc is None and not _leaves(handler.body)
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Return whether statements may leave the `try` that they belong to, so that it ends there."""
+    ways = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(node, ways) for statement in body for node in ast.walk(statement))
 
 
 def _suppressed(call: ast.expr) -> list[ast.expr]:
