@@ -96,7 +96,7 @@ _TARGETS: dict[str, _Op] = {
         [T([1, 2]), T([0, 4])],
     ),
     "max_unpool2d": (
-        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), [2]),
+        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), [2, 2]),
         _rows(0, 3),
         _rows(4, -1),
     ),
@@ -571,12 +571,14 @@ class _Outer(nn.Module):
 _A = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
 
 
-@pytest.mark.parametrize("checks", [True, False])
+_TRIES = (_jittered, _twice, _cleaned_up, _suppressed, _retried, _translated, _by_status)
+
+
 @pytest.mark.parametrize(
-    "function",
+    ("function", "checks"),
     [
-        *(_jittered, _twice, _cleaned_up, _suppressed, _retried, _translated, _by_status),
-        *(_inverted, _asserted, _raised, _Outer()),
+        *((function, True) for function in (*_TRIES, _inverted, _asserted, _raised, _Outer())),
+        *((function, False) for function in (_jittered, _asserted, _raised)),
     ],
 )
 def test_what_a_try_catches_is_a_branch(function: Any, checks: bool) -> None:
@@ -668,6 +670,19 @@ def _several(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 )
 def test_all_forms_of_try(function: Any) -> None:
     _agrees(function, *((torch.ones(3), k) for k in _rows(0, 3, 4, -1)))
+
+
+def test_a_try_without_source() -> None:
+    namespace = {"F": F, "W": _W.float()}
+    code = """
+def looked_up(x, k):
+    try:
+        return F.embedding(k, W)[0]
+    except IndexError:
+        return x * 5
+"""
+    exec(code, namespace)
+    _agrees(namespace["looked_up"], *((torch.ones(3), k) for k in _rows(0, 4)))
 
 
 class _FactorBlock(nn.Module):
