@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ _TARGETS: dict[str, _Op] = {
         [T([1, 2]), T([0, 4])],
     ),
     "max_unpool2d": (
-        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), [2]),
+        lambda x, k: F.max_unpool2d(x[:1, :1, None, None], k.reshape(1, 1, 1, 1), [2, 2]),
         _rows(0, 3),
         _rows(4, -1),
     ),
@@ -571,12 +571,14 @@ class _Outer(nn.Module):
 _A = torch.tensor([[2.0, 0.5], [0.5, 1.0]])
 
 
-@pytest.mark.parametrize("checks", [True, False])
+_TRIES = (_jittered, _twice, _cleaned_up, _suppressed, _retried, _translated, _by_status)
+
+
 @pytest.mark.parametrize(
-    "function",
+    ("function", "checks"),
     [
-        *(_jittered, _twice, _cleaned_up, _suppressed, _retried, _translated, _by_status),
-        *(_inverted, _asserted, _raised, _Outer()),
+        *((function, True) for function in (*_TRIES, _inverted, _asserted, _raised, _Outer())),
+        *((function, False) for function in (_jittered, _asserted, _raised)),
     ],
 )
 def test_what_a_try_catches_is_a_branch(function: Any, checks: bool) -> None:
@@ -585,6 +587,102 @@ def test_what_a_try_catches_is_a_branch(function: Any, checks: bool) -> None:
         # An error that leaves the program is not seen then.
         calls = [args for args in calls if _eager_error(copy.deepcopy(function), *args) is None]
     _agrees(function, *calls, checks=checks)
+
+
+def _looked_up(k: torch.Tensor) -> torch.Tensor:
+    return F.embedding(k, _W.float())[0]
+
+
+def _looped(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    out = x * 0
+    for number in range(3):
+        try:
+            out = out + _looked_up(k + number)
+        except IndexError:
+            break
+    return out
+
+
+def _all_clauses(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    steps = []
+    try:
+        steps.append(1)
+        y = _looked_up(k) * x
+        steps.append(2)
+    except IndexError:
+        y = x * len(steps)
+    else:
+        y = y + len(steps)
+    finally:
+        y = y * 2
+    return y
+
+
+def _in_place(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    try:
+        y += 1
+        y += _looked_up(k)
+    except IndexError:
+        y *= 10
+    return y
+
+
+def _generated(x: torch.Tensor, k: torch.Tensor) -> Any:
+    def rows() -> Iterator[torch.Tensor]:
+        for number in range(2):
+            try:
+                yield _looked_up(k + number)
+            except IndexError:
+                yield x * 7
+
+    return sum(rows())
+
+
+def _bare(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    try:
+        if k.sum() > 2:
+            x = x * 2
+        return _looked_up(k) * x
+    except:  # noqa: E722
+        return x * 5
+
+
+def _left_by_finally(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    y = x
+    try:
+        y = _looked_up(k)
+    finally:
+        return y * 2  # noqa: B012
+
+
+def _several(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    try:
+        y = _looked_up(k) + _W[k][0]
+        return y.gather(0, k % 4)
+    except (IndexError, RuntimeError):
+        return x[:1]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_looped, _all_clauses, _in_place, _generated, _bare, _left_by_finally, _several],
+)
+def test_all_forms_of_try(function: Any) -> None:
+    _agrees(function, *((torch.ones(3), k) for k in _rows(0, 3, 4, -1)))
+
+
+def test_a_try_without_source() -> None:
+    namespace = {"F": F, "W": _W.float()}
+    code = """
+def looked_up(x, k):
+    try:
+        return F.embedding(k, W)[0]
+    except IndexError:
+        return x * 5
+"""
+    exec(code, namespace)
+    _agrees(namespace["looked_up"], *((torch.ones(3), k) for k in _rows(0, 4)))
 
 
 class _FactorBlock(nn.Module):

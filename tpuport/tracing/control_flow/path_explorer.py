@@ -29,6 +29,9 @@ class Unit:
     position: int = 0
     known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
     runs: int = 0
+    # The branch that ended this run. The user's code may have caught it, by a bare `except` or by
+    # a `finally` that returns or raises.
+    undecided: UndecidedBranch | None = None
 
 
 class Explorer:
@@ -52,13 +55,16 @@ class Explorer:
         """Return the outcome on the path being explored; if there is none, ask for a new trace."""
         if len(self.units) > self.outside:
             unit = self.units[-1]
+            if unit.undecided is not None:
+                raise unit.undecided
             prefix = unit.path[: unit.position]
             if unit.position < len(unit.path):
                 unit.position += 1
                 return unit.path[unit.position - 1]
             if prefix in unit.known:
                 return self._take(unit, unit.known[prefix])
-            raise UndecidedBranch(value, user_line())
+            unit.undecided = UndecidedBranch(value, user_line())
+            raise unit.undecided
         raise RestartTrace(explore=self._innermost())
 
     def _innermost(self) -> str:
@@ -114,16 +120,23 @@ class Explorer:
             self.trace.draws = draws
             unit.path, unit.position = path, 0
             self.units.append(self.units.pop(self.units.index(unit)))
-            depth = len(self.calls)
+            depth, refusal = len(self.calls), self.trace.recorder.refusal
+            unit.undecided = None
             with self.trace.recording() as effects:
                 try:
-                    return thunk()
-                except UndecidedBranch as undecided:
-                    del self.calls[depth:]
-                    self.trace.draws = draws
-                    for storage, value, _ in effects.before.values():
-                        storage.set(value)
-                    pending = undecided
+                    result = thunk()
+                except (Exception, UndecidedBranch):
+                    if unit.undecided is None:
+                        raise
+                    result = None
+                pending = unit.undecided
+                if pending is None:
+                    return result
+                unit.undecided = None
+                del self.calls[depth:]
+                self.trace.draws, self.trace.recorder.refusal = draws, refusal
+                for storage, value, _ in effects.before.values():
+                    storage.set(value)
             prefix = tuple(unit.path[: unit.position])
             self.branches[pending.site] = f"both outcomes explored in {unit.name}"
             merged = merge(

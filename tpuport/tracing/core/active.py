@@ -73,6 +73,7 @@ class RefusalRecorder(Protocol):
     """The part of `context.Recorder` that errors use."""
 
     refusal: Exception | None
+    restart: BaseException | None
 
 
 class ActiveTrace(Protocol):

@@ -128,6 +128,7 @@ class Recorder:
         guards: What the program read from outside, to be compared before later calls.
         checks: The exceptions that were lifted out of the program, in order.
         refusal: The first error of ours, which the user's code may have caught.
+        restart: The first restart of the trace, which it may have caught as well.
         block: The block that is traced for its family, and the name of the family.
     """
 
@@ -135,6 +136,7 @@ class Recorder:
     guards: Guards = field(default_factory=Guards)
     checks: list[LiftedCheck] = field(default_factory=list)
     refusal: Exception | None = None
+    restart: BaseException | None = None
     block: tuple[str, str] | None = None
 
     def scope_of(self, name: str) -> str:

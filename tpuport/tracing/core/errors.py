@@ -1,7 +1,6 @@
 """The line of the user's code that is running, and errors that name it."""
 
 import ast
-import functools
 import linecache
 import os
 import sys
@@ -61,20 +60,35 @@ def _catches(expr: ast.expr | None, frame: FrameType, error: BaseException) -> b
         return True
 
 
-@functools.lru_cache(maxsize=1024)
 def _guarded(file: str) -> list[_Guarded]:
     """Return the bodies in a file, where exceptions are caught; none in tpuport and libraries."""
     if file.startswith(_INSIDE):
         return []
+    lines = linecache.getlines(file)
+    known = _BODIES.get(file)
+    if known is None or known[0] is not lines:
+        known = _BODIES[file] = (lines, _bodies(lines))
+    return known[1]
+
+
+# The bodies of each file, with the lines that they were found in.
+_BODIES: dict[str, tuple[list[str], list[_Guarded]]] = {}
+
+
+def _bodies(lines: list[str]) -> list[_Guarded]:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse("".join(lines))
     except (SyntaxError, ValueError):
-        return []
+        tree = None
+    if not lines or tree is None:
+        # Without source any function that has a table of exceptions may catch them.
+        return [_Guarded(0, sys.maxsize, 0, (None,))]
     found = []
     for node in ast.walk(tree):
         caught: tuple[ast.expr | None, ...] = ()
         if isinstance(node, (ast.Try, ast.TryStar)):
             caught = tuple(h.type for h in node.handlers if not _raises_again(h))
+            caught = (None,) if _leaves(node.finalbody) else caught
         elif isinstance(node, ast.With):
             caught = tuple(expr for item in node.items for expr in _suppressed(item.context_expr))
         else:
@@ -88,13 +102,13 @@ def _guarded(file: str) -> list[_Guarded]:
 def _raises_again(handler: ast.ExceptHandler) -> bool:
     """Return whether a handler always ends in a bare `raise`."""
     last = handler.body[-1]
-    leaves = (ast.Return, ast.Break, ast.Continue)
-    others = (node for statement in handler.body for node in ast.walk(statement))
-    return (
-        isinstance(last, ast.Raise)
-        and last.exc is None
-        and not any(isinstance(node, leaves) for node in others)
-    )
+    return isinstance(last, ast.Raise) and last.exc is None and not _leaves(handler.body)
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    """Return whether statements may leave the `try` that they belong to, so that it ends there."""
+    ways = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(node, ways) for statement in body for node in ast.walk(statement))
 
 
 def _suppressed(call: ast.expr) -> list[ast.expr]:

@@ -7,6 +7,7 @@ import jax
 
 from tpuport.foundation.user_frames import user_frame
 from tpuport.source.rewrite.live import Site, site_of
+from tpuport.tracing.core.active import innermost
 
 
 class UndecidedBranch(BaseException):
@@ -34,6 +35,10 @@ class RestartTrace(BaseException):
         host_state: bool = False,
     ) -> None:
         super().__init__("trace again")
+        # A bare `except` in the user's code must not turn it into another path of the program.
+        trace = innermost()
+        if trace is not None:
+            trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
         self.within = within
 

@@ -204,8 +204,12 @@ class Tracer:
         ):
             try:
                 outcome = self._run(trace, request)
+                if trace.recorder.restart is not None:
+                    raise trace.recorder.restart
             except BaseException:
                 trace.recorder.guards.restore()
+                if trace.recorder.restart is not None:
+                    raise trace.recorder.restart from None
                 raise
             finally:
                 self.dynamic = trace.dynamic or trace.has_numbers
