@@ -3,13 +3,14 @@
 import copy
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 import tpuport
 from tests.training.none_programs import batches, program
-from tpuport.training import from_torch, make_train_step
+from tpuport.training import from_torch, make_train_step, value_and_grad
 
 OPTIMIZERS: list[Any] = [
     lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.5),
@@ -54,6 +55,28 @@ def test_steps_of_programs(seed: int):
             np.testing.assert_allclose(
                 got, value.detach().numpy(), rtol=1e-3, atol=2e-5, err_msg=where
             )
+
+
+def test_flags_for_loops_of_your_own():
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.never, self.up = (torch.nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.always(x)
+            if x.sum() > 0:
+                y = y + self.up(x)
+            return loss(torch.nn.Identity(), y)
+
+    ported = tpuport.convert(Mixed())
+    run = jax.jit(value_and_grad(lambda p, x: (ported.apply(p, {}, None, x)[0], None)))
+    for sign in (1, -1):
+        (_, aux), grads, has_gradient = run(ported.params, sign * np.ones((2, 3), np.float32))
+        assert aux is None
+        found = {name: bool(has_gradient[f"{name}.bias"]) for name in ("always", "never", "up")}
+        assert found == {"always": True, "never": False, "up": sign > 0}
+        assert not np.any(grads["never.weight"])
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
