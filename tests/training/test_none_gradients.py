@@ -102,3 +102,32 @@ def test_verify_compares_none_with_none(seed: int):
     ported = tpuport.convert(program(seed))
     for x in batches()[:3]:
         assert ported.verify(x).ok
+
+
+def test_second_derivatives_are_none_where_eagers_are():
+    def penalty(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    class Two(torch.nn.Module):
+        """Two outputs, of which the penalty uses one; the last bias has no influence on slopes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (torch.nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.first(x).tanh()
+            return self.second(y), self.third(y)
+
+    eager = Two()
+    with tpuport.porting():
+        module = copy.deepcopy(eager)
+        for model in (module, eager):
+            penalty(model, torch.ones(2, 3)).backward()
+    for (name, ours), theirs in zip(module.named_parameters(), eager.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    assert [p.grad is None for p in eager.parameters()] == [False, False, False, True, True, True]
