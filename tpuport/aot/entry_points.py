@@ -133,7 +133,7 @@ def training_step(training: Training, inputs: Any) -> EntryPoint:
         with training.ported._precision_scope():
             if training.optimizer is not None:
                 return train(training, state, now)
-            loss, _, grads, buffers = gradients(training, state, now)
+            loss, _, grads, _, buffers = gradients(training, state, now)
             return grads, buffers, loss
 
     fields = [field.name for field in dataclasses.fields(state)]

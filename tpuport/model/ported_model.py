@@ -269,6 +269,8 @@ class PortedModel(PortedState):
 
         Returns:
             The output in its own structure with `jax.Array` leaves, and the buffers after the call.
+            `jax.grad` of it gives zeros where eager PyTorch leaves a gradient at None;
+            `tpuport.training.value_and_grad` says where.
 
         Raises:
             UsageError: A parameter or buffer is missing.

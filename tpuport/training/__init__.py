@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tpuport.tracing.core.gradient_paths import value_and_grad
     from tpuport.training.adapters.lightning import from_lightning
     from tpuport.training.adapters.transformers import from_training_arguments
     from tpuport.training.alternation import Alternating, alternating
@@ -30,13 +31,14 @@ _HOME = {
     "TrainStep": "step", "WandB": "metric_writers", "alternating": "alternation", "fit": "loop",
     "from_lightning": "adapters.lightning", "from_torch": "optimizers",
     "from_training_arguments": "adapters.transformers", "initialize": "distributed",
-    "make_train_step": "step",
+    "make_train_step": "step", "value_and_grad": "tpuport.tracing.core.gradient_paths",
 }  # fmt: skip
 
 __all__ = [
     "Alternating", "Batches", "Buckets", "Checkpoints", "JsonLines", "Preempted", "Profile",
     "Restored", "TensorBoard", "TrainState", "TrainStep", "WandB", "alternating", "fit",
     "from_lightning", "from_torch", "from_training_arguments", "initialize", "make_train_step",
+    "value_and_grad",
 ]  # fmt: skip
 
 

@@ -93,7 +93,8 @@ class Reached:
         if self.decided is None:
             bits = functools.reduce(int.__or__, (self.paths[i].may for i in outputs), 0)
             return [bool(bits >> i & 1) for i in range(count)]
-        return np.asarray(self.decided)[list(outputs)].any(axis=0).tolist()
+        found: Any = np.asarray(self.decided)[list(outputs)].any(axis=0)
+        return found.tolist()
 
 
 def _is_float(value: Any) -> bool:

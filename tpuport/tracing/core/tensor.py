@@ -117,7 +117,8 @@ class TracedTensor(backend.TorchaxTensor):
         self._cached_version = storage.version if value is not None else -1
         self._cached_region = self._region()
         # Writes through an alias reach the flow of all but those that were detached.
-        self._own_flow, self._detached = flow, detached
+        flows = differentiable(meta.dtype)
+        self._own_flow, self._detached = flow if flows else Flow.STOPPED, detached or not flows
         self._is_leaf = False
         self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
@@ -127,8 +128,6 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def _flow(self) -> Flow:
         """Return how derivatives pass through this tensor."""
-        if not differentiable(self.dtype):
-            return Flow.STOPPED
         return self._own_flow if self._detached else max(self._own_flow, self._storage.flow)
 
     @property
@@ -138,6 +137,8 @@ class TracedTensor(backend.TorchaxTensor):
 
     def _carry(self, flow: Flow) -> None:
         """Note that a value with such a flow is written to this tensor."""
+        if not differentiable(self.dtype):
+            return
         if self._detached:
             self._own_flow = max(self._own_flow, flow)
         else:
