@@ -18,8 +18,9 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import lowering, report_builder
 from tpuport.model.options import ConvertOptions
-from tpuport.model.parity import verify
+from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
+from tpuport.model.parity.call import Call
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
     BoundCall,
@@ -34,11 +35,11 @@ from tpuport.model.program_cache import (
     signature_of,
 )
 from tpuport.model.pure import traced
-from tpuport.reports.records import Retrace
+from tpuport.reports.records import Parity, Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
-from tpuport.tracing.core.keys import as_key, fresh_key, next_key, unused_key
+from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -136,32 +137,42 @@ class PortedModel(PortedState):
         """Run a method's first call and compare with eager PyTorch on the same random numbers."""
         self._refuse_meta(self._values())
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
-        key = next_key()
-        given = arguments.copies((args, kwargs))
         trainable = self._differentiates(args, kwargs)
-        expected, module, after = verifier.reference(method, args, kwargs, key, trainable=trainable)
-        out, before = self._run(method, args, kwargs)
+        call = verifier.call(method, args, kwargs, trainable=trainable)
+        expected = verifier.reference(call)
+        out, _ = self._run(method, args, kwargs)
         with self.report.timed("verify"):
-            records = verifier.compare("output", "output", expected, out)
-            records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
-            if module is not None:
-                records += verify.state_parity(verifier, module, before)
+            found = verify.outputs(expected, out, (args, kwargs))
+            found += verify.buffers(call, expected, self._values())
             if trainable:
-                records += self._gradient_parity(expected, out, module)
-        self.report.add(*records)
-        self.report.verified = all(r.ok for r in records)
+                found += self._gradient_pairs(expected, out)
+            records = verifier.check(call, expected, found, self._eager_gradients)
+        self._judge(call, verifier, records)
         verifier.done.add(path)
-        if not self.report.verified:
-            fail(verifier, method, given[0], given[1], key, before)
         return out
 
-    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
-        """Compare autograd's gradients through eager's results and through the port's.
+    def _judge(self, call: Call, verifier: Any, records: list[Parity]) -> None:
+        """Report compared values.
+
+        Raises:
+            ParityError: One differs.
+        """
+        self.report.add(*records)
+        self.report.verified = all(record.ok for record in records)
+        if not self.report.verified:
+            fail(verifier, call, records)
+
+    def _gradient_pairs(self, expected: verify.Reference, out: Any) -> list[Any]:
+        """Pair autograd's gradients through eager's results with those through the port's.
 
         Empty here: autograd does not go through the results of a jitted call.
         """
-        del expected, out, module
+        del expected, out
         return []
+
+    def _eager_gradients(self, found: verify.Reference) -> dict[str, Any]:
+        """Return the gradients that are compared, through eager's results."""
+        return gradients.of_reference(found)
 
     def verify(
         self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
@@ -173,21 +184,29 @@ class PortedModel(PortedState):
         Raises:
             ParityError: A value differs beyond the tolerance.
         """
-        verifier = verify.Verifier(self, self._source, None)
-        key = next_key()
-        if gradients:
-            with self.report.timed("verify"):
-                records = verify.gradient_parity(verifier, method, args, kwargs, key)
-            self.report.add(*records)
+        verifier = verify.Verifier(self, self._source, self._options.rtol)
+        call = verifier.call(method, args, kwargs, trainable=gradients)
         saved, self._verifier = self._verifier, verifier
         try:
             self._verified_call(method, args, kwargs)
         finally:
             self._verifier = saved
-        if not self.report.ok:
-            self.report.verified = False
-            fail(verifier, method, args, kwargs, key, self._values())
+        if gradients:
+            self._compare_gradients(verifier, call)
         return self.report
+
+    def _compare_gradients(self, verifier: Any, call: Call) -> None:
+        """Compare the gradients of a random projection of the outputs, by parameter.
+
+        Raises:
+            ParityError: One differs.
+        """
+        with self.report.timed("verify"):
+            expected = verifier.reference(call)
+            want = gradients.of_reference(expected)
+            pairs = gradients.paired(want, gradients.of_port(self, call)) if want else []
+            records = verifier.check(call, expected, pairs, gradients.of_reference)
+        self._judge(call, verifier, records)
 
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, compile and check a method on example arguments.

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 
 from tpuport.foundation.errors import PortError
@@ -251,12 +250,6 @@ class _Back(torch.autograd.Function):
         call, gradients = kept._tpuport_kept
         found = call.pulled_back_twice(list(gradients), list(seconds))
         return (None, None, *_given(found, ctx.like, ctx.needs_input_grad[2:]))
-
-
-def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Return fixed random weights for one output, so that one gradient checks all elements."""
-    draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(tensor.shape)))
-    return torch.from_numpy(draw).div(max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
 
 
 def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:

@@ -7,14 +7,16 @@ import jax
 import torch
 
 from tpuport.compat.emulated import gradients
-from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
+from tpuport.model.parity import gradients as parity
 from tpuport.model.parity import verify
+from tpuport.model.parity.call import Call
+from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall
 from tpuport.tracing.core import arguments
@@ -331,41 +333,30 @@ class LiveModel(PortedModel):
         spec = arguments.flatten_call((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
-    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
-        """Compare the gradients of a random projection of the outputs, parameter by parameter."""
-        theirs = dict(module.named_parameters())
+    def _gradient_pairs(self, expected: Reference, out: Any) -> list[Any]:
+        """Pair the gradients of a random projection of the outputs, parameter by parameter."""
+        assert expected.module is not None
+        theirs = dict(expected.module.named_parameters())
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
-        totals = []
-        for value in (expected, out):
-            leaves = enumerate(pytree.flatten(value)[0])
-            totals.append(
-                [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
-            )
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
-        if not any(totals) or not ours:
+        sums = parity.projected(out)
+        if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
-            # Where one side has no graph, the gradients of the other have to be zero.
-            want = gradients.gradients(totals[0], [theirs[name] for name in ours])
+            want = self._eager_gradients(expected)
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             return []
-        have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
-        pairs = zip(ours, want, have, strict=True)
-        none = torch.zeros(())
-        filled: list[tuple[str, Any, Any]] = [
-            (name, none if w is None else w, none if h is None else h) for name, w, h in pairs
-        ]
-        return verify.gradient_records(self._verifier, filled)
+        have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        return parity.paired(want, dict(zip(ours, have, strict=True)))
 
 
 class _Verifier(verify.Verifier):
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        with self.ported.alone():  # pyright: ignore[reportAttributeAccessIssue]
-            return super().reference(*args, **kwargs)
+    def reference(self, call: Call) -> Reference:
+        with self.ported.alone():
+            return super().reference(call)
 
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    def _outside_of(self, call: Call) -> list[Any]:
+        return []  # a call that writes to what is outside is refused
