@@ -21,6 +21,7 @@ from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
 from tpuport.model.parity.call import Call
+from tpuport.model.parity.sampling import Sampler
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
     BoundCall,
@@ -63,6 +64,8 @@ class PortedModel(PortedState):
         self._verifier: Any = None
         if options.verify:
             self._verifier = verify.Verifier(self, target, options.rtol)
+            self._verifier.always = options.verify == "always"
+        self._sampler = Sampler(self._verifier) if options.verify == "sample" else None
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -93,8 +96,11 @@ class PortedModel(PortedState):
     @explaining()
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         verifier = self._verifier
-        if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
-            return self._verified_call(method, args, kwargs)
+        if verifier is not None:
+            if verifier.always or self._path_of(method, args, kwargs) not in verifier.done:
+                return self._verified_call(method, args, kwargs)
+            if self._sampler is not None and self._sampler.is_due():
+                return self._sampled_call(self._sampler, method, args, kwargs)
         return self._run(method, args, kwargs)[0]
 
     def _run(
@@ -134,32 +140,51 @@ class PortedModel(PortedState):
         return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method's first call and compare with eager PyTorch on the same random numbers."""
+        """Run a call and compare with eager PyTorch on the same random numbers."""
         self._refuse_meta(self._values())
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
         trainable = self._differentiates(args, kwargs)
         call = verifier.call(method, args, kwargs, trainable=trainable)
+        started = time.monotonic()
         expected = verifier.reference(call)
+        spent = time.monotonic() - started
         out, _ = self._run(method, args, kwargs)
+        started = time.monotonic()
         with self.report.timed("verify"):
             found = verify.outputs(expected, out, (args, kwargs))
             found += verify.buffers(call, expected, self._values())
             if trainable:
                 found += self._gradient_pairs(expected, out)
             records = verifier.check(call, expected, found, self._eager_gradients)
-        self._judge(call, verifier, records)
+        self._judge(call, verifier, records, again=path in verifier.done)
         verifier.done.add(path)
+        if self._sampler is not None:
+            self._sampler.wait_for(spent + time.monotonic() - started)
         return out
 
-    def _judge(self, call: Call, verifier: Any, records: list[Parity]) -> None:
-        """Report compared values.
+    def _sampled_call(
+        self, sampler: Sampler, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call, and compare it with eager PyTorch in the background."""
+        started = time.monotonic()
+        call = self._verifier.call(method, args, kwargs)
+        spent = time.monotonic() - started
+        out, _ = self._run(method, args, kwargs)
+        sampler.submit(call, out, (args, kwargs), spent)
+        return out
+
+    def _judge(
+        self, call: Call, verifier: Any, records: list[Parity], *, again: bool = False
+    ) -> None:
+        """Report compared values; of a value that was compared before, the worst is kept.
 
         Raises:
-            ParityError: One differs.
+            ParityError: One differs. The next call is compared too.
         """
-        self.report.add(*records)
+        (self.report.add_worst if again else self.report.add)(*records)
         self.report.verified = all(record.ok for record in records)
         if not self.report.verified:
+            verifier.done.clear()
             fail(verifier, call, records)
 
     def _gradient_pairs(self, expected: verify.Reference, out: Any) -> list[Any]:
@@ -398,6 +423,7 @@ class PortedModel(PortedState):
         """Return a model with other state and parts of the `Tracer`, and programs of its own."""
         made = copy.copy(self)
         made.params, made.buffers, made._cache = params, buffers, {}
+        made._sampler = None
         made._tracer = dataclasses.replace(self._tracer, **parts)
         return made
 

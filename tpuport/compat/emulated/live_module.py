@@ -42,7 +42,9 @@ class LiveModel(PortedModel):
     program at the next call. Buffers and attributes that a call changed reach the module.
     """
 
-    def __init__(self, module: torch.nn.Module, *, verified: bool, rtol: float | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, *, verified: bool | str, rtol: float | None
+    ) -> None:
         super().__init__(module, ConvertOptions(verify=False))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
@@ -58,6 +60,7 @@ class LiveModel(PortedModel):
         self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = _Verifier(self, self._source, rtol)
+            self._verifier.always = verified == "always"
 
     @property
     def methods_compiled(self) -> set[str]:

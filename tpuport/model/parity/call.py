@@ -12,6 +12,7 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.session.tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Call:
         key: The key of its random numbers.
         state: All state of the model by name, as it was then.
         module: The module with the Python state that it had then; None for a function.
+        tracer: The model's `Tracer` then, with its dtype policy.
         trainable: Whether gradients are compared.
     """
 
@@ -34,6 +36,7 @@ class Call:
     key: jax.Array
     state: dict[str, Any]
     module: torch.nn.Module | None
+    tracer: Tracer
     trainable: bool = False
 
     @classmethod
@@ -51,7 +54,8 @@ class Call:
         master = ported._tracer.master
         module = None if master is None else clone_module(master, lambda tensor: tensor)[0]
         given, named = kept((args, kwargs))
-        return cls(method, given, named, key, ported._values(), module, trainable)
+        state, tracer = ported._values(), ported._tracer
+        return cls(method, given, named, key, state, module, tracer, trainable)
 
     def values(self) -> dict[str, Any]:
         """Return the state, each tensor by its own name even where blocks are stacked."""

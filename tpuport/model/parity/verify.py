@@ -27,7 +27,7 @@ from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.export import to_torch
 from tpuport.tracing.core.keys import next_key
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
-from tpuport.tracing.core.reentrancy import part_of_program
+from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.module_changes import changed_names
@@ -76,7 +76,8 @@ Gradients = Callable[[Reference], dict[str, torch.Tensor | None]]
 class Verifier:
     """A comparison of calls with eager PyTorch: of each method's first one, or of every one.
 
-    `done` has the code paths that need no comparison any more.
+    `done` has the code paths that were compared and agree; later calls of them are not compared,
+    unless `always` is set.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Verifier:
     ) -> None:
         self.ported, self.target, self.rtol = ported, target, rtol
         self.done: set[Any] = set()
+        self.always = False
         self.changed_outside: list[str] = []
         self.why_no_float64 = ""
 
@@ -104,16 +106,17 @@ class Verifier:
             if not _has_generator((call.args, call.kwargs)):  # a generator needs it in any case
                 state = torch.get_rng_state()
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
-                    found = self._seen(call)
+                    found = self.seen(call)
                     if not torch.equal(state, torch.get_rng_state()):
                         found = None
             if found is None:
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
-                    found = self._seen(call, SameNumbers(call.key))
+                    found = self.seen(call, SameNumbers(call.key))
             self.changed_outside = list(changed_names(before, _values(outside)))
         return found
 
-    def _seen(self, call: Call, *modes: Any) -> Reference:
+    def seen(self, call: Call, *modes: Any) -> Reference:
+        """Run eager PyTorch under modes, and note in which dtypes it computes."""
         seen = Precision()
         found = self.run(call, *modes, seen)
         coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)
@@ -130,17 +133,18 @@ class Verifier:
         `on_module` is called with the copy of the module that runs.
         """
         numbers = next((m for m in modes if isinstance(m, SameNumbers)), SameNumbers(call.key))
-        casting, module = self.ported._tracer.casting, None
+        casting, module = call.tracer.casting, None
         function: Callable[..., Any] = self.target  # type: ignore[assignment]
         if call.module is not None:
             module = self.ported._eager(call.module, call.values())
             module = eager_copy(module, trainable=call.trainable)
-            function = self.ported._tracer.method(module, call.method)
+            function = call.tracer.method(module, call.method)
             if on_module is not None:
                 on_module(module)
         args, kwargs = host_arguments((call.args, call.kwargs), numbers)
         _put_on_accelerator(module, self.target, (args, kwargs))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(SWAPS)
             stack.enter_context(eager_compiled())
             stack.enter_context(installed((Uncheckpointed,)))
             for mode in modes:
