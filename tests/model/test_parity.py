@@ -3,14 +3,18 @@
 A fault is planted where code sees that it is traced. One program holds all cases, as outputs.
 """
 
+import enum
+import time
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import tpuport
-from tpuport.foundation.errors import ParityError
+from tpuport.foundation.errors import ParityError, UsageError
+from tpuport.training import make_train_step
 
 
 def is_traced(x):
@@ -202,3 +206,200 @@ def test_gradients_that_are_zero_but_for_rounding_hide_no_fault():
     }
     zero = {r.path for r in ported.report.parity if r.is_rounding}
     assert zero >= {"grad.right.0.bias", "buffer.right.3.running_mean"}
+
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+
+
+# What eager PyTorch gives, and what the port gives in its place.
+OTHER_VALUES = {
+    "none": (lambda x: x, lambda x: None),
+    "tensor": (lambda x: None, lambda x: x + 1),
+    "number": (lambda x: 3, lambda x: 4),
+    "truth": (lambda x: True, lambda x: 1),
+    "real": (lambda x: 0.5, lambda x: 0.501),
+    "text": (lambda x: "mean", lambda x: "sum"),
+    "dtype": (lambda x: torch.float32, lambda x: torch.bfloat16),
+    "choice": (lambda x: Level.LOW, lambda x: Level.HIGH),
+    "list": (lambda x: [x], lambda x: (x,)),
+    "longer": (lambda x: [x], lambda x: [x, x]),
+    "keys": (lambda x: {"a": x, "b": 1}, lambda x: {"b": 1, "a": x}),
+    "set": (lambda x: {1, 2}, lambda x: {1, 3}),
+    "integers": (lambda x: torch.arange(3) + 2**20, lambda x: torch.arange(3) + 2**20 + 1),
+    "wider": (lambda x: x.sum(0), lambda x: x.sum(0, keepdim=True)),
+    "cast": (lambda x: x * 2, lambda x: (x * 2).half()),
+}
+
+
+def other_values(x):
+    which = 1 if is_traced(x) else 0
+    return {name: both[which](x) for name, both in OTHER_VALUES.items()} | {"same": [x * 2, 7, "s"]}
+
+
+def test_what_is_no_tensor_is_compared_exactly():
+    ported = tpuport.convert(other_values)
+    with pytest.raises(ParityError) as raised:
+        ported(normal(2, 3))
+    assert "rtol" not in str(raised.value)
+    found = {r.path: r.problem for r in ported.report.parity if not r.ok}
+    assert {path.removeprefix("output.").partition("[")[0] for path in found} == {*OTHER_VALUES}
+    assert found["output.none"] == "None where eager PyTorch gives float32[2, 3]"
+    assert found["output.tensor"] == "float32[2, 3] where eager PyTorch gives None"
+    assert found["output.truth"] == "int 1 where eager PyTorch gives bool True"
+    assert found["output.list"] == "a tuple where eager PyTorch gives a list"
+
+
+def test_one_tensor_in_two_places_is_not_two():
+    def twice(x):
+        y = x * 2
+        return y, (y.clone() if is_traced(x) else y)
+
+    with pytest.raises(ParityError, match=r"output\[1\]: the same tensor as output\[0\] in eager"):
+        tpuport.convert(twice)(normal(2))
+
+
+@pytest.mark.parametrize(
+    ("factor", "advice"), [(2.0, "more than rounding"), (1.01, "more than rounding")]
+)
+def test_the_advice_is_not_to_accept_an_error(factor, advice):
+    def scaled(x):
+        return x.sin() * (factor if is_traced(x) else 1)
+
+    ported = tpuport.convert(scaled)
+    for _ in range(2):  # a caught error does not let the next call through
+        with pytest.raises(ParityError, match=advice) as raised:
+            ported(normal(4))
+        assert "rtol" not in str(raised.value)
+        assert "eager PyTorch is" in str(raised.value)
+    assert not ported.report.ok
+
+
+COUNTS = [0]
+
+
+def counting(x):
+    COUNTS[0] += 1
+    return x * COUNTS[0]
+
+
+def test_a_global_that_the_call_changes_is_named():
+    with pytest.raises(ParityError, match=r"the call changes .*COUNTS.* outside of the module"):
+        tpuport.convert(counting)(normal(3))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.norm = 0, nn.BatchNorm1d(3)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        self.steps += 1
+        self.total += x.sum(0)
+        return self.norm(x) * self.steps + self.total
+
+
+def test_a_reference_starts_from_the_state_before_the_call():
+    ported = tpuport.convert(Counter(), args=(normal(4, 3),))
+    verifier = ported._verifier
+    call = verifier.call("forward", (normal(4, 3),), {})
+    want = ported(normal(4, 3))
+    ported(normal(4, 3, seed=1))
+    again = verifier.reference(call)
+    torch.testing.assert_close(again.out, tpuport.to_torch(want))
+    assert again.module.steps == 1
+
+
+def right_at_first(x):
+    return x * torch.where(x.sum() > 1, 3.0, 2.0) if is_traced(x) else x * 2
+
+
+def calls_until_error(verify, seconds=20.0):
+    ported = tpuport.convert(right_at_first, verify=verify)
+    ported(torch.zeros(3) + 0.1)
+    if ported._sampler is not None:
+        ported._sampler.wait_for(0.0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ported(torch.ones(3))
+    raise AssertionError("nothing was found")
+
+
+def test_sampled_calls_find_what_the_first_call_does_not_show():
+    with pytest.raises(ParityError, match=r"call \d+ of forward: output differs"):
+        calls_until_error("sample")
+
+
+def test_every_call_is_compared_if_asked_for():
+    with pytest.raises(ParityError, match="output differs"):
+        calls_until_error("always")
+
+
+def test_comparing_takes_a_small_share_of_the_time(monkeypatch):
+    ported = tpuport.convert(right_at_first, verify="sample", args=(torch.zeros(3),))
+    now = [100.0]
+    monkeypatch.setattr("tpuport.model.parity.sampling.time.monotonic", lambda: now[0])
+    due = []
+    for _ in range(200):
+        ported._sampler.wait_for(0.5)
+        due.append(ported._sampler._next - now[0])
+    assert 0.5 / (sum(due) / len(due)) < 0.05
+    assert len(set(due)) > 100
+
+
+def test_an_unknown_way_to_verify_is_refused():
+    with pytest.raises(UsageError, match="verify is one of True, False, 'first', 'sample'"):
+        tpuport.convert(nn.Linear(2, 2), verify="some")
+    with (
+        pytest.raises(UsageError, match="one of True, False, 'first', 'always'; got 'sample'"),
+        tpuport.porting(verify="sample"),
+    ):
+        pass
+
+
+class Misled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.turned = nn.Linear(3, 4), Turned()
+
+    def forward(self, x):
+        return self.turned(self.line(x)).square().mean()
+
+
+def test_the_first_training_step_compares_gradients():
+    ported = tpuport.convert(Misled())
+    step = make_train_step(ported, optimizer="sgd")
+    with pytest.raises(ParityError, match=r"grad\.line"):
+        step(step.init(), normal(5, 3))
+
+
+def test_the_first_apply_under_grad_compares_gradients():
+    ported = tpuport.convert(Misled())
+    x = normal(5, 3)
+
+    def loss(params):
+        return ported.apply(params, ported.buffers, None, x)[0]
+
+    jax.jit(jax.grad(loss))(ported.params)  # no values are known here
+    assert ported.report.parity == []
+    with pytest.raises(ParityError, match=r"grad\.line"):
+        jax.grad(loss)(ported.params)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_a_right_step_agree(accumulate):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    ported = tpuport.convert(model, methods=(mean_square,))
+    step = make_train_step(ported, mean_square, "sgd", accumulate=accumulate)
+    state, _ = step(step.init(), normal(8, 3))
+    step(state, normal(8, 3))
+    assert sorted(r.path for r in ported.report.parity) == sorted(
+        f"grad.{name}" for name in ported.params
+    )
+    assert ported.report.ok
+
+
+def mean_square(model, x):
+    return model(x).square().mean()

@@ -20,7 +20,7 @@ from tpuport.model import lowering, report_builder
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
-from tpuport.model.parity.call import Call
+from tpuport.model.parity.call import Call, concrete
 from tpuport.model.parity.sampling import Sampler
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
@@ -217,10 +217,10 @@ class PortedModel(PortedState):
         finally:
             self._verifier = saved
         if gradients:
-            self._compare_gradients(verifier, call)
+            self._compare_gradients(verifier, call, list(self.params))
         return self.report
 
-    def _compare_gradients(self, verifier: Any, call: Call) -> None:
+    def _compare_gradients(self, verifier: Any, call: Call, names: list[str]) -> None:
         """Compare the gradients of a random projection of the outputs, by parameter.
 
         Raises:
@@ -229,7 +229,7 @@ class PortedModel(PortedState):
         with self.report.timed("verify"):
             expected = verifier.reference(call)
             want = gradients.of_reference(expected)
-            pairs = gradients.paired(want, gradients.of_port(self, call)) if want else []
+            pairs = gradients.paired(want, gradients.of_port(self, call, names)) if want else []
             records = verifier.check(call, expected, pairs, gradients.of_reference)
         self._judge(call, verifier, records)
 
@@ -287,6 +287,8 @@ class PortedModel(PortedState):
         values = self._checked_values(
             stacked_params.unstack(params), stacked_params.unstack(buffers)
         )
+        if self._verifier is not None and ("apply", method) not in self._verifier.done:
+            self._verify_gradients(params, given, rng, (method, args, kwargs))
         _, call = flattened((args, kwargs))
         request = TraceRequest(
             *(method, values, None if rng is None else as_key(rng)),
@@ -302,6 +304,30 @@ class PortedModel(PortedState):
         leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         return pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
+
+    def _verify_gradients(
+        self, params: dict[str, Any], given: dict[str, Any], rng: Any, asked: tuple[Any, Any, Any]
+    ) -> None:
+        """Compare gradients at the first `apply` that jax differentiates, if values are known.
+
+        Under the caller's own `jax.jit` or `jax.vmap` there are none.
+        """
+        method, args, kwargs = asked
+        if not any(isinstance(value, jax.core.Tracer) for value in given.values()):
+            return
+        leaves, spec, _ = arguments.flatten_call((args, kwargs))
+        values = [concrete(leaf) for leaf in leaves]
+        state = {name: concrete(value) for name, value in given.items()}
+        key = unused_key() if rng is None else concrete(as_key(rng))
+        if any(value is None for value in (*values, *state.values(), key)):
+            return
+        verifier = self._verifier
+        verifier.done.add(("apply", method))
+        copied, named = pytree.unflatten(spec, values)
+        call = dataclasses.replace(
+            verifier.call(method, copied, named, trainable=True), key=key, state=state
+        )
+        self._compare_gradients(verifier, call, list(params))
 
     # -- compiling ---------------------------------------------------------------------------------
 

@@ -149,11 +149,11 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
 def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
     """Return loss, metrics, gradients and buffers of a batch, computed at once or part by part."""
 
-    def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
-        return _measured(training, state.frozen, batch, params, buffers, key, values)
+    def of(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
+        return measured(training, state.frozen, batch, params, buffers, key, values)
 
     key = training.key_of_step(state)
-    differentiate = jax.value_and_grad(measured, has_aux=True)
+    differentiate = jax.value_and_grad(of, has_aux=True)
     if training.accumulate > 1:
         return _accumulated(training.accumulate, differentiate, state, batch, key)
     (loss, (metrics, buffers)), grads = differentiate(
@@ -163,7 +163,7 @@ def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
     return loss, metrics, grads, buffers
 
 
-def _measured(
+def measured(
     training: Training,
     frozen: Any,
     batch: Batch,

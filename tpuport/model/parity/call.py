@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 import torch
 
 from tpuport.foundation import pytree
@@ -76,6 +77,11 @@ def _kept(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
         return leaf.detach().clone() if leaf.device.type != "meta" else leaf.detach()
     return leaf
+
+
+def concrete(value: Any) -> Any:
+    """Return the array behind a tracer of jax, None if it has no value yet; all else as it is."""
+    return value.to_concrete_value() if isinstance(value, jax.core.Tracer) else value
 
 
 def fork(generator: torch.Generator) -> torch.Generator:

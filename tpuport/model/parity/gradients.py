@@ -1,6 +1,6 @@
 """Gradients of a port beside those of eager PyTorch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,9 +47,8 @@ def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torc
     return dict(zip(trained, made, strict=True))
 
 
-def of_port(ported: Any, call: Call) -> dict[str, jax.Array]:
+def of_port(ported: Any, call: Call, names: Collection[str]) -> dict[str, jax.Array]:
     """Return the port's gradients of the sums of `projected`, by parameter."""
-    names = ported.params.keys()
     rest = {name: value for name, value in call.state.items() if name not in names}
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
