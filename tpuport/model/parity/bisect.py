@@ -1,5 +1,7 @@
 """The search for the first module whose output differs, and the error for a failed comparison."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,11 +47,11 @@ def first_difference(verifier: Verifier, call: Call) -> Divergence | None:
         if not verifier.why_no_float64:
             numbers = SameNumbers(call.key)
             verifier.run(call, numbers, exact, on_module=lambda m: _record(m, truth, exact.value))
-    got = _of_port(verifier, call)
+    got = _of_port(call)
     return None if got is None else _compare(verifier, expected, truth or expected, got)
 
 
-def _of_port(verifier: Verifier, call: Call) -> Outputs | None:
+def _of_port(call: Call) -> Outputs | None:
     got: Outputs = []
     leaves, spec, paths = arguments.flatten_call((call.args, call.kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
@@ -62,7 +64,7 @@ def _of_port(verifier: Verifier, call: Call) -> Outputs | None:
         on_module=lambda module: _record(module, got, to_torch),
     )
     try:
-        verifier.ported._tracer.trace(request)
+        dataclasses.replace(call.tracer, master=call.module).trace(request)
     except TpuportError:
         return None
     return got
@@ -128,10 +130,11 @@ def fail(verifier: Verifier, call: Call, records: list[Parity]) -> None:
 def _difference(worst: Parity, verifier: Verifier) -> str:
     if worst.problem:
         return f"{worst.path}: {worst.problem}"
-    if not worst.tolerance:
+    if not worst.tolerance or not math.isfinite(worst.max_rel):
+        at = f" at {list(worst.where)}" if worst.where else ""
         said = (
-            f"{worst.path} is not what eager PyTorch gives: {worst.got:.9g} instead of"
-            f" {worst.expected:.9g} at {list(worst.where)}"
+            f"{worst.path} differs from eager PyTorch: {worst.got:.9g} where eager PyTorch gives"
+            f" {worst.expected:.9g}{at}"
         )
     else:
         said = (
