@@ -403,3 +403,14 @@ def test_gradients_of_a_right_step_agree(accumulate):
 
 def mean_square(model, x):
     return model(x).square().mean()
+
+
+def test_why_there_is_no_result_in_float64_is_said():
+    def fussy(x):
+        if not is_traced(x) and torch.utils._python_dispatch._get_current_dispatch_mode_stack()[1:]:
+            raise TypeError("no modes, please")
+        return x.sin() * (1.01 if is_traced(x) else 1)
+
+    said = r"eager PyTorch does not run in float64 \(TypeError: no modes, please\)(?s:.*)rtol="
+    with pytest.raises(ParityError, match=said):
+        tpuport.convert(fussy)(normal(4))

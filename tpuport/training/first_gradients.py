@@ -34,6 +34,8 @@ def compare_first(training: Training, state: TrainState, call: PlacedArguments) 
     verifier, path = ported._verifier, ("step", training.method, training.trained)
     if verifier is None or path in verifier.done or jax.process_count() > 1:
         return
+    if not all(isinstance(meta, torch.Tensor) for meta in call.metas):
+        return  # a generator, of which a step has only the key
     values, key = call.values, training.key_of_step(state)
     if training.accumulate > 1:
         parts = in_parts(values, call.paths, training.accumulate)

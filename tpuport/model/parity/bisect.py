@@ -11,7 +11,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.float64 import Float64
-from tpuport.model.parity.judge import nearer_than_rounding
+from tpuport.model.parity.judge import NOT_REPEATED, nearer_than_rounding
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.structure import pairs
 from tpuport.model.parity.verify import Verifier
@@ -122,9 +122,7 @@ def fail(verifier: Verifier, call: Call, records: list[Parity]) -> None:
             f"; the first module that differs is {divergence.module or 'the model itself'}"
             f" ({divergence.cls})"
         )
-    raise ParityError(
-        f"{_difference(worst, verifier)}{where}", remedy=_remedy(worst, verifier.changed_outside)
-    )
+    raise ParityError(f"{_difference(worst, verifier)}{where}", remedy=_remedy(worst, verifier))
 
 
 def _difference(worst: Parity, verifier: Verifier) -> str:
@@ -142,12 +140,13 @@ def _difference(worst: Parity, verifier: Verifier) -> str:
             f" {worst.tolerance:.0e})"
         )
     found, why = from_float64(worst), verifier.why_no_float64
-    return f"{said}{found and f'; {found}'}{why and f'; in float64: {why}'}"
+    return f"{said}{found and f'; {found}'}{why and f'; {why}'}"
 
 
-def _remedy(worst: Parity, changed_outside: list[str]) -> str:
-    if changed_outside:
-        names = ", ".join(name.lstrip(".") for name in changed_outside[:3])
+def _remedy(worst: Parity, verifier: Verifier) -> str:
+    # A cache that the first call fills changes too, and no result.
+    if verifier.changed_outside and (worst.problem or verifier.why_no_float64 == NOT_REPEATED):
+        names = ", ".join(name.lstrip(".") for name in verifier.changed_outside[:3])
         return (
             f"the call changes {names}, which is outside of the module, so the port did not start"
             " from what eager PyTorch started from. Keep it in the module, as a buffer, or pass it"

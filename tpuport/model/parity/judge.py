@@ -26,6 +26,7 @@ from tpuport.tracing.state.module_state import state_tree
 if TYPE_CHECKING:
     from tpuport.model.parity.verify import Gradients, Reference, Verifier
 
+NOT_REPEATED = "eager PyTorch itself gives another result when it runs again"
 # How much further than eager PyTorch a port may be from the truth.
 FACTOR = 4.0
 # The runs in float64, by the size of the errors that are put in.
@@ -126,15 +127,16 @@ class Judge:
         for seed, errors in enumerate(_RUNS):
             try:
                 if not errors and not self._repeats():
-                    return "eager PyTorch itself gives another result when it runs again"
+                    return NOT_REPEATED
                 self._add(Float64(errors, seed))
             except Exception as error:  # any code of the user's may raise anything in float64
-                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                first = str(error).partition("\n")[0]
+                return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
             shares = [one.share()[2] for one in self._doubts.values() if one.results]
             open_ones = [share for share in shares if share > 1]
             if not open_ones or (errors > 1 and min(open_ones) > _HOPELESS):
                 break
-        return "; ".join(f"{op} ran as it is ({why})" for op, why in self._narrow.items())
+        return "; ".join(f"{op} has no float64 ({why})" for op, why in self._narrow.items())
 
     def verdict(self, index: int, record: Parity) -> Parity:
         """Return the record of a value, with what float64 says of it."""
