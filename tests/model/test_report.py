@@ -45,14 +45,13 @@ GOOD = Parity(
 )
 
 
-def compare(expected: object, got: object, *, tolerance: float = 1e-4, atol: float = 0.0) -> Parity:
+def compare(expected: object, got: object, *, tolerance: float = 1e-4) -> Parity:
     return Parity.compare(
         "output",
         np.asarray(expected),
         np.asarray(got),
         kind="output",
         tolerance=tolerance,
-        atol=atol,
     )
 
 
@@ -166,12 +165,16 @@ class TestParity:
     def test_integers_that_differ_beyond_float_precision_are_not_identical(self) -> None:
         assert not compare([2**60], [2**60 + 1], tolerance=0.0).ok
 
-    def test_atol_accepts_a_value_that_is_zero_but_for_rounding(self) -> None:
-        assert not compare([1e-9], [-2e-9]).ok
-        accepted = compare([1e-9], [-2e-9], atol=1e-8)
-        assert accepted.ok
-        assert accepted.used == pytest.approx(0.3)
-        assert not compare([1e-9], [math.nan], atol=1e-8).ok
+    def test_float64_accepts_what_is_rounding(self) -> None:
+        wrong = replace(compare([1e-9], [-2e-9]), eager_error=1e-9, port_error=2e-9)
+        assert not wrong.ok
+        accepted = replace(wrong, rounding=0.5)
+        assert (accepted.ok, accepted.used, accepted.is_rounding) == (True, 0.5, True)
+        assert not replace(wrong, rounding=1.5).ok
+        assert not replace(compare([1e-9], [math.nan]), rounding=0.5).ok
+        text = " ".join(str(PortReport("Model", parity=[accepted], verified=True)).split())
+        assert "which is rounding: from its result in float64, eager PyTorch is 1e-9 away" in text
+        assert "2e-9 abs 4e-9 abs" in text
 
     @pytest.mark.parametrize(
         "change",
@@ -384,7 +387,7 @@ class TestHtml:
     def test_every_value_is_a_dot_and_failures_stand_out(self) -> None:
         report = failed_report()
         report.parity += [replace(GOOD, path=f"grad.{i}", kind="gradient") for i in range(300)]
-        report.add(replace(GOOD, path="tiny", max_rel=0.5, max_abs=1e-9, atol=1e-8))
+        report.add(replace(GOOD, path="tiny", max_rel=0.5, max_abs=1e-9, rounding=0.1))
         circles = re.findall(
             r'class="(\w+)"', report.to_html().split('class="swarm"')[1].split("</svg>")[0]
         )

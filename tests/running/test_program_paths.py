@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tpuport
 from tpuport.compat.emulated.programs import programs
+from tpuport.foundation.errors import ParityError
 
 
 class Loss(nn.Module):
@@ -168,4 +169,51 @@ def test_a_reentrant_block_without_inputs_to_differentiate_is_not_quietly_traine
         net = built(lambda: Dropped(frozen=True))
         assert not net(rows()).requires_grad
         (model,) = programs()
+        assert model.report.verified
+
+
+class Normed(nn.Module):
+    """The gradient of the bias is zero but for rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        y = self.line(x)
+        if type(x) is not torch.Tensor and getattr(self, "misled", False):
+            y = 2 * y.detach() - y
+        return self.norm(y).sigmoid()
+
+
+@pytest.mark.parametrize("misled", [False, True])
+def test_rounding_is_no_error_and_a_wrong_sign_is(misled):
+    def made():
+        net = Normed()
+        net.misled = misled
+        return net
+
+    with tpuport.porting():
+        net = built(made)
+        if misled:
+            for _ in range(2):
+                with pytest.raises(ParityError, match=r"grad\.line\.weight differs"):
+                    net(rows())
+            return
+        net(rows()).sum().backward()
+        (model,) = programs()
+        (record,) = (r for r in model.report.parity if r.path == "grad.line.bias")
+        assert record.ok
+        assert record.max_abs < 1e-6
+        assert model.report.verified
+
+
+def test_every_call_of_a_program_is_compared_if_asked_for():
+    with tpuport.porting(verify="always"), torch.no_grad():
+        net = built(Loss)
+        net(rows())
+        (model,) = programs()
+        before = model.report.timing.observe
+        net(rows() * 2)
+        assert model.report.timing.observe > before
         assert model.report.verified

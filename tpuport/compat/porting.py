@@ -32,7 +32,7 @@ def porting(
     absent: Sequence[str] = (),
     eager: Sequence[str] = (),
     methods: Sequence[str] = (),
-    verify: bool = True,
+    verify: bool | str = True,
     rtol: float | None = None,
     port_modules: bool = True,
     **options: Any,
@@ -48,7 +48,8 @@ def porting(
         absent: Packages that may be missing: stand-ins satisfy their import and say so when used.
         eager: Names of module classes to leave to eager PyTorch.
         methods: Methods to compile as one program (`"Planner.get_action"`), besides `__call__`.
-        verify: Whether to compare the first call of each program with eager PyTorch.
+        verify: Which calls of each program are compared with eager PyTorch: "first" (or True),
+            "always", or none (False).
         rtol: Tolerance of that comparison, relative to the largest element.
         port_modules: Whether calls of modules on `"cuda"` become jitted programs. False leaves
             them to eager PyTorch on the CPU, and to your own `tpuport.convert`.
@@ -61,9 +62,13 @@ def porting(
         The active settings, with the report of what happens in the block (`.report`).
 
     Raises:
-        UsageError: a named package was imported before, or no shim has an option of that name.
+        UsageError: a named package was imported before, no shim has an option of that name, or
+            `verify` is none of its choices.
     """
     _check_options(options)
+    if verify not in _VERIFY:
+        choices = ", ".join(map(repr, _VERIFY))
+        raise UsageError(f"porting(verify=...) is one of {choices}; got {verify!r}")
     folders = tuple(Path(path).resolve() for path in paths)
     own = PortingSettings(
         packages, folders, tuple(absent), tuple(eager), tuple(methods), options=options
@@ -96,6 +101,7 @@ def _check_options(options: dict[str, Any]) -> None:
         raise UsageError(msg)
 
 
+_VERIFY = (True, False, "first", "always")
 _OWN_NAMES = tuple(f.name for f in fields(PortingSettings))
 
 

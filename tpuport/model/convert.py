@@ -19,7 +19,7 @@ def convert(
     kwargs: dict[str, Any] | None = None,
     *,
     methods: tuple[str | Callable[..., Any], ...] = ("forward",),
-    verify: bool = True,
+    verify: bool | str = True,
     rtol: float | None = None,
     checks: bool = True,
     matmul_precision: str | None = "highest",
@@ -35,10 +35,14 @@ def convert(
         kwargs: example keyword arguments, likewise.
         methods: the methods to port, each called as `ported.name(...)`, "forward" as `ported(...)`;
             a function `def loss(model, batch): ...` among them is called as `ported.loss(batch)`.
-        verify: compare the first call of each method with eager PyTorch on the CPU, and raise if
-            they differ.
+        verify: which calls are compared with eager PyTorch on the CPU; it raises if they differ.
+            "first" (or True): the first of each method, and gradients at the first step of
+            `make_train_step` and the first `apply` under `jax.grad`. "sample": also some later
+            calls, at random, on a thread of its own for at most a twentieth of the time; what it
+            finds is raised at the next call. "always": every call. False: none.
         rtol: tolerance of that comparison, relative to the largest element; default 1e-4 in
-            float32, 2e-2 in bfloat16.
+            float32, 2e-2 in bfloat16. Beyond it, what eager PyTorch itself misses of its result in
+            float64 is accepted. Integers and bools are compared exactly.
         checks: raise what the code and its operations raise for values (`if x.min() < 0: raise`, an
             index out of range), after the call. False drops these errors, which saves a wait for
             the device at each call.
@@ -53,7 +57,7 @@ def convert(
 
     Raises:
         UsageError: `target` is not a module or function, is on an accelerator or already on jax,
-            `methods` names none of its methods, or `blocks` is none of its choices.
+            `methods` names none of its methods, or `blocks` or `verify` is none of its choices.
         PortError: the code cannot be ported exactly; the message names the line.
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.

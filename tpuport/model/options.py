@@ -7,6 +7,7 @@ from typing import Any
 from tpuport.foundation.errors import UsageError
 
 BLOCKS = ("auto", "scan", "once", "unroll")
+VERIFY = (True, False, "first", "sample", "always")
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,17 @@ class ConvertOptions:
 
     methods: tuple[str, ...] = ("forward",)
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    verify: bool = True
+    verify: bool | str = True
     rtol: float | None = None
     checks: bool = True
     matmul_precision: str | None = "highest"
     blocks: str = "auto"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown way to trace blocks."""
+        """Refuse an unknown way to trace blocks or to verify."""
+        if self.verify not in VERIFY:
+            choices = ", ".join(map(repr, VERIFY))
+            raise UsageError(f"verify is one of {choices}; got {self.verify!r}")
         if self.blocks not in BLOCKS:
             choices = ", ".join(map(repr, BLOCKS))
             raise UsageError(f"blocks is one of {choices}; got {self.blocks!r}")

@@ -18,8 +18,10 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import lowering, pure, report_builder
 from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
-from tpuport.model.parity import verify
+from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
+from tpuport.model.parity.call import Call, concrete
+from tpuport.model.parity.sampling import Sampler
 from tpuport.model.ported_state import PortedState
 from tpuport.model.program_cache import (
     BoundCall,
@@ -36,12 +38,12 @@ from tpuport.model.program_cache import (
     retrace_causes,
     signature_of,
 )
-from tpuport.reports.records import Retrace
+from tpuport.reports.records import Parity, Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.context import LiftedCheck
-from tpuport.tracing.core.keys import as_key, fresh_key, next_key, unused_key
+from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -69,6 +71,8 @@ class PortedModel(PortedState):
         self._verifier: Any = None
         if options.verify:
             self._verifier = verify.Verifier(self, target, options.rtol)
+            self._verifier.always = options.verify == "always"
+        self._sampler = Sampler(self._verifier) if options.verify == "sample" else None
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -101,24 +105,36 @@ class PortedModel(PortedState):
         if self._edits is not None or self._mode is not None:
             self._take_edits()
         kinds, version = kinds_of(method, args, kwargs), self._state_version
-        bound = self._bound.get((kinds, version))
+        is_due = self._sampler is not None and self._sampler.is_due()
+        bound = None if is_due else self._bound.get((kinds, version))
         if bound is not None:
             is_valid, out = bound.call(self, args, kwargs)
             if is_valid:
                 self._outside_changes = 0
                 return out
-        out = self._call(method, args, kwargs)
+        out = self._call(method, args, kwargs, sampler=self._sampler if is_due else None)
         last = self._last_program
         if kinds is not None and last is not None and version == self._state_version:
-            if BoundProgram.suits(self, last):
+            compares = self._verifier is not None and self._verifier.always
+            if not compares and BoundProgram.suits(self, last):
                 self._bound[kinds, version] = BoundProgram(last)
         return out
 
     @explaining()
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        sampler: Sampler | None = None,
+    ) -> Any:
         verifier = self._verifier
-        if verifier is not None and self._path_of(method, args, kwargs) not in verifier.done:
-            return self._verified_call(method, args, kwargs)
+        if verifier is not None:
+            if verifier.always or self._path_of(method, args, kwargs) not in verifier.done:
+                return self._verified_call(method, args, kwargs)
+            if sampler is not None:
+                return self._sampled_call(sampler, method, args, kwargs)
         try:
             return self._run(method, args, kwargs)[0]
         except VerifyAgain:
@@ -161,42 +177,70 @@ class PortedModel(PortedState):
         return arguments.from_program(value, meta)
 
     def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method's first call and compare with eager PyTorch on the same random numbers."""
+        """Run a call and compare with eager PyTorch on the same random numbers."""
         self._refuse_meta(self._values())
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
-        key = next_key()
-        given = arguments.copies((args, kwargs))
         trainable = self._differentiates(args, kwargs)
+        call = verifier.call(method, args, kwargs, trainable=trainable)
         with self._tracer.outside(method).left_alone():
-            expected, module, after = verifier.reference(
-                method, args, kwargs, key, trainable=trainable
-            )
+            started = time.monotonic()
+            expected = verifier.reference(call)
+            spent = time.monotonic() - started
             self._verifying = True
             try:
-                out, before = self._run(method, args, kwargs)
+                out, _ = self._run(method, args, kwargs)
             finally:
                 self._verifying = False
+        started = time.monotonic()
         with self.report.timed("verify"):
-            records = verifier.compare("output", "output", expected, out)
-            records += verifier.compare("mutated argument", "argument", after, (args, kwargs))
-            if module is not None:
-                records += verify.state_parity(verifier, module, before)
+            found = verify.outputs(expected, out, (args, kwargs))
+            found += verify.buffers(call, expected, self._values())
             if trainable:
-                records += self._gradient_parity(expected, out, module)
-        self.report.add(*records)
-        self.report.verified = all(r.ok for r in records)
+                found += self._gradient_pairs(expected, out)
+            records = verifier.check(call, expected, found, self._eager_gradients)
+        self._judge(call, verifier, records, again=path in verifier.done)
         verifier.done.add(path)
-        if not self.report.verified:
-            fail(verifier, method, given[0], given[1], key, before)
+        if self._sampler is not None:
+            self._sampler.wait_for(spent + time.monotonic() - started)
         return out
 
-    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
-        """Compare autograd's gradients through eager's results and through the port's.
+    def _sampled_call(
+        self, sampler: Sampler, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call, and compare it with eager PyTorch in the background."""
+        started = time.monotonic()
+        call = self._verifier.call(method, args, kwargs)
+        spent = time.monotonic() - started
+        out, _ = self._run(method, args, kwargs)
+        sampler.submit(call, out, (args, kwargs), spent)
+        return out
+
+    def _judge(
+        self, call: Call, verifier: Any, records: list[Parity], *, again: bool = False
+    ) -> None:
+        """Report compared values; of a value that was compared before, the worst is kept.
+
+        Raises:
+            ParityError: One differs. The next call is compared too.
+        """
+        (self.report.add_worst if again else self.report.add)(*records)
+        self.report.verified = all(record.ok for record in records)
+        if not self.report.verified:
+            verifier.done.clear()
+            self._bound.clear()
+            fail(verifier, call, records)
+
+    def _gradient_pairs(self, expected: verify.Reference, out: Any) -> list[Any]:
+        """Pair autograd's gradients through eager's results with those through the port's.
 
         Empty here: autograd does not go through the results of a jitted call.
         """
-        del expected, out, module
+        del expected, out
         return []
+
+    def _eager_gradients(self, found: verify.Reference) -> dict[str, Any]:
+        """Return the gradients that are compared, through eager's results."""
+        return gradients.of_reference(found)
 
     def verify(
         self, *args: Any, method: str = "forward", gradients: bool = True, **kwargs: Any
@@ -208,21 +252,31 @@ class PortedModel(PortedState):
         Raises:
             ParityError: A value differs beyond the tolerance.
         """
-        verifier = verify.Verifier(self, self._source, None)
-        key = next_key()
-        if gradients:
-            with self.report.timed("verify"):
-                records = verify.gradient_parity(verifier, method, args, kwargs, key)
-            self.report.add(*records)
+        verifier = verify.Verifier(self, self._source, self._options.rtol)
+        call = verifier.call(method, args, kwargs, trainable=gradients)
         saved, self._verifier = self._verifier, verifier
         try:
             self._verified_call(method, args, kwargs)
         finally:
             self._verifier = saved
-        if not self.report.ok:
-            self.report.verified = False
-            fail(verifier, method, args, kwargs, key, self._values())
+        if gradients:
+            self._compare_gradients(verifier, call, list(self.params))
         return self.report
+
+    def _compare_gradients(self, verifier: Any, call: Call, names: list[str]) -> None:
+        """Compare the gradients of a random projection of the outputs, by parameter.
+
+        Raises:
+            ParityError: One differs.
+        """
+        with self.report.timed("verify"):
+            expected = verifier.reference(call)
+            want = gradients.of_reference(expected)
+            if not want:
+                return
+            pairs = gradients.paired(want, *gradients.of_port(self, call, names))
+            records = verifier.check(call, expected, pairs, gradients.of_reference)
+        self._judge(call, verifier, records)
 
     def trace_now(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, compile and check a method on example arguments.
@@ -298,6 +352,8 @@ class PortedModel(PortedState):
         values = self._checked_values(
             stacked_params.unstack(params), stacked_params.unstack(buffers)
         )
+        if self._verifier is not None and ("apply", method) not in self._verifier.done:
+            self._verify_gradients(params, given, rng, (method, args[3:], kwargs))
         _, call = flattened((args[3:], kwargs))
         request = TraceRequest(
             *(method, values, None if rng is None else as_key(rng)),
@@ -314,6 +370,30 @@ class PortedModel(PortedState):
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         result = pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
         return outcome.code, tuple(outcome.trace.recorder.checks), result
+
+    def _verify_gradients(
+        self, params: dict[str, Any], given: dict[str, Any], rng: Any, asked: tuple[Any, Any, Any]
+    ) -> None:
+        """Compare gradients at the first `apply` that jax differentiates, if values are known.
+
+        Under the caller's own `jax.jit` or `jax.vmap` there are none.
+        """
+        method, args, kwargs = asked
+        if not any(isinstance(value, jax.core.Tracer) for value in given.values()):
+            return
+        leaves, spec, _ = arguments.flatten_call((args, kwargs))
+        values = [concrete(leaf) for leaf in leaves]
+        state = {name: concrete(value) for name, value in given.items()}
+        key = unused_key() if rng is None else concrete(as_key(rng))
+        if any(value is None for value in (*values, *state.values(), key)):
+            return
+        verifier = self._verifier
+        verifier.done.add(("apply", method))
+        copied, named = pytree.unflatten(spec, values)
+        call = dataclasses.replace(
+            verifier.call(method, copied, named, trainable=True), key=key, state=state
+        )
+        self._compare_gradients(verifier, call, list(params))
 
     # -- compiling ---------------------------------------------------------------------------------
 
@@ -435,7 +515,7 @@ class PortedModel(PortedState):
         """Return a model with other state and parts of the `Tracer`, and programs of its own."""
         made = copy.copy(self)
         made.params, made.buffers = params, buffers
-        made._cache, made._bound = ProgramCache(), {}
+        made._cache, made._bound, made._sampler = ProgramCache(), {}, None
         made._tracer = dataclasses.replace(self._tracer, **parts)
         return made
 

@@ -208,15 +208,19 @@ class PortedState:
             UsageError: A function was ported, or the model was on the meta device and has no
                 weights.
         """
-        return self._as_module(self._tracer.casting.held_dtype)
+        return self._as_module(self.module, self.by_fqn(), self._tracer.casting.held_dtype)
 
-    def _eager(self) -> torch.nn.Module:
-        """Return a module as `to_torch` does, in the dtypes that the program computes in."""
-        return self._as_module(lambda name, dtype: dtype)
+    def _eager(self, module: torch.nn.Module, values: dict[str, Any]) -> torch.nn.Module:
+        """Return a module with these values, in the dtypes that the program computes in."""
+        return self._as_module(module, values, lambda name, dtype: dtype)
 
-    def _as_module(self, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> torch.nn.Module:
-        values = self.by_fqn()
-        tree = state_tree(self._module)
+    def _as_module(
+        self,
+        module: torch.nn.Module,
+        values: dict[str, Any],
+        dtype_of: Callable[[str, torch.dtype], torch.dtype],
+    ) -> torch.nn.Module:
+        tree = state_tree(module)
         names = {id(leaf): name for name, leaf in tree.leaves.items()}
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,7 +236,7 @@ class PortedState:
                 return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
 
-        made = clone_module(self._module, back)[0]
+        made = clone_module(module, back)[0]
         for name in self._tracer.numbers & values.keys():
             # A Python number that became state of the program: `master` still has its old value.
             fqn, attribute = tree.owners[name]

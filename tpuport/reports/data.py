@@ -60,6 +60,16 @@ class ReportData:
         for record in records:
             getattr(self, LIST_OF[type(record)]).append(record)
 
+    def add_worst(self, *records: Parity) -> None:
+        """Add compared values of one more call: of each value the worst is kept."""
+        known = {(one.kind, one.path): i for i, one in enumerate(self.parity)}
+        for record in records:
+            index = known.get((record.kind, record.path))
+            if index is None:
+                self.parity.append(record)
+            elif record.used > self.parity[index].used:
+                self.parity[index] = record
+
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:
         """Add the seconds spent inside the `with` block to a stage, also when it raises."""

@@ -28,9 +28,11 @@ class Parity:
         where: Index of the worst element.
         expected: Worst element in eager PyTorch.
         got: Worst element in the port.
-        tolerance: Largest accepted `max_rel`.
-        atol: Largest `max_abs` accepted whatever `max_rel` is, for a value that is zero except for
-            rounding (the gradient of a bias ahead of a normalisation).
+        tolerance: Largest accepted `max_rel`. Integers, bools and strings are compared exactly.
+        eager_error: Largest distance of eager PyTorch from its own result in float64, for a value
+            beyond the tolerance; None if there is no such result.
+        port_error: The port's largest distance from that result.
+        rounding: The share used of the distance that rounding explains, measured in float64.
         problem: Why the two cannot be compared (other shape or dtype, a missing value), or empty.
     """
 
@@ -45,7 +47,9 @@ class Parity:
     expected: float
     got: float
     tolerance: float
-    atol: float = 0.0
+    eager_error: float | None = None
+    port_error: float | None = None
+    rounding: float | None = None
     problem: str = ""
 
     @classmethod
@@ -57,7 +61,6 @@ class Parity:
         *,
         kind: Kind,
         tolerance: float,
-        atol: float = 0.0,
         dtype: str | None = None,
     ) -> Self:
         """Compare two arrays element by element, in float64.
@@ -69,7 +72,6 @@ class Parity:
             got: The port's value. A different shape or dtype is recorded as a `problem`.
             kind: The sort of value.
             tolerance: Largest accepted error relative to `max|expected|`.
-            atol: Largest accepted absolute error, whatever the relative one.
             dtype: Name to report where numpy's own would mislead (a bfloat16 value that was
                 widened to float32 on its way to numpy).
         """
@@ -90,29 +92,7 @@ class Parity:
             expected=pair[0],
             got=pair[1],
             tolerance=tolerance,
-            atol=atol,
             problem=problem,
-        )
-
-    @classmethod
-    def missing(cls, path: str, expected: object, got: object) -> Self:
-        """Return the record of a gradient that one side has and the other leaves at None."""
-        what = " and ".join(
-            f"{side} {'leaves it at None' if value is None else 'gives a gradient'}"
-            for side, value in (("eager PyTorch", expected), ("the port", got))
-        )
-        return cls(
-            path,
-            kind="gradient",
-            shape=(),
-            dtype="None",
-            max_abs=math.inf,
-            max_rel=math.inf,
-            where=(),
-            expected=math.nan,
-            got=math.nan,
-            tolerance=0.0,
-            problem=f"{what} (an optimizer moves a parameter only if it has one)",
         )
 
     @property
@@ -120,7 +100,13 @@ class Parity:
         """Return the share of the tolerance used: 0 is identical, 1 the limit, inf a failure."""
         if self.problem or not _same_sort(self.expected, self.got):
             return math.inf
-        return min(_share(self.max_rel, self.tolerance), _share(self.max_abs, self.atol))
+        share = _share(self.max_rel, self.tolerance)
+        return share if self.rounding is None else min(share, _share(self.rounding, 1.0))
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether it is beyond the tolerance, and as near to float64 as eager PyTorch is."""
+        return self.ok and _share(self.max_rel, self.tolerance) > 1
 
     @property
     def ok(self) -> bool:

@@ -111,15 +111,25 @@ def worst_value(worst: Parity) -> str:
     if worst.used == 0:
         return "Every value is identical."
     error = f"The worst is {worst.path}, {number(worst.max_rel)} relative"
-    if worst.ok and worst.max_rel > worst.tolerance:
-        return f"{error}, accepted as {number(worst.max_abs)} is below {number(worst.atol)}."
-    return f"{error} where {number(worst.tolerance)} is allowed."
+    if worst.is_rounding:
+        return f"{error}, which is rounding: {from_float64(worst)}."
+    found = from_float64(worst)
+    return f"{error} where {number(worst.tolerance)} is allowed{found and f'; {found}'}."
+
+
+def from_float64(parity: Parity) -> str:
+    """Return how far eager PyTorch and the port are from eager PyTorch in float64, if known."""
+    if parity.eager_error is None or parity.port_error is None:
+        return ""
+    eager, port = number(parity.eager_error), number(parity.port_error)
+    return f"from its result in float64, eager PyTorch is {eager} away and the port {port}"
 
 
 def error_and_limit(parity: Parity) -> tuple[str, str]:
-    """Return the error and its limit: relative, or absolute where the absolute one accepted it."""
-    if parity.ok and parity.max_rel > parity.tolerance:
-        return f"{number(parity.max_abs)} abs", f"{number(parity.atol)} abs"
+    """Return the error and its limit: relative, or from float64 where that accepted it."""
+    if parity.is_rounding and parity.port_error is not None and parity.rounding:
+        limit = parity.port_error / parity.rounding
+        return f"{number(parity.port_error)} abs", f"{number(limit)} abs"
     return number(parity.max_rel), number(parity.tolerance)
 
 

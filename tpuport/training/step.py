@@ -22,6 +22,7 @@ from tpuport.tracing.core.keys import unused_key
 from tpuport.tracing.state.request import TraceResult
 from tpuport.training.call import PlacedArguments, placed, placed_part, share_of
 from tpuport.training.first_call_state import settled
+from tpuport.training.first_gradients import compare_first
 from tpuport.training.input.sources import HostShard
 from tpuport.training.optimizer_state import as_optimizer, optimizer_state
 from tpuport.training.state import TrainState, ema_of
@@ -218,9 +219,12 @@ class TrainStep:
 
         Raises:
             PortError: the code cannot be ported exactly.
+            ParityError: gradients of the first step differ from eager PyTorch's.
             UsageError: an argument is of a kind that cannot be passed, or the batch cannot be cut.
         """
         call = self.place(*args, **kwargs)
+        if not self._compiled:
+            compare_first(self._training, state, call)
         compiled = self._programs.get(self._signature(call))
         outside = None if compiled is None else compiled.outcome.trace.recorder.guards.changed()
         self.ported._count_outside(outside)

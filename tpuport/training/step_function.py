@@ -160,11 +160,11 @@ def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
     They are computed at once or part by part.
     """
 
-    def measured(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
-        return _measured(training, state.frozen, batch, params, buffers, key, values)
+    def of(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
+        return measured(training, state.frozen, batch, params, buffers, key, values)
 
     key = training.key_of_step(state)
-    differentiate = value_and_grad(measured)
+    differentiate = value_and_grad(of)
     if training.accumulate > 1:
         return _accumulated(training.accumulate, differentiate, state, batch, key)
     (loss, (metrics, buffers)), grads, has_gradient = differentiate(
@@ -174,7 +174,7 @@ def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
     return loss, metrics, grads, has_gradient, buffers
 
 
-def _measured(
+def measured(
     training: Training,
     frozen: Any,
     batch: Batch,

@@ -310,12 +310,6 @@ class _Back(torch.autograd.Function):
         return (None, None, *_given(found, ctx.like, needed))
 
 
-def projection(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Return fixed random weights for one output, so that one gradient checks all elements."""
-    draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(tensor.shape)))
-    return torch.from_numpy(draw).div(max(tensor.numel(), 1) ** 0.5).to(tensor.dtype)
-
-
 def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:
     """Return the gradients of sums, None for each tensor without one or if there are no sums."""
     if not totals:

@@ -7,14 +7,15 @@ import jax
 import torch
 
 from tpuport.compat.emulated import gradients
-from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
+from tpuport.model.parity import gradients as parity
 from tpuport.model.parity import verify
+from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall
 from tpuport.tracing.core import arguments
@@ -40,7 +41,9 @@ class LiveModel(PortedModel):
     program at the next call. Buffers and attributes that a call changed reach the module.
     """
 
-    def __init__(self, module: torch.nn.Module, *, verified: bool, rtol: float | None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, *, verified: bool | str, rtol: float | None
+    ) -> None:
         super().__init__(module, ConvertOptions(verify=False))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
@@ -56,6 +59,7 @@ class LiveModel(PortedModel):
         self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = verify.Verifier(self, self._source, rtol)
+            self._verifier.always = verified == "always"
 
     @property
     def methods_compiled(self) -> set[str]:
@@ -328,29 +332,21 @@ class LiveModel(PortedModel):
         spec = arguments.flatten_call((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
-    def _gradient_parity(self, expected: Any, out: Any, module: Any) -> list[Any]:
-        """Compare the gradients of a random projection of the outputs, parameter by parameter."""
-        theirs = dict(module.named_parameters())
+    def _gradient_pairs(self, expected: Reference, out: Any) -> list[Any]:
+        """Pair the gradients of a random projection of the outputs, parameter by parameter."""
+        assert expected.module is not None
+        theirs = dict(expected.module.named_parameters())
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
-        totals = []
-        for value in (expected, out):
-            leaves = enumerate(pytree.flatten(value)[0])
-            totals.append(
-                [(t * gradients.projection(t, i)).sum() for i, t in leaves if _has_graph(t)]
-            )
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
-        if not any(totals) or not ours:
+        sums = parity.projected(out)
+        if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
-            want = gradients.gradients(totals[0], [theirs[name] for name in ours])
+            want = self._eager_gradients(expected)
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             return []
-        have = gradients.gradients(totals[1], list(ours.values()), retain_graph=True)
-        return verify.gradient_records(self._verifier, list(zip(ours, want, have, strict=True)))
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+        have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        return parity.paired(want, dict(zip(ours, have, strict=True)))

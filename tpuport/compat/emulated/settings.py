@@ -18,7 +18,7 @@ class PortingSettings:
         absent: Packages that may be missing: stand-ins satisfy their import.
         eager: Names of module classes that are left to eager PyTorch.
         methods: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
-        verify: Whether to compare the first call of each program with eager PyTorch.
+        verify: Which calls of each program are compared with eager PyTorch, as `porting` says.
         rtol: Tolerance of that comparison; None for the default of the dtype.
         port_modules: Whether calls of modules on the accelerator become programs.
         options: The options of single shims and provided packages, by name.
@@ -30,7 +30,7 @@ class PortingSettings:
     absent: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
-    verify: bool = True
+    verify: bool | str = True
     rtol: float | None = None
     port_modules: bool = True
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,89 +1,81 @@
-"""The search for the first module whose output differs between eager PyTorch and the port."""
+"""The search for the first module whose output differs, and the error for a failed comparison."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
-from tpuport.model.parity.verify import (
-    SameNumbers,
-    SavedTensorNeeded,
-    Verifier,
-    eager_copy,
-    host_arguments,
-    without_saved_tensors,
-)
+from tpuport.model.parity.call import Call
+from tpuport.model.parity.float64 import Float64
+from tpuport.model.parity.judge import NOT_REPEATED, nearer_than_rounding
+from tpuport.model.parity.same_numbers import SameNumbers
+from tpuport.model.parity.structure import pairs
+from tpuport.model.parity.verify import Verifier
 from tpuport.reports.records import Divergence, Parity
+from tpuport.reports.wording import from_float64
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
-from tpuport.tracing.core.reentrancy import part_of_program
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest
 
+# An error of this size is no rounding, whatever the tolerance.
+_LARGE = 0.1
 
-def first_difference(
-    verifier: Any,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    key: jax.Array,
-    before: dict[str, Any],
-) -> Divergence | None:
-    """Find the first module whose output differs beyond tolerance; return None if none does.
+# By module in the order of execution: its fqn, its class, its output.
+Outputs = list[tuple[str, str, Any]]
+
+
+def first_difference(verifier: Verifier, call: Call) -> Divergence | None:
+    """Find the first module whose output differs beyond rounding; return None if none does.
 
     Both sides run once and record every module's output when its call ends, so of nested modules
     the innermost comes first. The port runs operation by operation on concrete values here: a
     difference that only XLA's fusion makes is not found.
     """
-    ported = verifier.ported
-    if ported._tracer.master is None:
+    if call.module is None:
         return None
-    casting = ported._tracer.casting
-    cast = casting.compute is not None
-    module = eager_copy(ported._eager() if cast else verifier.target)
-    expected: list[tuple[str, str, Any]] = []
-    _record(module, expected)
-    mode = SameNumbers(key)
-    host_args, host_kwargs = host_arguments((args, kwargs), mode)
-    try:
-        with (
-            host_randomness.restored([module, host_args, host_kwargs]),
-            without_saved_tensors(),
-            mode,
-            part_of_program(),
-            casting.in_force(),
-        ):
-            ported._tracer.method(module, method)(*host_args, **host_kwargs)
-    except SavedTensorNeeded:
-        return None
-    got: list[tuple[str, str, Any]] = []
-    leaves, spec, paths = arguments.flatten_call((args, kwargs))
+    numbers, exact = SameNumbers(call.key), Float64()
+    expected: Outputs = []
+    truth: Outputs = []
+    with host_randomness.restored([call.module, call.args, call.kwargs]):
+        verifier.run(call, numbers, on_module=lambda m: _record(m, expected, to_torch))
+        if not verifier.why_no_float64:
+            numbers = SameNumbers(call.key)
+            verifier.run(call, numbers, exact, on_module=lambda m: _record(m, truth, exact.value))
+    got = _of_port(call)
+    return None if got is None else _compare(verifier, expected, truth or expected, got)
+
+
+def _of_port(call: Call) -> Outputs | None:
+    got: Outputs = []
+    leaves, spec, paths = arguments.flatten_call((call.args, call.kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
-    state = stacked_params.unstack(before)
+    state = stacked_params.unstack(call.state)
     request = TraceRequest(
-        *(method, state, key, values, metas, spec),
+        *(call.method, state, call.key, values, metas, spec),
         checks=False,
         known=state,
         known_leaves=dict(enumerate(values)),
-        on_module=lambda module: _record(module, got),
+        on_module=lambda module: _record(module, got, to_torch),
     )
     try:
-        ported._tracer.trace(request)
+        dataclasses.replace(call.tracer, master=call.module).trace(request)
     except TpuportError:
         return None
-    return _compare(verifier, expected, got)
+    return got
 
 
-def _record(module: torch.nn.Module, into: list[tuple[str, str, Any]]) -> None:
+def _record(module: torch.nn.Module, into: Outputs, value: Callable[[Any], Any]) -> None:
     def hook(name: str) -> Callable[..., None]:
         def after(owner: torch.nn.Module, inputs: Any, output: Any) -> None:
             del inputs
             leaves, _ = pytree.flatten(output)
-            into.append((name, type(owner).__name__, [to_torch(leaf) for leaf in leaves]))
+            into.append((name, type(owner).__name__, [value(leaf) for leaf in leaves]))
 
         return after
 
@@ -91,15 +83,21 @@ def _record(module: torch.nn.Module, into: list[tuple[str, str, Any]]) -> None:
         owner.register_forward_hook(hook(name))
 
 
-def _compare(verifier: Any, expected: list[Any], got: list[Any]) -> Divergence | None:
+def _compare(
+    verifier: Verifier, expected: Outputs, truth: Outputs, got: Outputs
+) -> Divergence | None:
     largest_before = 0.0
-    for (name, cls, want), (other, _, have) in zip(expected, got, strict=False):
+    for (name, cls, want), (_, _, exact), (other, _, have) in zip(
+        expected, truth, got, strict=False
+    ):
         if name != other:
             return Divergence(name, cls=cls, max_rel=float("inf"), input_max_rel=largest_before)
         worst = 0.0
-        for record in verifier.compare("output", name, want, have):
-            assert isinstance(record, Parity)
-            if not record.ok:
+        places = pairs(want, have, "output")
+        exacts = pairs(exact, exact, "output")
+        for place, in_float64 in zip(places, exacts, strict=False):
+            record = verifier.record("output", place, 0.0)
+            if not record.ok and not nearer_than_rounding(record, place, in_float64.want):
                 return Divergence(
                     name, cls=cls, max_rel=record.max_rel, input_max_rel=largest_before
                 )
@@ -108,21 +106,15 @@ def _compare(verifier: Any, expected: list[Any], got: list[Any]) -> Divergence |
     return None
 
 
-def fail(
-    verifier: Verifier,
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    key: jax.Array,
-    before: dict[str, Any],
-) -> None:
+def fail(verifier: Verifier, call: Call, records: list[Parity]) -> None:
     """Raise for a failed comparison.
 
-    The error names the worst value and the first module whose output differs.
+    The error names the worst value, the first module whose output differs, and the cause if it is
+    known.
     """
     report = verifier.ported.report
-    worst = report.worst
-    divergence = first_difference(verifier, method, args, kwargs, key, before)
+    worst = min(records, key=lambda record: (-record.used, record.path))
+    divergence = first_difference(verifier, call)
     where = ""
     if divergence is not None:
         report.add(divergence)
@@ -130,13 +122,40 @@ def fail(
             f"; the first module that differs is {divergence.module or 'the model itself'}"
             f" ({divergence.cls})"
         )
-    by = worst.problem or f"{worst.max_rel:.1e} relative (tolerance {worst.tolerance:.0e})"
-    between = ": " if worst.problem else " by "
-    msg = f"{worst.path} differs from eager PyTorch{between}{by}{where}"
-    raise ParityError(
-        msg,
-        remedy=(
-            "print(ported.report) shows every value; convert(..., rtol=...) accepts a larger"
-            " error if it is rounding"
-        ),
-    )
+    raise ParityError(f"{_difference(worst, verifier)}{where}", remedy=_remedy(worst, verifier))
+
+
+def _difference(worst: Parity, verifier: Verifier) -> str:
+    if worst.problem:
+        return f"{worst.path}: {worst.problem}"
+    if not worst.tolerance or not math.isfinite(worst.max_rel):
+        at = f" at {list(worst.where)}" if worst.where else ""
+        said = (
+            f"{worst.path} differs from eager PyTorch: {worst.got:.9g} where eager PyTorch gives"
+            f" {worst.expected:.9g}{at}"
+        )
+    else:
+        said = (
+            f"{worst.path} differs from eager PyTorch by {worst.max_rel:.1e} relative (tolerance"
+            f" {worst.tolerance:.0e})"
+        )
+    found, why = from_float64(worst), verifier.why_no_float64
+    return f"{said}{found and f'; {found}'}{why and f'; {why}'}"
+
+
+def _remedy(worst: Parity, verifier: Verifier) -> str:
+    # A cache that the first call fills changes too, and no result.
+    if verifier.changed_outside and (worst.problem or verifier.why_no_float64 == NOT_REPEATED):
+        names = ", ".join(name.lstrip(".") for name in verifier.changed_outside[:3])
+        return (
+            f"the call changes {names}, which is outside of the module, so the port did not start"
+            " from what eager PyTorch started from. Keep it in the module, as a buffer, or pass it"
+            " in and return it"
+        )
+    shows = "print(ported.report) shows every value"
+    if worst.problem or not worst.max_rel <= _LARGE or worst.rounding is not None:
+        return (
+            f"{shows}. This is more than rounding: please report it with the code of the module"
+            " that differs"
+        )
+    return f"{shows}; convert(..., rtol=...) accepts a larger error if it is rounding"

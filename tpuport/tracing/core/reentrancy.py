@@ -1,10 +1,13 @@
-"""A thread-local flag: is this module call already inside a program?"""
+"""What a thread may run: is this call already inside a program, does another thread swap code?"""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 
 _LOCAL = threading.local()
+# Held by whoever swaps user code or functions of torch, which is seen process-wide: a trace, and a
+# reference run, which may be on a thread of its own.
+SWAPS = threading.RLock()
 
 
 def is_part_of_program() -> bool:

@@ -30,6 +30,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.core.reentrancy import SWAPS
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
 from tpuport.tracing.core.values import value_of
@@ -191,6 +192,7 @@ class Tracer:
         trace.explorer = Explorer(trace, self.plan)
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
         with (
+            SWAPS,
             _quiet(),
             # Tensors made in it count no writes: a patch makes no_grad of it.
             torch.inference_mode(False) if inference else nothing,

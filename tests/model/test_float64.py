@@ -1,0 +1,104 @@
+"""Eager PyTorch in float64 under the dtypes that its code asks for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tpuport.model.parity.float64 import Float64
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def views_and_writes(x):
+    y = x.clone()
+    y[0] += 1
+    y.view(-1)[::2].mul_(3)
+    turned = y.t()
+    turned += x.t() / 7
+    y[:, 1] = y[:, 2].exp()
+    return y
+
+
+def read_back(x):
+    y = x / 3
+    if y.sum().item() > 0:
+        y = y * y.max().item()
+    y.numpy()[0, 0] = 2.0
+    return y.masked_fill(y > 1, 0.1).cumsum(0)
+
+
+def normalised(x):
+    mean, var = x.new_zeros(4), x.new_ones(4)
+    out = F.batch_norm(x, mean, var, training=True)
+    return torch.cat([F.layer_norm(out, (4,)), mean[None], var[None]])
+
+
+def attended(x):
+    q = x.reshape(1, 1, -1, 4)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)[0, 0]
+
+
+def differentiated(x):
+    x = x.clone().requires_grad_()
+    weight = nn.Parameter(torch.eye(4, dtype=x.dtype) / 3)
+    (F.gelu(x @ weight).softmax(-1).log().mean() + weight.square().sum()).backward()
+    return torch.cat([x.grad, weight.grad])
+
+
+@pytest.mark.parametrize(
+    "program", [views_and_writes, read_back, normalised, attended, differentiated]
+)
+def test_results_are_those_of_float64(program):
+    x = normal(6, 4)
+    with Float64() as mode:
+        seen = program(x)
+    assert seen.dtype == torch.float32
+    assert mode.narrow == {}
+    torch.testing.assert_close(
+        mode.value(seen), program(x.double()).double(), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(seen.double(), mode.value(seen), rtol=1e-6, atol=1e-6)
+
+
+def test_casts_in_the_code_lose_nothing():
+    x = normal(6, 4)
+    with Float64() as mode:
+        seen = (x.to(torch.bfloat16) * 3).half().float().sqrt()
+    torch.testing.assert_close(mode.value(seen), (x.double() * 3).sqrt(), equal_nan=True)
+
+
+@torch.library.custom_op("tpuport_test::only_float", mutates_args=())
+def only_float(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError("float32 is expected")
+    return x * 2
+
+
+def test_an_op_without_float64_runs_as_it_is():
+    x = normal(6, 4)
+    with Float64() as mode:
+        seen = only_float(x / 3) / 7
+    assert mode.narrow == {"tpuport_test.only_float.default": "float32 is expected"}
+    torch.testing.assert_close(mode.value(seen), x.double() / 3 * 2 / 7, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("errors", [1.0, 16.0])
+def test_errors_have_the_size_of_rounding(errors):
+    x = normal(64, 64)
+    with Float64(errors, seed=1) as mode:
+        seen = F.layer_norm(x @ x, (64,))
+    truth = F.layer_norm(x.double() @ x.double(), (64,))
+    error = (mode.value(seen) - truth).abs().max() / truth.abs().max()
+    assert 3e-8 * errors < error < 3e-6 * errors
+
+
+def test_exact_ops_get_no_errors():
+    x = normal(6, 4)
+    with Float64(16.0) as mode:
+        seen = torch.cat([x[[2, 0]] - x[[2, 0]], x.flip(0) * 2]).clone()
+    torch.testing.assert_close(
+        mode.value(seen), torch.cat([torch.zeros(2, 4), x.flip(0) * 2]).double(), rtol=0, atol=0
+    )

@@ -1,0 +1,113 @@
+"""Gradients of a port beside those of eager PyTorch."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.interop import backend
+from tpuport.model.parity.call import Call
+from tpuport.model.parity.structure import Pair, comparable
+from tpuport.model.parity.verify import Reference
+from tpuport.reports.records import Kind
+from tpuport.tracing.core.gradient_paths import value_and_grad
+from tpuport.tracing.scan_layers import stacked_params
+
+
+def projection(shape: Sequence[int], index: int) -> np.ndarray:
+    """Return fixed random weights for an output, so that one gradient checks all its elements."""
+    draw = np.asarray(np.random.default_rng(index).standard_normal(tuple(shape)))
+    return np.asarray(draw / max(draw.size, 1) ** 0.5, np.float32)
+
+
+def projected(out: Any) -> list[torch.Tensor]:
+    """Return a weighted sum for each result that has a graph."""
+    return [
+        (leaf * torch.from_numpy(projection(leaf.shape, i)).to(leaf.dtype)).sum()
+        for i, leaf in enumerate(pytree.flatten(out)[0])
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()
+    ]
+
+
+def of_reference(found: Reference) -> dict[str, torch.Tensor | None]:
+    """Return eager's gradients of `projected`, by parameter; none if no result has a graph."""
+    return {} if found.module is None else of_sums(projected(found.out), found.module)
+
+
+def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of sums by parameter, None for one that they do not depend on."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not sums or not trained:
+        return dict.fromkeys(trained)
+    made = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
+    return dict(zip(trained, made, strict=True))
+
+
+def of_port(
+    ported: Any, call: Call, names: Collection[str]
+) -> tuple[dict[str, jax.Array | None], set[str]]:
+    """Return the port's gradients of the sums of `projected`, by parameter.
+
+    Return too the names of those that may be zeros where eager PyTorch has None.
+    """
+    rest = {name: value for name, value in call.state.items() if name not in names}
+
+    def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        result, _ = ported.apply(
+            params, rest, call.key, *call.args, method=call.method, **call.kwargs
+        )
+        leaves = enumerate(pytree.flatten(result, leaf=comparable)[0])
+        floats = ((i, leaf) for i, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+        sums = (jnp.sum(v * projection(v.shape, i).astype(v.dtype)) for i, v in floats)
+        return sum(sums, jnp.zeros(())), None
+
+    with ported._precision_scope():
+        _, made, has_gradient = jax.jit(value_and_grad(loss))(
+            {name: call.state[name] for name in names}
+        )
+    return by_parameter(made, has_gradient)
+
+
+def by_parameter(made: Any, has_gradient: Any) -> tuple[dict[str, jax.Array | None], set[str]]:
+    """Return what `value_and_grad` gives as `of_port` does."""
+    # A stack has a gradient where one of its members has.
+    reached, unsure = (
+        {name for stack in made if test(stack) for name in _members(stack)}
+        for test in (lambda n: bool(has_gradient[n]), has_gradient.unsure.__contains__)
+    )
+    found = stacked_params.unstack(made).items()
+    return {name: value if name in reached else None for name, value in found}, unsure
+
+
+def _members(name: str) -> Sequence[str]:
+    return stacked_params.members_of(name) or [name]
+
+
+def paired(
+    want: Mapping[str, Any], have: Mapping[str, Any], unsure: Collection[str] = ()
+) -> list[tuple[Kind, Pair]]:
+    """Pair gradients by name; None is not like zeros, but for a name that is `unsure`."""
+    made = []
+    for name, got in have.items():
+        if name in unsure and want.get(name) is None and got is not None and not got.any():
+            continue
+        made.append(_pair(f"grad.{name}", want.get(name), got))
+    return [("gradient", pair) for pair in made if pair is not None]
+
+
+def _pair(path: str, want: Any, have: Any) -> Pair | None:
+    if want is None and have is None:
+        return None
+    if want is not None and have is not None:
+        if isinstance(have, jax.Array):
+            have = have.astype(backend.jax_dtype(want.dtype))
+        return Pair(path, want, have)
+    what = " and ".join(
+        f"{side} {'leaves it at None' if value is None else 'gives a gradient'}"
+        for side, value in (("eager PyTorch", want), ("the port", have))
+    )
+    return Pair(path, problem=f"{what} (an optimizer moves a parameter only if it has one)")

@@ -1,0 +1,220 @@
+"""The judgement of values beyond the tolerance: is it rounding, or a difference?
+
+Eager PyTorch in float64 is the truth. What eager PyTorch in float32 misses of it is rounding, and
+the port may miss as much, times a small factor. One float32 result may be near the truth by luck,
+so runs in float64 with rounding errors put in show how far another one could be. With larger errors
+more decisions fall the other way (the sign that a ReLU sees, the largest of a window), of which any
+float32 result has a few: the change that they make does not grow with the errors.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpuport.model.parity.call import Call
+from tpuport.model.parity.float64 import Float64
+from tpuport.model.parity.same_numbers import SameNumbers
+from tpuport.model.parity.structure import Pair, as_tensor, pairs
+from tpuport.reports.records import Parity
+from tpuport.tracing.state.module_state import state_tree
+
+if TYPE_CHECKING:
+    from tpuport.model.parity.verify import Gradients, Reference, Verifier
+
+NOT_REPEATED = "eager PyTorch itself gives another result when it runs again"
+# How much further than eager PyTorch a port may be from the truth.
+FACTOR = 4.0
+# The runs in float64, by the size of the errors that are put in.
+_RUNS = (0, 1, 16, 16, 64)
+# Beyond this share of what rounding explains, more runs would not help.
+_HOPELESS = 1e3
+
+
+@dataclass
+class _Doubt:
+    """A value in question, and its results in float64: the exact one first, then with errors."""
+
+    pair: Pair
+    tolerance: float
+    results: list[tuple[float, torch.Tensor]] = field(default_factory=list)
+
+    def share(self) -> tuple[float, float, float]:
+        """Return eager's distance from the truth, the port's, and the share used of its limit."""
+        want, have = (as_tensor(v) for v in (self.pair.want, self.pair.have))
+        if not want.dtype.is_floating_point and not want.dtype.is_complex:
+            return self._whole_numbers(want, have)
+        wide = torch.complex128 if want.is_complex() else torch.float64
+        truth, *others = (one.to(wide) for _, one in self.results)
+        want, have = want.to(wide), have.to(wide)
+        sure = torch.isfinite(want) & torch.isfinite(have)
+        if not bool(torch.isfinite(truth[sure]).all()):
+            return math.nan, math.nan, math.inf
+        ours, missed, *far = ((one - truth)[sure].abs() for one in (have, want, *others))
+        scale = self.tolerance * float(truth[sure].abs().max())
+        found = list(zip([errors for errors, _ in self.results[1:]], far, strict=True))
+        share = max(
+            _ratio(size(ours), max(FACTOR * _noise(size, missed, found), scale))
+            for size in (_largest, _typical)
+        )
+        return _largest(missed), _largest(ours), share
+
+    def _whole_numbers(self, want: torch.Tensor, have: torch.Tensor) -> tuple[float, float, float]:
+        """Accept integers and bools only where eager's own depend on rounding, in that range."""
+        have, want, *results = (one.double() for one in (have, want, *(r for _, r in self.results)))
+        every = torch.stack([want, *results])
+        low, high = every.amin(0), every.amax(0)
+        inside = (have >= 2 * low - high) & (have <= 2 * high - low)
+        miss = [_largest((one - results[0]).abs()) for one in (want, have)]
+        return miss[0], miss[1], 0.0 if bool(inside.all()) else math.inf
+
+
+def _noise(
+    size: Callable[[torch.Tensor], float],
+    missed: torch.Tensor,
+    found: list[tuple[float, torch.Tensor]],
+) -> float:
+    """Return how far rounding takes a value from the truth.
+
+    Args:
+        size: Measures a tensor of distances.
+        missed: How far eager PyTorch is.
+        found: How far the runs with errors are, each with the size of its errors.
+    """
+    base = max([size(missed), *(size(one) for errors, one in found if errors == 1)])
+    noise = base
+    for errors, one in found:
+        # What grows faster than the errors is no error: a decision has fallen the other way.
+        far = size(one)
+        noise = max(noise, far if far > FACTOR * errors * base else far / errors)
+    return noise
+
+
+def nearer_than_rounding(record: Parity, pair: Pair, truth: Any) -> bool:
+    """Return whether a value is as near to its result in float64 as eager PyTorch's is."""
+    if record.problem or not math.isfinite(record.max_abs):
+        return False
+    return _Doubt(pair, record.tolerance, [(0, as_tensor(truth))]).share()[2] <= 1
+
+
+class Judge:
+    """Judges the values of one call that differ from eager PyTorch beyond the tolerance."""
+
+    def __init__(
+        self, verifier: "Verifier", call: Call, gradients: "Gradients | None" = None
+    ) -> None:
+        self._verifier, self._call, self._gradients = verifier, call, gradients
+        self._doubts: dict[int, _Doubt] = {}
+        self._narrow: dict[str, str] = {}
+
+    def note(self, index: int, record: Parity, pair: Pair) -> None:
+        """Add a value to the question."""
+        if math.isfinite(record.max_abs):
+            self._doubts[index] = _Doubt(pair, record.tolerance)
+
+    def run(self) -> str:
+        """Run eager PyTorch in float64 until the question is settled.
+
+        Returns:
+            Why it could not, or an empty string.
+        """
+        if not self._doubts:
+            return ""
+        for seed, errors in enumerate(_RUNS):
+            try:
+                if not errors and not self._repeats():
+                    return NOT_REPEATED
+                self._add(Float64(errors, seed))
+            except Exception as error:  # any code of the user's may raise anything in float64
+                first = str(error).partition("\n")[0]
+                return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
+            shares = [one.share()[2] for one in self._doubts.values() if one.results]
+            open_ones = [share for share in shares if share > 1]
+            if not open_ones or (errors > 1 and min(open_ones) > _HOPELESS):
+                break
+        return "; ".join(f"{op} has no float64 ({why})" for op, why in self._narrow.items())
+
+    def verdict(self, index: int, record: Parity) -> Parity:
+        """Return the record of a value, with what float64 says of it."""
+        doubt = self._doubts.get(index)
+        if doubt is None or not doubt.results:
+            return record
+        eager, port, share = doubt.share()
+        return dataclasses.replace(record, eager_error=eager, port_error=port, rounding=share)
+
+    def _repeats(self) -> bool:
+        """Return whether eager PyTorch gives the same values again: nothing outside changes it."""
+        values = self._values(contextlib.nullcontext())
+        return all(
+            doubt.pair.path in values
+            and torch.equal(
+                *(as_tensor(v).nan_to_num() for v in (values[doubt.pair.path], doubt.pair.want))
+            )
+            for doubt in self._doubts.values()
+        )
+
+    def _values(self, mode: Any) -> dict[str, Any]:
+        """Run eager PyTorch under a mode; return its values by the paths of their comparison."""
+        found = self._verifier.run(self._call, SameNumbers(self._call.key), mode)
+        return {**_results(found), **self._derivatives(found, mode)}
+
+    def _add(self, mode: Float64) -> None:
+        """Run eager PyTorch in float64 once, and keep its results for the values in question."""
+        with _no_fused_kernels():
+            values = self._values(mode)
+        self._narrow.update(mode.narrow)
+        for doubt in self._doubts.values():
+            value = values.get(doubt.pair.path)
+            if value is None:
+                continue
+            value = mode.value(value) if isinstance(value, torch.Tensor) else as_tensor(value)
+            if value.shape == as_tensor(doubt.pair.want).shape:
+                doubt.results.append((mode.errors, value))
+
+    def _derivatives(self, found: "Reference", mode: Any) -> dict[str, Any]:
+        asked = any(one.pair.path.startswith("grad.") for one in self._doubts.values())
+        if self._gradients is None or not asked:
+            return {}
+        with mode, torch.enable_grad():
+            made = self._gradients(found)
+        return {f"grad.{name}": value for name, value in made.items()}
+
+
+def _results(found: "Reference") -> dict[str, Any]:
+    """Return the outputs, arguments and state after a run, by the paths of their comparison."""
+    values = {one.path: one.want for one in pairs(found.out, found.out, "output")}
+    values |= {one.path: one.want for one in pairs(found.given, found.given, "argument")}
+    if found.module is not None:
+        leaves = state_tree(found.module).leaves
+        values |= {f"buffer.{name}": leaf for name, leaf in leaves.items()}
+    return values
+
+
+@contextlib.contextmanager
+def _no_fused_kernels() -> Iterator[None]:
+    """Keep torch from oneDNN's fused kernels (an LSTM is one), which have no float64."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _largest(errors: torch.Tensor) -> float:
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def _typical(errors: torch.Tensor) -> float:
+    """Return the root of the mean square: one error of many does not count for all."""
+    return float(errors.square().mean().sqrt()) if errors.numel() else 0.0
+
+
+def _ratio(error: float, limit: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / limit if limit > 0 else math.inf

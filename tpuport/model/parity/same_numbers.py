@@ -1,0 +1,67 @@
+"""Random numbers of eager PyTorch that are those of a port."""
+
+from typing import Any
+
+import jax
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpuport.foundation import pytree
+from tpuport.foundation.interop import backend
+from tpuport.model.parity.float64 import draws
+from tpuport.tracing.core.context import KeyStream
+from tpuport.tracing.core.keys import keyed
+from tpuport.tracing.core.tensor import TracedTensor, to_cpu, wrap
+from tpuport.tracing.core.values import map_tensors
+from tpuport.tracing.dispatch.dispatch import dispatch
+
+
+class SameNumbers(TorchDispatchMode):
+    """A mode in which eager torch draws the random numbers that a port draws from `key`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, key: jax.Array) -> None:
+        super().__init__()
+        self.keys = KeyStream(key)
+        self.generators: dict[int, KeyStream] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        generator = kwargs.get("generator")
+        own = generator is not None and generator._cdata not in self.generators
+        if own or not draws(func):
+            return func(*args, **kwargs)
+        return self._draw(func, args, kwargs)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        generator = kwargs.get("generator")
+        if "generator" in kwargs:
+            kwargs["generator"] = None
+        stream = self.keys if generator is None else self.generators[generator._cdata]
+        tensors: list[tuple[torch.Tensor, TracedTensor]] = []
+
+        def lift(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            lifted = wrap(backend.to_jax(tensor), tensor.dtype)
+            tensors.append((tensor, lifted))
+            return lifted
+
+        lifted = [map_tensors(lift, a) for a in args]
+        with keyed(stream):
+            result = dispatch(func, tuple(lifted), kwargs)
+        for plain, one in tensors:
+            if one._storage.version:
+                plain.copy_(to_cpu(one))
+                if result is one:
+                    result = plain
+        return pytree.map_tensors(lambda t: to_cpu(t) if isinstance(t, TracedTensor) else t, result)
