@@ -614,7 +614,7 @@ def _all_clauses(x: torch.Tensor, k: torch.Tensor) -> Any:
     else:
         y = y + len(steps)
     finally:
-        y = y * 2  # pyright: ignore[reportPossiblyUnbound]
+        y = y * 2  # pyright: ignore[reportPossiblyUnboundVariable]
     return y
 
 
