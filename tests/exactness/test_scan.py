@@ -121,3 +121,21 @@ def test_rounds_that_differ_are_refused():
         scan(lambda carry, x: (carry, x), torch.zeros(1), (torch.zeros(2), torch.zeros(3)))
     with pytest.raises(UsageError, match=r"of \[0\] rounds: expected one number, above 0"):
         scan(lambda carry, x: (carry, x), torch.zeros(1), torch.zeros(0, 2))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_check_in_a_round(remat: bool):
+    table = torch.arange(12.0).reshape(4, 3)
+
+    def total(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        def body(carry: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return carry + table[row], carry
+
+        return scan(body, x, rows, remat=remat)[0]
+
+    ported = tpuport.convert(total)
+    for _ in range(2):
+        got = tpuport.to_torch(ported(torch.ones(3), torch.tensor([0, -1, 3])))
+        np.testing.assert_array_equal(got, total(torch.ones(3), torch.tensor([0, -1, 3])))
+        with pytest.raises(IndexError, match="expected -4 <= index < 4"):
+            ported(torch.ones(3), torch.tensor([0, 4, 1]))

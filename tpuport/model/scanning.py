@@ -71,13 +71,17 @@ class _Scan:
         self.given_spec: pytree.TreeSpec | None = None
         self.y_spec: pytree.TreeSpec | None = None
         self.y_metas: list[torch.Tensor] = []
+        # Where the number of the first failed check is kept, which the loop carries.
+        self.failures = trace.error_code
 
     def run(self, leaves: list[torch.Tensor], spec: pytree.TreeSpec) -> tuple[Any, Any]:
         """Run the loop; return the final carry and all y."""
         self.given, self.given_spec = [meta_of(leaf[0]) for leaf in leaves], spec
         step = jax.checkpoint(self._step) if self.remat else self._step
         first = [value_of(leaf) for leaf in self.carried]
-        last, ys = jax.lax.scan(step, first, [value_of(leaf) for leaf in leaves])
+        code = None if self.failures is None else self.failures.value
+        (last, code), ys = jax.lax.scan(step, (first, code), [value_of(leaf) for leaf in leaves])
+        self._enter(code)
         return self._tensors(self.spec, last, self.metas), self._tensors(
             self.y_spec, ys, self.y_metas
         )
@@ -89,16 +93,21 @@ class _Scan:
         ]
         return pytree.unflatten(spec, made)
 
+    def _enter(self, code: jax.Array | None) -> None:
+        if self.failures is not None and code is not None:
+            self.failures.set(code)
+
     def _step(
-        self, carried: list[jax.Array], given: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        before = self.trace.draws
+        self, before: tuple[list[jax.Array], jax.Array | None], given: list[jax.Array]
+    ) -> tuple[tuple[list[jax.Array], jax.Array | None], list[jax.Array]]:
+        (carried, code), draws = before, self.trace.draws
+        self._enter(code)
         state = self._tensors(self.spec, carried, self.metas)
         x = self._tensors(self.given_spec, given, self.given)
         with self.trace.recording() as effects:
             after, y = self._call(state, x)
-        written = [s for s, _, _ in effects.before.values()]
-        if written or any(a is not b for a, b in zip(self.trace.draws, before, strict=True)):
+        written = [s for s, _, _ in effects.before.values() if s is not self.failures]
+        if written or any(a is not b for a, b in zip(self.trace.draws, draws, strict=True)):
             raise _refused("writes to tensors that it did not make, or draws random numbers")
         leaves, spec = pytree.flatten(after, leaf=_is_tensor)
         found = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if _is_tensor(leaf)]
@@ -107,7 +116,8 @@ class _Scan:
             raise _refused(f"carries {wanted} into a round and {found} out of it")
         parts, self.y_spec = pytree.flatten(y, leaf=_is_tensor)
         self.y_metas = [meta_of(part) for part in parts]
-        return [value_of(leaf) for leaf in leaves], [value_of(part) for part in parts]
+        code = None if self.failures is None else self.failures.value
+        return ([value_of(leaf) for leaf in leaves], code), [value_of(part) for part in parts]
 
     def _call(self, state: Any, x: Any) -> tuple[Any, Any]:
         explorer = self.trace.explorer

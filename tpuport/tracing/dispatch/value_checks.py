@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -80,13 +81,19 @@ def _known(trace: Trace, of: Any) -> Any:
         return None
     if not isinstance(of, torch.Tensor):
         return np.asarray(of)
-    return None if trace.alias(of) is not None else to_numpy_array(of.detach())
+    if trace.alias(of) is not None:
+        return None
+    value = to_numpy_array(of.detach())
+    return value.astype(np.int64) if _is_whole(of) else value
 
 
 def _anywhere(failure: Failure, operands: list[torch.Tensor]) -> Any:
     """Return whether an op fails at a real element: padding holds arbitrary values."""
     of = failure.of
-    where = failure.where(lax.stop_gradient(value_of(strip(of))))
+    value = lax.stop_gradient(value_of(strip(of)))
+    # A limit may be no number of a narrow dtype: -100 is no uint8.
+    value = value.astype(jnp.int32) if value.dtype.itemsize < 4 and _is_whole(of) else value
+    where = failure.where(value)
     if extents_of(of):
         where &= value_of(real_elements(extents_of(of), where.shape))
     failed = where.any()

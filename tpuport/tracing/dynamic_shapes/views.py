@@ -191,7 +191,7 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size = extents_of(base).get(dim, node_of(physical))
     node = node_of(index)
     position = jnp.where(node.value < 0, node.value + size.value, node.value).astype(jnp.int32)
-    _check_range(position, size)
+    _check_range(node, size)
     position = jnp.clip(position, 0, max(physical - 1, 0))
 
     def forward(value: jax.Array) -> jax.Array:
@@ -207,6 +207,10 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return attach(view, left) if left else view
 
 
-def _check_range(position: jax.Array, size: NumberNode) -> None:
-    failed = (position < 0) | (position >= size.value)
-    raise_if(failed, IndexError("index out of range for a tensor whose size depends on data"))
+def _check_range(index: NumberNode, size: NumberNode) -> None:
+    if -size.low <= index.low and index.high < size.low:
+        return
+    known = size.low == size.high
+    expected = f"-{size.low} <= index < {size.low}" if known else "a size that depends on data"
+    failed = (index.value < -size.value) | (index.value >= size.value)
+    raise_if(failed, IndexError(f"select(): index is out of range: expected {expected}"))

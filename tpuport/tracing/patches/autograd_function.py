@@ -271,8 +271,13 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
 def _running(trace: Trace) -> Iterator[Trace]:
     """Enter a trace for a backward: the forward's, or a new one if that has already ended."""
     if not trace.closed:
-        with trace.recording():
-            yield trace
+        # A check would be a value of the backward, which must not leave it.
+        failures, trace.error_code = trace.error_code, None
+        try:
+            with trace.recording():
+                yield trace
+        finally:
+            trace.error_code = failures
         return
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     with installed(later.options.patches), active(later):
