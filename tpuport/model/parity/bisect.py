@@ -14,6 +14,7 @@ from tpuport.model.parity.verify import (
     Verifier,
     eager_copy,
     host_arguments,
+    takes_gradients,
     without_saved_tensors,
 )
 from tpuport.reports.records import Divergence, Parity
@@ -58,8 +59,10 @@ def first_difference(
             casting.in_force(),
         ):
             ported._tracer.method(module, method)(*host_args, **host_kwargs)
-    except SavedTensorNeeded:
-        return None
+    except (SavedTensorNeeded, RuntimeError) as error:
+        if takes_gradients(error):
+            return None
+        raise
     got: list[tuple[str, str, Any]] = []
     leaves, spec, paths = arguments.flatten_call((args, kwargs))
     values, metas = arguments.argument_arrays(leaves, paths)
