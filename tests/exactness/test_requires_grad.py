@@ -12,7 +12,7 @@ from torch import nn
 import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
 from tests.training.none_programs import Second
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import ParityError, PortError
 
 X = normal(4, 6)
 
@@ -210,6 +210,26 @@ def test_guidance_is_verified():
     ported = tpuport.convert(Guided(), args=(X,))
     assert ported.report.verified
     assert ported.verify(X * 2).ok
+
+
+class Functional(nn.Module):
+    """Gradients of weights by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def energy(params: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.linear, params, x).tanh().sum()
+
+        return torch.func.grad(energy)(dict(self.linear.named_parameters()), x)
+
+
+def test_gradients_by_torch_func_are_verified():
+    assert tpuport.convert(Functional(), args=(X,)).report.verified
+    with pytest.raises(ParityError):
+        tpuport.convert(Functional(), args=(X,), rtol=1e-30)
 
 
 # Inference mode.

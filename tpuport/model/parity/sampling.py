@@ -93,6 +93,7 @@ class Sampler:
 
     def _records(self, call: Call, found: Any, after: Any) -> list[Parity]:
         # Not `reference`: it restores the host's random numbers, which the program draws meanwhile.
+        self._verifier.saves = self._verifier.ported._verifier.saves
         expected = self._verifier.seen(call, SameNumbers(call.key))
         out, given = found
         places = outputs(expected, out, given) + buffers(call, expected, after)

@@ -103,7 +103,7 @@ class Verifier:
         self.changed_outside: list[str] = []
         self.why_no_float64 = ""
         # Whether eager keeps what a backward pass needs, because the code runs one itself.
-        self._saves = False
+        self.saves = False
 
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, trainable: bool = False
@@ -117,10 +117,9 @@ class Verifier:
         try:
             return self._reference(call)
         except (SavedTensorNeeded, RuntimeError) as error:
-            # The code takes gradients itself; torch.func refuses hooks on what it saves.
-            if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+            if not takes_gradients(error):
                 raise
-        self._saves = True
+        self.saves = True
         return self._reference(call)
 
     def _reference(self, call: Call) -> Reference:
@@ -175,7 +174,7 @@ class Verifier:
             for mode in modes:
                 stack.enter_context(mode)
             stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))
-            if not (call.trainable or self._saves):
+            if not (call.trainable or self.saves):
                 stack.enter_context(without_saved_tensors())
             stack.enter_context(part_of_program())
             stack.enter_context(casting.in_force())
