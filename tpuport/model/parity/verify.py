@@ -66,6 +66,12 @@ def without_saved_tensors() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, unpack)
 
 
+def takes_gradients(error: BaseException) -> bool:
+    """Return whether code failed without its saved tensors, because it takes gradients itself."""
+    # torch.func refuses hooks on what it saves.
+    return isinstance(error, SavedTensorNeeded) or "saved tensor hooks" in str(error)
+
+
 @dataclass(frozen=True)
 class Reference:
     """What eager PyTorch made of a call.
