@@ -81,6 +81,12 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
                 " use ported.eval_shape(...)"
             )
             raise UsageError(msg)
+        elif leaf.layout is not torch.strided:
+            msg = (
+                f"argument {path} has the layout {leaf.layout}: expected a dense tensor; pass"
+                " .to_dense(), or its indices and values"
+            )
+            raise UsageError(msg)
         else:
             try:
                 # So that the value stays concrete under a `jax.jit` of the caller's own too.

@@ -1,5 +1,6 @@
 """Factorisations, solves and products of matrices [..., n, n]."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -169,13 +170,29 @@ def _cholesky_ex(
 
 @lowering(aten.cholesky_solve.default, reason="torchax solves with the wrong triangle of a batch")
 def _cholesky_solve(b: jax.Array, factor: jax.Array, upper: bool = False) -> jax.Array:
-    factor = jnp.triu(factor) if upper else jnp.tril(factor)
     factor, b = _matched(factor, b)
-    if not b.size:
-        return b
+    return _solved(b, factor, upper) if b.size else b
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _solved(b: jax.Array, factor: jax.Array, upper: bool) -> jax.Array:
+    """Solve with the product of a triangular factor and its adjoint."""
+    factor = jnp.triu(factor) if upper else jnp.tril(factor)
     lower = _adjoint(factor) if upper else factor
     half = _triangular(lower, b, upper=False)
     return _triangular(_adjoint(lower), half, upper=True)
+
+
+@_solved.defjvp
+def _solved_jvp(upper: bool, primals: Any, tangents: Any) -> Any:
+    """Differentiate as torch does: with respect to all elements, not to one triangle."""
+    (b, factor), (change, bend) = primals, tangents
+    found = _solved(b, factor, upper)
+    if upper:
+        bent = _adjoint(bend) @ (factor @ found) + _adjoint(factor) @ (bend @ found)
+    else:
+        bent = bend @ (_adjoint(factor) @ found) + factor @ (_adjoint(bend) @ found)
+    return found, _solved(change - bent, factor, upper)
 
 
 @lowering(
