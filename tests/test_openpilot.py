@@ -1,7 +1,6 @@
 """The benchmark of openpilot's models: everyone computes and trains the same."""
 
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,12 +38,17 @@ def test_teachers_say_the_same(files: list[Path], capsys: pytest.CaptureFixture[
 def test_steps_train_alike(
     files: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    loops = mock.Mock(side_effect=benchmark.unrolled)
-    monkeypatch.setattr(benchmark, "unrolled", loops)
+    unrolled = benchmark.unrolled
+
+    def told(body: Any, carry: Any, xs: Any, **options: Any) -> Any:
+        print(f"{len(xs[2])} frames")  # noqa: T201
+        return unrolled(body, carry, xs, **options)
+
+    monkeypatch.setattr(benchmark, "unrolled", told)
     benchmark.show_steps(files, SMALLEST, rounds=1, compiles=1)
-    # Of the frames that fill the queues, and of those that count; no scan is left.
-    assert [len(call.args[2][2]) for call in loops.call_args_list] == [1, 1]
     said = capsys.readouterr().out
+    # Of the frames that fill the queues, and of those that count; no scan is left.
+    assert said.count("1 frames") == 2
     assert said.count("ms a step") == 3
     assert said.count("s to compile\n") == 2
     assert "times as fast as eager PyTorch" in said

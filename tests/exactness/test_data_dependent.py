@@ -496,3 +496,56 @@ def test_an_index_of_sequences_of_traced_scalars():
     for seed in range(3):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(tpuport.to_torch(ported(x)), cleared(x))
+
+
+# Whether code asks for the truth of a value as an object or as text, by each way to write it.
+ASKS: dict[str, Any] = {
+    "is True": lambda x: x * 2 if (x.sum() > 0).item() is True else x * 3,
+    "is not False": lambda x: x * 2 if (x.sum() > 0).item() is not False else x * 3,
+    "True is": lambda x: x * 2 if True is bool(x.sum() > 0) else x * 3,
+    "match": lambda x: _matched(x),
+    "key": lambda x: {True: x * 2, False: x * 3}[bool(x.sum() > 0)],
+    "text": lambda x: x * 2 if str(bool(x.sum() > 0)) == "True" else x * 3,
+}
+
+
+def _matched(x: torch.Tensor) -> torch.Tensor:
+    match (x.sum() > 0).item():
+        case True:
+            return x * 2
+        case _:
+            return x * 3
+
+
+@pytest.mark.parametrize("how", ASKS)
+def test_a_truth_is_an_object_where_code_asks_for_one(how: str):
+    ported = tpuport.convert(ASKS[how])
+    for sign in (-1.0, 1.0, -1.0):
+        x = torch.tensor([3.0, 2.0]) * sign
+        assert torch.equal(ported(x).torch(), ASKS[how](x))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda x: x * 2 if str(x.argmax().item()) == "0" else x * 3,
+        lambda x: {"0": x * 2}.get("" + str(x.argmax().item()), x * 3),
+        lambda x: x * 2 if str(x.argmax().item()).startswith("0") else x * 3,
+    ],
+)
+def test_the_text_of_a_number_is_not_compared(code: Any):
+    ported = tpuport.convert(code, verify=False)
+    with pytest.raises(PortError, match=r"test_data_dependent.py:\d+: TPU103 the text of a number"):
+        ported(torch.tensor([1.0, 2.0]))
+
+
+def test_the_text_of_a_number_can_be_printed(capsys: pytest.CaptureFixture[str]):
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        print("largest:", x.argmax().item(), f"of {x.sum().item()}")  # noqa: T201
+        return x * 2
+
+    assert torch.equal(tpuport.convert(prints, verify=False)(X_OF_TEXT).torch(), X_OF_TEXT * 2)
+    assert "traced int" in capsys.readouterr().out
+
+
+X_OF_TEXT = torch.tensor([1.0, 2.0])

@@ -52,7 +52,8 @@ class ModuleEdits:
         """Return the module's state, what decides about its program, and a key for each leaf."""
         with torch._C.DisableTorchFunction():
             tree = state_tree(self.module, ported._tracer.numbers, objects=True)
-            keys = {name: key_of(tree.leaves[name]) for name in tree.registered}
+            leaves = {n: leaf for n, leaf in tree.leaves.items() if n in tree.registered}
+            keys = {name: key_of(leaf) for name, leaf in leaves.items()}
         keys |= {n: tree.leaves[n] for n in ported._tracer.numbers if n in tree.leaves}
         return tree, frame_of(tree, self.module), keys
 

@@ -108,7 +108,8 @@ class PortedModel(PortedState):
         is_due = self._sampler is not None and self._sampler.is_due()
         bound = None if is_due else self._bound.get((kinds, version))
         if bound is not None:
-            is_valid, out = bound.call(self, args, kwargs)
+            with explaining():
+                is_valid, out = bound.call(self, args, kwargs)
             if is_valid:
                 self._outside_changes = 0
                 return out

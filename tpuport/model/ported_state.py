@@ -208,7 +208,7 @@ class PortedState:
             UsageError: A function was ported, or the model was on the meta device and has no
                 weights.
         """
-        return self._as_module(self.module, self.by_fqn(), self._tracer.casting.held_dtype)
+        return self._as_module(self._module, self.by_fqn(), self._tracer.casting.held_dtype)
 
     def _eager(self, module: torch.nn.Module, values: dict[str, Any]) -> torch.nn.Module:
         """Return a module with these values, in the dtypes that the program computes in."""

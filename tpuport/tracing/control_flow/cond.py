@@ -18,7 +18,7 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.concretize import raise_if
+from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.values import value_of
@@ -112,5 +112,7 @@ def traced_number(tensor: Any, kind: type) -> Any:
         return torch.sym_float(number)
     if kind is int:
         return torch.sym_int(number)
-    node = number.node
-    return sym_numbers.number(node.value != 0, bool)
+    if isinstance(number, bool):
+        return number
+    truth = number.node.value != 0
+    return decide(truth) if identity_is_asked() else sym_numbers.number(truth, bool)

@@ -1,12 +1,16 @@
 """Concrete answers that Python needs of a traced value: its truth, a number, a raised error."""
 
+import dis
+import functools
+import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import jax
 import jax.core
 
-from tpuport.foundation.user_frames import user_line
+from tpuport.foundation.user_frames import is_inside, user_line
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace
@@ -28,6 +32,28 @@ def decide(value: jax.Array) -> bool:
             remedy="use torch.where for a choice between tensors, or decide by a Python value",
         )
     return trace.explorer.decide(value)
+
+
+def identity_is_asked() -> bool:
+    """Return whether running code of the user's has `is True`, `is False` or such a `case`.
+
+    A traced truth value is another object than True, so such code needs the truth itself.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _asks_identity(frame.f_code) and not is_inside(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _asks_identity(code: CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    return any(
+        step.opname == "IS_OP" and any(isinstance(s.argval, bool) for s in steps[max(i - 2, 0) : i])
+        for i, step in enumerate(steps)
+    )
 
 
 def raise_if(failed: Callable[[], Any] | jax.Array, error: BaseException) -> None:

@@ -74,7 +74,8 @@ class LiftedCheck:
 
     @property
     def _key(self) -> tuple[type, str, str]:
-        return type(self.error), str(self.error), self.site
+        # The text of a traced number in it cannot be compared, that of the sum can.
+        return type(self.error), f"error: {self.error}", self.site
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LiftedCheck) and self._key == other._key

@@ -7,6 +7,7 @@ methods are those of torch's SymNode, which torch calls by name.
 import builtins
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.foundation.user_frames import is_inside
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.concretize import concrete_number, decide, raise_if
+from tpuport.tracing.core.errors import port_error
 
 
 def _weak(value: Any, kind: type) -> jax.Array:
@@ -55,6 +58,41 @@ class Linear:
     def is_natural(self) -> bool:
         """Return whether this is at least 0 in every run, as far as the atoms tell."""
         return self.const >= 0 and all(a > 0 and f > 0 for a, f in self.terms)
+
+
+class TracedText(str):
+    """The text of a traced number: it can be shown, but not compared or taken apart."""
+
+    def __add__(self, other: str) -> "TracedText":
+        """Return a text that cannot be compared either."""
+        return TracedText(str.__add__(self, other))
+
+    def __radd__(self, other: str) -> "TracedText":
+        """Return a text that cannot be compared either."""
+        return TracedText(str.__add__(other, self))
+
+
+def _refused_to_users(name: str) -> Callable[..., Any]:
+    original = getattr(str, name)
+
+    def method(self: TracedText, *args: Any, **kwargs: Any) -> Any:
+        if is_inside(sys._getframe(1).f_code.co_filename):
+            return original(self, *args, **kwargs)
+        raise port_error(
+            "the text of a number that depends on the program's inputs is compared or taken apart",
+            code="TPU103",
+            remedy="compare the number itself, or pass it as a Python number (it is then static)",
+        )
+
+    return method
+
+
+for _name in (
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__contains__"),
+    *("__getitem__", "__iter__", "__len__", "split", "strip", "replace", "find", "index", "count"),
+    *("startswith", "endswith", "isdigit", "isnumeric", "zfill", "join", "partition", "encode"),
+):
+    setattr(TracedText, _name, _refused_to_users(_name))
 
 
 class NumberNode:
@@ -135,8 +173,8 @@ class NumberNode:
     def clone(self) -> "NumberNode":
         return self
 
-    def str(self) -> str:
-        return f"<traced {self.kind.__name__}>"
+    def str(self) -> builtins.str:
+        return TracedText(f"<traced {self.kind.__name__}>")
 
     __str__ = __repr__ = str
 

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core.active import ActiveTrace
+from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode
@@ -531,7 +532,7 @@ def item(tensor: TracedTensor) -> Any:
     # A Python number has no gradient.
     value = jax.lax.stop_gradient(tensor._elem.reshape(()))
     if tensor.dtype is torch.bool:
-        return number(value, bool)
+        return decide(value) if identity_is_asked() else number(value, bool)
     if tensor.dtype.is_floating_point:
         return number(value, float)
     if tensor.dtype.is_complex:

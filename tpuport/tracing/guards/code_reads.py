@@ -7,7 +7,7 @@ reached only by a name that is computed may be missed.
 
 import builtins
 import contextvars
-import os
+import re
 import sys
 import types
 from collections import deque
@@ -30,6 +30,7 @@ _ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "_
 # Code that uses these may call any method.
 _COMPUTED = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__"})
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 _MOST_FUNCTIONS = 5000
 MISSING = object()
 
@@ -48,7 +49,7 @@ class CodeReads:
         cells: the cells of closures, by id.
         classes: the classes whose attributes are read, with the types of attributes to look at: of
             a library's classes only plain values.
-        uses_environment: whether the code reads environment variables.
+        variables: the names of environment variables; None if the code may read any.
     """
 
     def __init__(self, roots: Iterable[Any], methods: Iterable[str] | None = None) -> None:
@@ -56,7 +57,7 @@ class CodeReads:
         self.functions: list[types.FunctionType] = []
         self.cells: dict[int, types.CellType] = {}
         self.classes: dict[type, tuple[type, ...]] = {}
-        self.uses_environment = False
+        self.variables: set[str] | None = set()
         self._follows_all = methods is None
         self._names: set[str] = set(methods or ())
         self._reads_any = False
@@ -140,7 +141,8 @@ class CodeReads:
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
             return
         self._reads_any = self._reads_any or bool(names & _ANY)
-        self.uses_environment = self.uses_environment or bool(names & _ENVIRONMENT)
+        if names & _ENVIRONMENT:
+            self._note_variables({name for name in names if _VARIABLE.fullmatch(name)})
         self._note_names(function.__globals__, names)
         library = _is_library(function.__globals__)
         if not library:
@@ -151,6 +153,11 @@ class CodeReads:
             if not library or isinstance(content(cell), VALUES):
                 self.cells[id(cell)] = cell
             self._note_value(content(cell))
+
+    def _note_variables(self, names: set[str]) -> None:
+        """Note the environment variables among the strings of code that reads some."""
+        if self.variables is not None:
+            self.variables = self.variables | names if names else None
 
     def _note_methods(self, names: Iterable[str], of: str | None = None) -> None:
         """Follow the methods of these names, or those among them that one module defines."""
@@ -177,11 +184,6 @@ class CodeReads:
             if not _is_library(namespace) or watched:
                 self.places[id(namespace), name] = (namespace, name)
             self._note_value(value)
-
-
-def environment() -> dict[Any, Any]:
-    """Return the dict that holds the environment variables of this process."""
-    return os.environ._data  # type: ignore[attr-defined]  (no copy, which takes a microsecond each)
 
 
 def content(cell: types.CellType) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import copy
 import operator
+import os
 import types
 import weakref
 from collections import deque
@@ -22,7 +23,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content, environment
+from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
 
 _CONTAINERS = (list, dict, set, deque)
 _LARGEST, _MOST_BYTES = 4096, 4096
@@ -189,8 +190,9 @@ def _read(reads: CodeReads, module: torch.nn.Module | None) -> Iterator[tuple[st
     for cls in reads.classes:
         for name in reads.attributes(cls):
             yield f"{cls.__name__}.{name}", vars(cls)[name]
-    if reads.uses_environment:
-        yield "os.environ", environment()
+    names = os.environ if reads.variables is None else reads.variables
+    for name in sorted(names):
+        yield f"os.environ[{name!r}]", os.environ.get(name)
     yield from () if module is None else _read_module(reads, module)
 
 
@@ -216,6 +218,9 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
     for function in reads.functions:
         held = (function.__defaults__, function.__kwdefaults__)
         identities.other(_has_defaults, function, held)
+    if reads.variables is None or reads.variables:
+        names = reads.variables
+        identities.other(_has_variables, names, _variables(names))
 
 
 def _holds(cell: types.CellType, value: Any) -> bool:
@@ -224,6 +229,14 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 
 def _has_defaults(function: types.FunctionType, held: tuple[Any, Any]) -> bool:
     return function.__defaults__ is held[0] and function.__kwdefaults__ is held[1]
+
+
+def _variables(names: set[str] | None) -> dict[str, str | None]:
+    return dict(os.environ) if names is None else {name: os.environ.get(name) for name in names}
+
+
+def _has_variables(names: set[str] | None, values: dict[str, str | None]) -> bool:
+    return _variables(names) == values
 
 
 def _has_value(variable: contextvars.ContextVar[Any], value: Any) -> bool:
