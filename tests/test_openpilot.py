@@ -1,6 +1,7 @@
 """The benchmark of openpilot's models: everyone computes and trains the same."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_steps_train_alike(
     benchmark.show_steps(files, SMALLEST, rounds=1, compiles=1)
     said = capsys.readouterr().out
     # Of the frames that fill the queues, and of those that count; no scan is left.
-    assert said.count("1 frames") == 2
+    assert said.count("1 frames\n") == 2
     assert said.count("ms a step") == 3
     assert said.count("s to compile\n") == 2
     assert "times as fast as eager PyTorch" in said

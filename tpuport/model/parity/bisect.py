@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
@@ -75,6 +76,8 @@ def _record(module: torch.nn.Module, into: Outputs, value: Callable[[Any], Any])
         def after(owner: torch.nn.Module, inputs: Any, output: Any) -> None:
             del inputs
             leaves, _ = pytree.flatten(output)
+            if any(is_functorch_wrapped_tensor(leaf) for leaf in leaves):
+                return  # inside a transformation of torch.func, which hides the values
             into.append((name, type(owner).__name__, [value(leaf) for leaf in leaves]))
 
         return after
