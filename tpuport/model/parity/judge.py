@@ -10,7 +10,7 @@ float32 result has a few: the change that they make does not grow with the error
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from tpuport.model.parity.float64 import Float64
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.structure import Pair, as_tensor, pairs
 from tpuport.reports.records import Parity
+from tpuport.tracing.session.tracer import no_fused_kernels
 from tpuport.tracing.state.module_state import state_tree
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Judge:
 
     def _add(self, mode: Float64) -> None:
         """Run eager PyTorch in float64 once, and keep its results for the values in question."""
-        with _no_fused_kernels():
+        with no_fused_kernels():
             values = self._values(mode)
         self._narrow.update(mode.narrow)
         for doubt in self._doubts.values():
@@ -192,17 +193,6 @@ def _results(found: "Reference") -> dict[str, Any]:
         leaves = state_tree(found.module).leaves
         values |= {f"buffer.{name}": leaf for name, leaf in leaves.items()}
     return values
-
-
-@contextlib.contextmanager
-def _no_fused_kernels() -> Iterator[None]:
-    """Keep torch from oneDNN's fused kernels (an LSTM is one), which have no float64."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _largest(errors: torch.Tensor) -> float:

@@ -198,7 +198,7 @@ class Tracer:
             torch.inference_mode(False) if inference else nothing,
             uncollected(),
             eager_compiled(),
-            _no_fused_kernels(),
+            no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
             installed(self.patches),
             active(trace),
@@ -404,8 +404,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_fused_kernels() -> Iterator[None]:
-    """Keep torch from choosing oneDNN's fused ops (an LSTM is one), which do not decompose."""
+def no_fused_kernels() -> Iterator[None]:
+    """Keep torch from oneDNN's fused ops (an LSTM is one), which do not decompose.
+
+    They have no float64 either.
+    """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
