@@ -68,9 +68,14 @@ class Outcome:
 
 def database() -> list[Any]:
     """Return PyTorch's entries."""
+    # Importing them forbids to set flags of torch.backends in this process.
+    flag = "__allow_nonbracketed_mutation_flag"
+    held = torch.backends.disable_global_flags.__globals__
+    before = held[flag]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
+    held[flag] = before
     return list(op_db)
 
 

@@ -57,10 +57,7 @@ def native_batch_norm(
     kind = weight.dtype if weight is not None else x.dtype
     saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
     extra = [
-        wrap_as(
-            None, lax.stop_gradient(s), torch.empty(s.shape, dtype=kind, device="meta"), current()
-        )
-        for s in saved
+        wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current()) for s in saved
     ]
     return result, extra[0], extra[1]
 
@@ -111,8 +108,7 @@ def _native_layer_norm(
         out = out * wide(weight)
     if bias is not None:
         out = out + wide(bias)
-    # Torch's backward takes no gradient of the statistics.
-    return out, lax.stop_gradient(mean), lax.stop_gradient(inverse)
+    return out, mean, inverse
 
 
 @lowering(
