@@ -3,8 +3,11 @@
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,6 +105,88 @@ def test_a_clone_shares_no_container_and_no_tensor(name: str):
     assert type(made.held) is type(module.held)
     assert first_tensor(made.held) is known[id(tensor)]
     assert first_tensor(module.held) is tensor
+
+
+class Local(nn.Module):
+    """Its forward runs functions that refer to its parts, as minGPT's blocks do."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        part = self.part = nn.Linear(2, 2)
+        parts, outer, scale = [part], self.scaled, torch.ones(1)
+        self.register_buffer("scale", scale)
+
+        def again(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+            return again(part(x), times - 1) if times else x
+
+        first = partial(lambda of, x: of(x), part)
+        inner = lambda x: part(x)  # noqa: E731
+        self.run: Any = {
+            "module": lambda x: part(x),
+            "list": lambda x: parts[0](x),
+            "method": lambda x: outer(x),
+            "recursive": again,
+            "partial": lambda x: first(x),
+            "function": lambda x: inner(x) * scale,
+        }[kind]
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.run(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "list", "method", "recursive", "partial", "function"])
+def test_a_clone_runs_its_own_parts_in_local_functions(kind: str):
+    module, x = Local(kind), torch.randn(3, 2)
+    made, _ = clone_module(module, lambda t: t.detach().mul(2).requires_grad_(t.requires_grad))
+    want = Local(kind)
+    want.load_state_dict({name: t * 2 for name, t in module.state_dict().items()})
+    assert torch.equal(made(x), want(x))
+    again, _ = clone_module(made, torch.clone)
+    assert torch.equal(again(x), want(x)), "a copy of a copy"
+
+
+def test_local_functions_get_gradients():
+    torch.manual_seed(0)
+    module, x = Local("module"), torch.randn(3, 2)
+    ported = tpuport.convert(module)
+
+    def loss(params: Any) -> Any:
+        return (ported.apply(params, ported.buffers, jax.random.key(0), x)[0] ** 2).mean()
+
+    got = jax.grad(loss)(ported.params)
+    module(x).square().mean().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert np.abs(got[name] - parameter.grad.numpy()).max() < 1e-6
+
+
+class Irrep(tuple[int, ...]):
+    """As in e3nn: a tuple whose length is not to be asked for."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Built(nn.Module):
+    """As in ema_pytorch: made with an argument."""
+
+    def __new__(cls, inner: nn.Module) -> "Built":
+        return super().__new__(cls)
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.irrep = inner, Irrep((2, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.irrep[0]
+
+
+def test_no_code_of_the_classes_runs_when_a_module_is_copied():
+    module, x = Built(nn.Linear(2, 2)), torch.randn(3, 2)
+    assert torch.allclose(tpuport.to_torch(tpuport.convert(module)(x)), module(x), atol=1e-6)
 
 
 CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {

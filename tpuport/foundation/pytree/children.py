@@ -24,6 +24,7 @@ OPAQUE = frozenset(
 )
 
 # Containers without attributes.
+_SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset)
 _BARE = frozenset({list, tuple, dict, set, frozenset, deque, defaultdict})
 
 
@@ -81,10 +82,11 @@ def children(value: Any) -> Children:
         option = value.default_factory if isinstance(value, defaultdict) else None
         keys = list(dict.keys(value))
         return Children(type(value), keys, list(dict.values(value)), held, option)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return Children(type(value), None, list(value), held)
+    for base in _SEQUENCES:
+        if isinstance(value, base):  # A class of the user's may count or walk in its own way.
+            return Children(type(value), None, list(base.__iter__(value)), held)
     if isinstance(value, deque):
-        return Children(type(value), None, list(value), held, value.maxlen)
+        return Children(type(value), None, list(deque.__iter__(value)), held, value.maxlen)
     return Children(type(value), None, [], held)
 
 
@@ -147,7 +149,7 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
         else:
             made.update(zip(content.keys, parts, strict=True))
         return made
-    blank = _blank_of(content.kind)
+    blank = blank_of(content.kind)
     if issubclass(content.kind, (tuple, frozenset)):
         content = content.map(build)
         made = blank(content.kind, content.parts)
@@ -216,7 +218,7 @@ def is_plain(value: Any) -> bool:
     kind = type(value)
     if kind is np.ndarray:
         return value.dtype != object
-    return is_open(value) and _blank_of(kind) is object.__new__
+    return is_open(value) and blank_of(kind) is object.__new__
 
 
 def is_open(value: Any) -> bool:
@@ -227,7 +229,7 @@ def is_open(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _blank_of(kind: type) -> Callable[..., Any]:
+def blank_of(kind: type) -> Callable[..., Any]:
     """Return the function that makes an empty object without running the class's own `__new__`."""
     return next(base for base in kind.__mro__ if _is_written_in_c(base)).__new__
 

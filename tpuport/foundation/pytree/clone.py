@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tpuport.foundation.pytree.children import (
     ATOMIC,
     ATOMS,
     OPAQUE,
+    blank_of,
     children,
     rebuilt,
     refill,
@@ -33,6 +34,8 @@ _SHARED = (
     types.GeneratorType,
 )
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
+# What a local function may keep its modules in.
+_CONTAINERS = frozenset({dict, list, tuple})
 # Objects of these packages are shared; a generator of `random` and an event are copied.
 _SHARED_PACKAGES = OPAQUE - {"random", "threading"}
 # The dicts and sets that torch keeps on each module, most of them empty. No other object holds one,
@@ -47,12 +50,21 @@ class Cloner:
         self.tensor_map = tensor_map
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
+        self._cells: list[types.CellType] = []
 
     def clone(self, value: Any) -> Any:
         """Return the copy of a value; the same copy each time."""
+        made = self._clone(value)
+        # Only now are all the copies there that local functions may refer to.
+        while self._cells:
+            cell = self._cells.pop()
+            cell.cell_contents = self._bound(cell.cell_contents)
+        return made
+
+    def _clone(self, value: Any) -> Any:
         kind = type(value)
         if kind in ATOMIC:
-            return value
+            return self._function(value) if kind is types.FunctionType else value
         # First, for speed: these are the most frequent, and no test below holds for them.
         if kind in _BUILT_IN or isinstance(value, torch.nn.Module):
             known = self.memo.get(id(value))
@@ -68,16 +80,56 @@ class Cloner:
             return known
         return self._other(value)
 
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        """Return a function that refers to the copies where this one refers to modules or tensors.
+
+        Modules keep such functions: `self.mlpf = lambda x: mlp.c_proj(mlp.act(mlp.c_fc(x)))`. A
+        function without such a reference is the same object.
+        """
+        old = value.__closure__ or ()
+        if not any(map(_refers, old)):
+            return value
+        known = self.memo.get(id(value))
+        if known is None:
+            cells = tuple(types.CellType(c.cell_contents) if _refers(c) else c for c in old)
+            known = types.FunctionType(
+                value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+            )
+            known.__kwdefaults__, known.__qualname__ = value.__kwdefaults__, value.__qualname__
+            known.__dict__.update(value.__dict__)
+            self.memo[id(value)] = known
+            self.keep.append(value)
+            self._cells += [new for new, of in zip(cells, old, strict=True) if new is not of]
+        return known
+
+    def _bound(self, held: Any) -> Any:
+        """Return the copy of what a cell holds; what is no part of the copied module stays."""
+        if not _refers(held):
+            return held
+        if isinstance(held, types.FunctionType):
+            return self._function(held)
+        if isinstance(held, types.MethodType):
+            return types.MethodType(held.__func__, self._bound(held.__self__))
+        if isinstance(held, functools.partial):
+            parts = [self._bound(part) for part in held.args]
+            options = {name: self._bound(part) for name, part in held.keywords.items()}
+            return functools.partial(self._bound(held.func), *parts, **options)
+        if id(held) not in self.memo and type(held) in _CONTAINERS:
+            self.keep.append(held)
+            note = functools.partial(self.memo.__setitem__, id(held))
+            return rebuilt(children(held), self._bound, note)
+        return self.memo.get(id(held), held)
+
     def _other(self, value: Any) -> Any:
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.clone(value.__self__))
+            return types.MethodType(value.__func__, self._clone(value.__self__))
         if isinstance(value, _SHARED):
             return value
         if isinstance(value, weakref.ref):
             # Recurrent layers keep weak references to their weights, to notice that one changed.
             referent = value()
             is_tensor = isinstance(referent, torch.Tensor)
-            return weakref.ref(self.clone(referent)) if is_tensor else value
+            return weakref.ref(self._clone(referent)) if is_tensor else value
         known = self.memo.get(id(value))
         if known is not None:
             return known
@@ -86,17 +138,16 @@ class Cloner:
             made = self.memo[id(value)] = self._handle(value)
             return made
         if isinstance(value, functools.partial):
-            parts = [self.clone(p) for p in value.args]
-            made = functools.partial(self.clone(value.func), *parts, **self.clone(value.keywords))
+            parts = [self._clone(p) for p in value.args]
+            made = functools.partial(self._clone(value.func), *parts, **self._clone(value.keywords))
             self.memo[id(value)] = made
             return made
         if isinstance(value, (tuple, frozenset)):
-            if all(self.clone(part) is part for part in value):
+            content = children(value)
+            if all(self._clone(part) is part for part in content.parts):
                 self.memo[id(value)] = value
                 return value
-            return rebuilt(
-                children(value), self.clone, lambda made: self.memo.update({id(value): made})
-            )
+            return rebuilt(content, self._clone, lambda made: self.memo.update({id(value): made}))
         return self._object(value)
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
@@ -104,7 +155,7 @@ class Cloner:
 
         def copied(of: Any) -> Any:
             # The handle refers to the hooks weakly; those of a deleted module are gone.
-            return OrderedDict() if of is None else self.clone(of)
+            return OrderedDict() if of is None else self._clone(of)
 
         hooks, number, *extra = value.__getstate__()
         made = RemovableHandle.__new__(RemovableHandle)
@@ -119,13 +170,13 @@ class Cloner:
         if isinstance(value, torch.nn.Module):
             self._fill_module(made, value)
         elif made is not value:
-            refill(made, children(value).map(self.clone))
+            refill(made, children(value).map(self._clone))
         return made
 
     def _shallow(self, value: Any) -> Any:
         """Return a copy whose parts are still to be copied; the value itself if it is shared."""
         if isinstance(value, torch.nn.Module):
-            return value.__class__.__new__(value.__class__)
+            return blank_of(value.__class__)(value.__class__)
         package = type(value).__module__.split(".")[0]
         is_object = package not in _SHARED_PACKAGES and (
             hasattr(value, "__dict__") or bool(slots_of(value))
@@ -141,13 +192,13 @@ class Cloner:
         copied = made.__dict__
         for name, part in value.__dict__.items():
             if type(part) in ATOMIC:
-                copied[name] = part
+                copied[name] = self._function(part) if type(part) is types.FunctionType else part
             elif name in _OF_MODULES and type(part) in _BUILT_IN and not part:
                 copied[name] = type(part)()
             else:
-                copied[name] = self.clone(part)
+                copied[name] = self._clone(part)
         for name, part in slots_of(value).items():
-            object.__setattr__(made, name, self.clone(part))
+            object.__setattr__(made, name, self._clone(part))
 
 
 def clone_module(
@@ -162,3 +213,26 @@ def clone_module(
     """
     cloner = Cloner(tensor_map)
     return cloner.clone(module), cloner.memo
+
+
+def _refers(value: Any, seen: set[int] | None = None) -> bool:
+    """Return whether a function, or what its cell holds, leads to a module or a tensor."""
+    seen = set() if seen is None else seen
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))  # A local function that calls itself is in a cell of its own.
+    parts: Sequence[Any] = ()
+    if isinstance(value, types.MethodType):
+        parts = [value.__self__]
+    elif isinstance(value, types.FunctionType):
+        parts = value.__closure__ or ()
+    elif isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif type(value) in _CONTAINERS:
+        parts = children(value).parts
+    elif isinstance(value, types.CellType):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            parts = [value.cell_contents]
+    return any(_refers(part, seen) for part in parts)
