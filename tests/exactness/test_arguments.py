@@ -239,3 +239,23 @@ def test_a_random_generator_of_the_host_is_refused(kind: str):
 
     with pytest.raises(PortError, match="drew random numbers from"):
         tpuport.convert(Holder(), verify=False)(torch.ones(2))
+
+
+@pytest.mark.parametrize("verify", [False, "first"])
+def test_a_torch_generator_of_the_module_is_refused(verify):
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source = torch.Generator().manual_seed(3)
+
+        def forward(self, x):
+            return x + torch.rand(2, generator=self.source)
+
+    module = Holder()
+    before = module.source.get_state()
+    with pytest.raises(
+        PortError, match=r"(?s)a torch\.Generator .*pass the torch\.Generator"
+    ) as caught:
+        tpuport.convert(module, verify=verify)(torch.ones(2))
+    assert caught.value.code == "TPU404"
+    assert torch.equal(module.source.get_state(), before)

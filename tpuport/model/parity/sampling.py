@@ -17,8 +17,12 @@ from tpuport.model.parity.verify import Verifier, buffers, outputs
 from tpuport.reports.records import Parity
 
 # The largest share of the time that comparing takes.
-_SHARE = 0.04
-_WORKER = ThreadPoolExecutor(1, thread_name_prefix="tpuport-verify")
+_SHARE = 0.03
+# OpenMP has a number of threads for each thread: the first question takes over the one that
+# `torch.set_num_threads` set, and without it kernels use all cores, and wait for each other.
+_WORKER = ThreadPoolExecutor(
+    1, thread_name_prefix="tpuport-verify", initializer=torch.get_num_threads
+)
 
 
 class Sampler:
@@ -58,19 +62,18 @@ class Sampler:
         """Choose when to compare next, after a comparison that took `cost` seconds."""
         self._next = time.monotonic() + cost / _SHARE * self._random.uniform(0.5, 1.5)
 
-    def submit(self, call: Call, out: Any, given: Any, spent: float) -> None:
+    def submit(self, call: Call, out: Any, given: Any, started: float) -> None:
         """Compare a call that has run, in the background.
 
         Args:
             call: The call as it was before.
             out: Its result.
             given: Its arguments after it.
-            spent: The seconds that describing the call took.
+            started: When it began. Its time counts: it went the general way of a call.
         """
         self._next = float("inf")  # one at a time
-        started = time.monotonic()
         after, found = self._verifier.ported._values(), kept((out, given))
-        spent += time.monotonic() - started
+        spent = time.monotonic() - started
         _WORKER.submit(self._compare, call, self.calls, found, after, spent)
 
     def _compare(self, call: Call, number: int, found: Any, after: Any, spent: float) -> None:

@@ -14,6 +14,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
 
 _NUMPY = (np.random.Generator, np.random.RandomState)
+_KINDS = (*_NUMPY, random.Random, torch.Generator)
 
 
 # These types hold no other objects.
@@ -28,7 +29,7 @@ class _Generator(NamedTuple):
 
     name: str
     state: Callable[[], Any]
-    restore: Callable[[Any], None]
+    restore: Callable[[Any], object]
 
 
 _GLOBAL = (
@@ -43,7 +44,7 @@ _GLOBAL = (
 
 
 def _sources(roots: list[Any]) -> list[Any]:
-    """Find the random generators of Python and numpy that modules and arguments refer to."""
+    """Find the random generators that modules and arguments refer to."""
 
     def parts(value: Any) -> list[Any]:
         if isinstance(value, _BARE):
@@ -55,7 +56,7 @@ def _sources(roots: list[Any]) -> list[Any]:
         ]
 
     found = pytree.walk(roots, parts)
-    return [value for value in found if isinstance(value, (*_NUMPY, random.Random))]
+    return [value for value in found if isinstance(value, _KINDS)]
 
 
 def _of(source: Any) -> _Generator:
@@ -70,6 +71,8 @@ def _of(source: Any) -> _Generator:
         return _Generator(
             "a numpy RandomState", lambda: source.get_state(legacy=False), source.set_state
         )
+    if isinstance(source, torch.Generator):
+        return _Generator("a torch.Generator", source.get_state, source.set_state)
     return _Generator("a random.Random", source.getstate, source.setstate)
 
 
@@ -134,6 +137,6 @@ def unchanged(roots: list[Any]) -> Iterator[None]:
             code="TPU404",
             remedy=(
                 "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                " fresh at each call"
+                " fresh at each call, or pass the torch.Generator as an argument"
             ),
         )
