@@ -148,7 +148,7 @@ def models() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
         *(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
     )
-    image = ViTConfig(**wide, num_attention_heads=4, image_size=32, patch_size=8, num_labels=10)
+    image = ViTConfig(**wide, num_attention_heads=4, image_size=32, patch_size=8)
     return {
         "MLP, batch 8": (mlp, (torch.randn(8, 8),)),
         "convolutions": (convolutions, (picture,)),

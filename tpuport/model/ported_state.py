@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.errors import PortError, UsageError
-from tpuport.foundation.interop import backend
+from tpuport.foundation.interop import backend, shared_memory
 from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model import weights
@@ -81,7 +81,7 @@ class PortedState:
                 )
                 target[name] = stand_in
             else:
-                target[name] = backend.to_jax(leaf)
+                target[name] = shared_memory.to_jax(leaf)
 
     @property
     def module(self) -> torch.nn.Module:
@@ -231,7 +231,7 @@ class PortedState:
             if isinstance(value, jax.ShapeDtypeStruct):
                 msg = "to_torch() needs weights; this model was converted from the meta device"
                 raise UsageError(msg)
-            made = backend.to_torch(value, dtype_of(name, tensor.dtype))
+            made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
             if isinstance(tensor, torch.nn.Parameter):
                 return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made

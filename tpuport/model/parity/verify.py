@@ -15,6 +15,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.seen_device import seen_device
+from tpuport.foundation.interop.shared_memory import lazy_clone
 from tpuport.foundation.patching.shim import installed
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model.parity.call import Call, fork
@@ -37,15 +38,16 @@ from tpuport.tracing.state.module_state import state_tree
 def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.Module:
     """Copy a module to run it eagerly.
 
-    Parameters are shared (or fresh leaves if `trainable`), buffers are copied.
+    Parameters are shared (or fresh leaves if `trainable`), buffers are copied. What is large is
+    copied when it is written.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, torch.nn.Parameter):
             if not trainable:
                 return tensor
-            return torch.nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
-        return tensor.detach().clone()
+            return torch.nn.Parameter(lazy_clone(tensor), requires_grad=tensor.requires_grad)
+        return lazy_clone(tensor)
 
     return clone_module(module, copy)[0]
 

@@ -1,0 +1,93 @@
+"""Weights that torch and jax read in the same memory; torch copies it before it writes.
+
+torch keeps who shares the memory of a tensor that was cloned lazily, and whichever tensor is
+written first, in whatever way torch offers (in place, `data`, numpy, DLPack, its storage), gets
+memory of its own. jax never writes the memory of an array that it does not own, donated or not.
+What torch does not see is an address that somebody took before: a tensor whose memory is also a
+numpy array's, or was exported, is copied.
+"""
+
+import ctypes
+import weakref
+
+import jax
+import jax.core
+import numpy as np
+import torch
+
+from tpuport.foundation.interop import backend
+
+# Smaller tensors are copied as fast.
+_LEAST = 1 << 16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# By the id of a living array, the tensor whose memory it reads.
+_LENT: dict[int, torch.Tensor] = {}
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """Return an array of jax with the values that a tensor has now.
+
+    Where jax's device is the CPU, it shares the memory of a large tensor until that is written.
+
+    Raises:
+        OverflowError: as `backend.to_jax`.
+    """
+    suits = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in _DTYPES
+    if not suits or tensor.nbytes < _LEAST or jax.default_backend() != "cpu":
+        return backend.to_jax(tensor)
+    lent = lazy_clone(tensor)
+    if not lent.is_contiguous():
+        lent = lent.contiguous()
+    array = jax.device_put(_memory(lent), may_alias=True)
+    if not isinstance(array, jax.core.Tracer) and all(d.platform == "cpu" for d in array.devices()):
+        if array.is_fully_addressable and _address(lent) == array.unsafe_buffer_pointer():
+            _LENT[id(array)] = lent
+            weakref.finalize(array, _LENT.pop, id(array)).atexit = False
+    return array
+
+
+def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a CPU tensor with the values of an array, cast to `dtype` if given.
+
+    It shares the memory of an array that `to_jax` made, until the tensor is written.
+    """
+    lent = _LENT.get(id(value))
+    if lent is None:
+        return backend.to_torch(value, dtype)
+    return lazy_clone(lent).to(lent.dtype if dtype is None else dtype)
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that shares its memory until either is written, if it can."""
+    if not _is_private(tensor):
+        return tensor.detach().clone()
+    with torch.no_grad():
+        try:
+            return torch._lazy_clone(tensor.detach())
+        except RuntimeError:  # memory that torch did not allocate: a file's, shared, numpy's
+            return tensor.detach().clone()
+
+
+def _is_private(tensor: torch.Tensor) -> bool:
+    """Return whether no array, exported memory or other tensor refers to a tensor's memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    if tensor.layout is not torch.strided or tensor.is_inference():
+        return False
+    # A storage is held by its tensor and by the Python object that is asked for here.
+    held = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
+    return held == 2 and tensor._use_count() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _memory(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array over the memory of a tensor, which it keeps alive, without a copy of it."""
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(_address(tensor))
+    memory.owner = tensor
+    array = np.frombuffer(memory, backend.jax_dtype(tensor.dtype)).reshape(tensor.shape)
+    array.flags.writeable = False
+    return array
+
+
+def _address(tensor: torch.Tensor) -> int:
+    # `Tensor.data_ptr` is for those who may write: it ends the sharing.
+    return torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]
