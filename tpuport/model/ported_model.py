@@ -61,7 +61,8 @@ class PortedModel(PortedState):
         self, target: torch.nn.Module | Callable[..., Any], options: ConvertOptions
     ) -> None:
         self.report = report_builder.new_report(target)
-        super().__init__(target, options)
+        with self.report.timed("load"):
+            super().__init__(target, options)
         self.methods = options.methods
         self._cache = ProgramCache()
         # Programs by the kinds of plain arguments, for a quick call.
@@ -414,7 +415,8 @@ class PortedModel(PortedState):
                 raise VerifyAgain
             self._count_outside(outside)
             self._note_retrace(signature, outside or None)
-        made = self._trace_to_jaxpr(signature, state, given)
+        with self.report.timed("trace"):
+            made = self._trace_to_jaxpr(signature, state, given)
         # Tracing may have found that it needs the value of an argument, which then becomes part
         # of the signature.
         self._cache.add(self._signature(method, given), made)
@@ -467,13 +469,11 @@ class PortedModel(PortedState):
             put = outcome.put_leaves
             return outcome.out_leaves, outcome.state, outcome.mutated, put, outcome.error_code
 
-        start = time.perf_counter()
         with self._precision_scope():
             program = self._transformed(call, [path for path, _ in signature.parts])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
                 state, unused_key(), given.values
             )
-        ended = time.perf_counter()
         closed = self._tracer.rolled(closed)
         name = f"{self.report.model}_{signature.method}"
         run = JittedProgram(closed, shape, name, place=self._placement.constants)
@@ -483,7 +483,7 @@ class PortedModel(PortedState):
         names = sorted(state)
         writes = bool(outcome.mutated)
         compiled = CachedProgram(run, outcome, signature, names, baked, writes)
-        self._note(outcome, hoisted.tensors(run.hoisted), ended - start)
+        report_builder.record(self.report, outcome, hoisted.tensors(run.hoisted))
         release(outcome)
         return compiled
 
@@ -543,8 +543,3 @@ class PortedModel(PortedState):
         causes = retrace_causes(earlier[-1], signature, self._state_changes)
         causes = causes if outside is None else (outside,)
         self.report.retraces.append(Retrace(signature.method, len(earlier), causes))
-
-    def _note(self, outcome: TraceResult, hoisted: list[torch.Tensor], seconds: float) -> None:
-        report_builder.record(self.report, outcome, hoisted)
-        timing = self.report.timing
-        self.report.timing = dataclasses.replace(timing, trace=timing.trace + seconds)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,13 +325,16 @@ _STAGES = {
 
 @contextlib.contextmanager
 def compile_times(report: PortReport) -> Iterator[None]:
-    """Add the seconds that jax spends lowering and compiling inside the block to the report."""
-    active = True
+    """Add the seconds of the block to the report: lowering, compiling, and the rest as `run`."""
+    active, started = True, time.perf_counter()
+    compiled = 0.0
 
     def listen(event: str, duration_secs: float, **details: Any) -> None:
         del details
+        nonlocal compiled
         stage = _STAGES.get(event)
         if active and stage is not None:
+            compiled += duration_secs
             spent = getattr(report.timing, stage) + duration_secs
             report.timing = dataclasses.replace(report.timing, **{stage: spent})
 
@@ -339,4 +343,6 @@ def compile_times(report: PortReport) -> Iterator[None]:
         yield
     finally:
         active = False
+        run = report.timing.run + max(0.0, time.perf_counter() - started - compiled)
+        report.timing = dataclasses.replace(report.timing, run=run)
         jax.monitoring.unregister_event_duration_listener(listen)

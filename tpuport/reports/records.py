@@ -7,7 +7,7 @@ from typing import Literal, Self, get_args
 import numpy as np
 
 Kind = Literal["output", "gradient", "buffer", "mutated argument"]
-Stage = Literal["observe", "rewrite", "trace", "lower", "compile", "verify"]
+Stage = Literal["load", "observe", "rewrite", "trace", "lower", "compile", "run", "verify"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -274,13 +274,26 @@ class RepeatedBlocks:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds spent in each stage of the port, summed over methods and retraces."""
+    """Seconds spent in each stage of the port, summed over methods and retraces.
 
+    Attributes:
+        load: Putting the module's weights where the program finds them.
+        observe: Running eager PyTorch, to compare with it.
+        rewrite: Rewriting source.
+        trace: Tracing, and simplifying what was traced.
+        lower: Jax's lowering.
+        compile: XLA's compilation.
+        run: Starting each program for the first time.
+        verify: Waiting for its results, and comparing.
+    """
+
+    load: float = 0.0
     observe: float = 0.0
     rewrite: float = 0.0
     trace: float = 0.0
     lower: float = 0.0
     compile: float = 0.0
+    run: float = 0.0
     verify: float = 0.0
 
     @property

@@ -63,7 +63,7 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone()
     with torch.no_grad():
         try:
-            return torch._lazy_clone(tensor.detach())
+            return torch._lazy_clone(tensor.detach())  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # memory that torch did not allocate: a file's, shared, numpy's
             return tensor.detach().clone()
 
@@ -82,8 +82,8 @@ def _is_private(tensor: torch.Tensor) -> bool:
 def _memory(tensor: torch.Tensor) -> np.ndarray:
     """Return an array over the memory of a tensor, which it keeps alive, without a copy of it."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(_address(tensor))
-    memory.owner = tensor
-    array = np.frombuffer(memory, backend.jax_dtype(tensor.dtype)).reshape(tensor.shape)
+    memory.owner = tensor  # pyright: ignore[reportAttributeAccessIssue]
+    array = np.asarray(memory).view(backend.jax_dtype(tensor.dtype)).reshape(tensor.shape)
     array.flags.writeable = False
     return array
 
