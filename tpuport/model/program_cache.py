@@ -141,7 +141,7 @@ class BoundCall:
         given: their arrays and structure.
         state: all state of the model before the call, by name.
         key: the base key of the call's randomness.
-        timing: a context that times the compilation, on the first call.
+        timing: a context that times the compilation and the run, on the first call.
     """
 
     compiled: CachedProgram
@@ -158,8 +158,9 @@ class BoundCall:
 
     def run(self) -> Any:
         """Run the program."""
-        with self.timing:
-            return self.compiled.run(self.picked, self.key, self.given.values)
+        with self.timing as is_first:
+            results = self.compiled.run(self.picked, self.key, self.given.values)
+            return jax.block_until_ready(results) if is_first else results
 
 
 def signature_of(method: str, call: CallArguments, version: Any, host: frozenset[int]) -> Signature:
@@ -324,7 +325,7 @@ _STAGES = {
 
 
 @contextlib.contextmanager
-def compile_times(report: PortReport) -> Iterator[None]:
+def compile_times(report: PortReport) -> Iterator[bool]:
     """Add the seconds of the block to the report: lowering, compiling, and the rest as `run`."""
     active, started = True, time.perf_counter()
     compiled = 0.0
@@ -340,7 +341,7 @@ def compile_times(report: PortReport) -> Iterator[None]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield
+        yield True
     finally:
         active = False
         run = report.timing.run + max(0.0, time.perf_counter() - started - compiled)

@@ -283,8 +283,8 @@ class Timing:
         trace: Tracing, and simplifying what was traced.
         lower: Jax's lowering.
         compile: XLA's compilation.
-        run: Starting each program for the first time.
-        verify: Waiting for its results, and comparing.
+        run: Running each program for the first time.
+        verify: Comparing.
     """
 
     load: float = 0.0
