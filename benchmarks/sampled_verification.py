@@ -242,7 +242,7 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Measure, and write the table into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--only", default="")
     parser.add_argument("--cores", type=int, default=1)

@@ -111,13 +111,14 @@ def test_memory_that_an_array_of_numpy_knows_is_copied(known):
     assert np.array_equal(np.asarray(array), before)
 
 
-@pytest.mark.parametrize("kind", ["numpy's", "shared", "a view", "bfloat16"])
+@pytest.mark.parametrize("kind", ["numpy's", "shared", "a view", "bfloat16", "negated"])
 def test_other_memory(kind: str):
     base = np.random.default_rng(0).standard_normal((SIZE, SIZE)).astype(np.float32)
     tensor = {
         "numpy's": lambda: torch.from_numpy(base),
         "shared": lambda: torch.randn(SIZE, SIZE).share_memory_(),
         "a view": lambda: torch.randn(SIZE, 2 * SIZE)[:, 1::2],
+        "negated": lambda: torch.randn(SIZE, SIZE, dtype=torch.cfloat).conj().imag,
         "bfloat16": lambda: torch.randn(SIZE, SIZE).bfloat16(),
     }[kind]()
     array, before = shared(tensor)

@@ -32,8 +32,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Raises:
         OverflowError: as `backend.to_jax`.
     """
-    suits = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in _DTYPES
-    if not suits or tensor.nbytes < _LEAST or jax.default_backend() != "cpu":
+    if not _suits(tensor) or jax.default_backend() != "cpu":
         return backend.to_jax(tensor)
     lent = lazy_clone(tensor)
     if not lent.is_contiguous():
@@ -44,6 +43,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
             _LENT[id(array)] = lent
             weakref.finalize(array, _LENT.pop, id(array)).atexit = False
     return array
+
+
+def _suits(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is large, and its memory holds what jax's array would."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in _DTYPES:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_neg() and tensor.nbytes >= _LEAST
 
 
 def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor:
