@@ -7,11 +7,14 @@ times a factor. Write docs/opinfo.md with `python -m benchmarks.opinfo`.
 
 import argparse
 import contextlib
+import json
+import sys
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -362,24 +365,58 @@ def page(outcomes: list[Outcome], most: int | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def finished(path: Path | None, most: int | None) -> dict[str, Outcome]:
+    """Return the outcomes that an earlier run with as many samples wrote to this file."""
+    found: dict[str, Outcome] = {}
+    if path is None or not path.exists():
+        return found
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the run ended while it wrote this line: the entry runs again
+        if record["most"] == most:
+            findings = [Finding(**finding) for finding in record["findings"]]
+            found[record["name"]] = Outcome(record["name"], findings)
+    return found
+
+
+def record(outcome: Outcome, most: int | None) -> str:
+    """Return an outcome as a line of the file that `finished` reads."""
+    return json.dumps({"most": most, **asdict(outcome)}) + "\n"
+
+
 def main() -> None:
     """Run the database, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=None, help="samples of each operator")
     parser.add_argument("--only", default="", help="operators whose names contain this")
     parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument(
+        "--resume", type=Path, help="a file of finished entries: those in it do not run again"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    entries = [entry for entry in database() if options.only in full_name(entry)]
+    done = finished(options.resume, options.most)
     outcomes = []
-    for entry in database():
-        if options.only not in full_name(entry):
+    for number, entry in enumerate(entries, 1):
+        name = full_name(entry)
+        if name in done:
+            outcomes.append(done[name])
             continue
+        began = time.perf_counter()
         outcome = run(entry, options.most)
         outcomes.append(outcome)
+        if options.resume is not None:
+            with options.resume.open("a") as lines:
+                lines.write(record(outcome, options.most))
+        spent = time.perf_counter() - began
+        print(f"[{number}/{len(entries)}] {name} {spent:.1f} s", file=sys.stderr, flush=True)
         if outcome.kind != "passes":
             bad = next(f for f in outcome.findings if f.kind == outcome.kind)
             print(f"{outcome.name}: {bad.kind} in sample {bad.sample}: {bad.reason}", flush=True)
-        if len(outcomes) % 50 == 0:
+        if number % 50 == 0:
             jax.clear_caches()
     options.out.write_text(page(outcomes, options.most))
 
