@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpuport
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.foundation.interop import backend
 
 PAGE = Path(__file__).parent.parent / "docs" / "opinfo.md"
@@ -39,13 +39,18 @@ _EMPTY = frozenset(
 )
 
 
+# What may become of a sample, worst first. A parity error is what the port's own comparison raised.
+# Of "not run" nothing was compared: eager PyTorch refuses the sample, or no dtype is ours.
+KINDS = ("wrong value", "wrong gradient", "crash", "parity error", "refused", "passes", "not run")
+
+
 @dataclass(frozen=True)
 class Finding:
     """What became of one sample.
 
     Attributes:
-        kind: "passes", "refused", "crash", "wrong value" or "wrong gradient".
-        reason: the code of a refusal, or what differs.
+        kind: one of `KINDS`.
+        reason: the code of a refusal, what differs, or why nothing was compared.
         sample: the sample's number.
     """
 
@@ -63,10 +68,9 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """Return the worst that happened."""
+        """Return the worst that happened; "not run" if no sample was compared."""
         found = {finding.kind for finding in self.findings}
-        order = ("wrong value", "wrong gradient", "crash", "refused")
-        return next((kind for kind in order if kind in found), "passes")
+        return next((kind for kind in KINDS if kind in found), "not run")
 
 
 def database() -> list[Any]:
@@ -98,7 +102,7 @@ def run(entry: Any, most: int | None = None) -> Outcome:
     supported = entry.supported_dtypes("cpu")
     dtype = next((d for d in _DTYPES if d in supported), None)
     if dtype is None:
-        outcome.findings.append(Finding("refused", f"dtypes {supported}", 0))
+        outcome.findings.append(Finding("not run", f"dtypes {supported or 'none'} on CPU", 0))
         return outcome
     grad = dtype.is_floating_point and entry.supports_autograd
     torch.manual_seed(0)
@@ -149,9 +153,11 @@ class _Sample:
         try:
             reference = self._eager(torch.float32)
         except Exception as error:
-            return Finding("passes", f"eager refuses: {type(error).__name__}", self.index)
+            return Finding("not run", f"eager refuses: {type(error).__name__}", self.index)
         try:
             self._compare(reference)
+        except ParityError as error:
+            return Finding("parity error", str(error)[:60], self.index)
         except TpuportError as error:
             return Finding("refused", getattr(error, "code", "") or str(error)[:60], self.index)
         except _Different as error:
@@ -357,7 +363,7 @@ def page(outcomes: list[Outcome], most: int | None) -> str:
     for outcome in sorted(outcomes, key=lambda one: (one.kind, one.name)):
         if outcome.kind == "passes":
             continue
-        bad = [f for f in outcome.findings if f.kind != "passes"]
+        bad = [f for f in outcome.findings if f.kind == outcome.kind or KINDS.index(f.kind) < 5]
         reasons = "; ".join(dict.fromkeys(f"{f.kind}: {f.reason}" for f in bad[:3]))
         reasons = reasons.replace("|", "\\|").replace("\n", " ")
         share = f"{len(bad)} of {len(outcome.findings)}"
