@@ -7,11 +7,14 @@ times a factor. Write docs/opinfo.md with `python -m benchmarks.opinfo`.
 
 import argparse
 import contextlib
+import json
+import sys
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpuport
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import ParityError, TpuportError
 from tpuport.foundation.interop import backend
 
 PAGE = Path(__file__).parent.parent / "docs" / "opinfo.md"
@@ -36,13 +39,18 @@ _EMPTY = frozenset(
 )
 
 
+# What may become of a sample, worst first. A parity error is what the port's own comparison raised.
+# Of "not run" nothing was compared: eager PyTorch refuses the sample, or no dtype is ours.
+KINDS = ("wrong value", "wrong gradient", "crash", "parity error", "refused", "passes", "not run")
+
+
 @dataclass(frozen=True)
 class Finding:
     """What became of one sample.
 
     Attributes:
-        kind: "passes", "refused", "crash", "wrong value" or "wrong gradient".
-        reason: the code of a refusal, or what differs.
+        kind: one of `KINDS`.
+        reason: the code of a refusal, what differs, or why nothing was compared.
         sample: the sample's number.
     """
 
@@ -60,10 +68,9 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """Return the worst that happened."""
+        """Return the worst that happened; "not run" if no sample was compared."""
         found = {finding.kind for finding in self.findings}
-        order = ("wrong value", "wrong gradient", "crash", "refused")
-        return next((kind for kind in order if kind in found), "passes")
+        return next((kind for kind in KINDS if kind in found), "not run")
 
 
 def database() -> list[Any]:
@@ -95,7 +102,7 @@ def run(entry: Any, most: int | None = None) -> Outcome:
     supported = entry.supported_dtypes("cpu")
     dtype = next((d for d in _DTYPES if d in supported), None)
     if dtype is None:
-        outcome.findings.append(Finding("refused", f"dtypes {supported}", 0))
+        outcome.findings.append(Finding("not run", f"dtypes {supported or 'none'} on CPU", 0))
         return outcome
     grad = dtype.is_floating_point and entry.supports_autograd
     torch.manual_seed(0)
@@ -146,9 +153,11 @@ class _Sample:
         try:
             reference = self._eager(torch.float32)
         except Exception as error:
-            return Finding("passes", f"eager refuses: {type(error).__name__}", self.index)
+            return Finding("not run", f"eager refuses: {type(error).__name__}", self.index)
         try:
             self._compare(reference)
+        except ParityError as error:
+            return Finding("parity error", str(error)[:60], self.index)
         except TpuportError as error:
             return Finding("refused", getattr(error, "code", "") or str(error)[:60], self.index)
         except _Different as error:
@@ -354,12 +363,33 @@ def page(outcomes: list[Outcome], most: int | None) -> str:
     for outcome in sorted(outcomes, key=lambda one: (one.kind, one.name)):
         if outcome.kind == "passes":
             continue
-        bad = [f for f in outcome.findings if f.kind != "passes"]
+        bad = [f for f in outcome.findings if f.kind == outcome.kind or KINDS.index(f.kind) < 5]
         reasons = "; ".join(dict.fromkeys(f"{f.kind}: {f.reason}" for f in bad[:3]))
         reasons = reasons.replace("|", "\\|").replace("\n", " ")
         share = f"{len(bad)} of {len(outcome.findings)}"
         lines.append(f"| `{outcome.name}` | {outcome.kind} | {share} | {reasons} |")
     return "\n".join(lines) + "\n"
+
+
+def finished(path: Path | None, most: int | None) -> dict[str, Outcome]:
+    """Return the outcomes that an earlier run with as many samples wrote to this file."""
+    found: dict[str, Outcome] = {}
+    if path is None or not path.exists():
+        return found
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the run ended while it wrote this line: the entry runs again
+        if record["most"] == most:
+            findings = [Finding(**finding) for finding in record["findings"]]
+            found[record["name"]] = Outcome(record["name"], findings)
+    return found
+
+
+def record(outcome: Outcome, most: int | None) -> str:
+    """Return an outcome as a line of the file that `finished` reads."""
+    return json.dumps({"most": most, **asdict(outcome)}) + "\n"
 
 
 def main() -> None:
@@ -368,18 +398,31 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=None, help="samples of each operator")
     parser.add_argument("--only", default="", help="operators whose names contain this")
     parser.add_argument("--out", type=Path, default=PAGE)
+    parser.add_argument(
+        "--resume", type=Path, help="a file of finished entries: those in it do not run again"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    entries = [entry for entry in database() if options.only in full_name(entry)]
+    done = finished(options.resume, options.most)
     outcomes = []
-    for entry in database():
-        if options.only not in full_name(entry):
+    for number, entry in enumerate(entries, 1):
+        name = full_name(entry)
+        if name in done:
+            outcomes.append(done[name])
             continue
+        began = time.perf_counter()
         outcome = run(entry, options.most)
         outcomes.append(outcome)
+        if options.resume is not None:
+            with options.resume.open("a") as lines:
+                lines.write(record(outcome, options.most))
+        spent = time.perf_counter() - began
+        print(f"[{number}/{len(entries)}] {name} {spent:.1f} s", file=sys.stderr, flush=True)
         if outcome.kind != "passes":
             bad = next(f for f in outcome.findings if f.kind == outcome.kind)
             print(f"{outcome.name}: {bad.kind} in sample {bad.sample}: {bad.reason}", flush=True)
-        if len(outcomes) % 50 == 0:
+        if number % 50 == 0:
             jax.clear_caches()
     options.out.write_text(page(outcomes, options.most))
 

@@ -417,3 +417,19 @@ def test_why_there_is_no_result_in_float64_is_said():
     said = r"eager PyTorch does not run in float64 \(TypeError: no modes, please\)(?s:.*)rtol="
     with pytest.raises(ParityError, match=said):
         tpuport.convert(fussy)(normal(4))
+
+
+def seeded_inside(x):
+    """Draw from a seed of its own, and then what the caller's seed gives."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        fixed = torch.randn(4)
+    return fixed + x, torch.rand(4)
+
+
+def test_numbers_drawn_from_a_seed_in_the_code_are_no_parity_error():
+    ported = tpuport.convert(seeded_inside)
+    torch.manual_seed(0)
+    (first, free), (second, other) = ported(torch.zeros(4)), ported(torch.zeros(4))
+    assert torch.equal(first.torch(), second.torch())
+    assert not torch.equal(free.torch(), other.torch())  # the fork set the seed of the caller back

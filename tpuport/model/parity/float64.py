@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tpuport.tracing.core.precision_seen import draws
+
 _WIDE = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float64,
@@ -19,19 +21,11 @@ _WIDE = {
 }
 # The port holds 64-bit numbers in 32 bits.
 _AS_HELD = {torch.float64: torch.float32, torch.complex128: torch.complex64}
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # It writes these arguments, the running statistics, which its schema does not say.
 _WRITES_UNSAID = {torch.ops.aten.native_batch_norm.default: (3, 4)}
 _SWEEP = 64
 # Sums of numbers in any dtype are in float32 at least, and lose a few last bits of what they add.
 _SUMS_ROUND = 2 * torch.finfo(torch.float32).eps
-
-
-def draws(func: Any) -> bool:
-    """Return whether an op draws random numbers."""
-    # Torch tags flash attention as random, but uses it only with dropout 0. Its backward needs
-    # the logsumexp that the real kernel returns.
-    return torch.Tag.nondeterministic_seeded in func.tags and func is not _FLASH
 
 
 class Float64(TorchDispatchMode):

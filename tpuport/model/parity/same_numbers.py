@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
-from tpuport.model.parity.float64 import draws
 from tpuport.tracing.core.context import KeyStream
-from tpuport.tracing.core.keys import keyed
+from tpuport.tracing.core.keys import STAND_IN, keyed
+from tpuport.tracing.core.precision_seen import draws
 from tpuport.tracing.core.tensor import TracedTensor, to_cpu, wrap
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.dispatch import dispatch
@@ -27,6 +27,16 @@ class SameNumbers(TorchDispatchMode):
         super().__init__()
         self.keys = KeyStream(key)
         self.generators: dict[int, KeyStream] = {}
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> "SameNumbers":
+        self._outer.append(STAND_IN.set(self))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        STAND_IN.reset(self._outer.pop())
 
     def __torch_dispatch__(
         self,

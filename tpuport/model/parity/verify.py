@@ -30,6 +30,7 @@ from tpuport.tracing.core.keys import next_key
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.patches.manual_seed import ManualSeed
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import eager_compiled
 from tpuport.tracing.state.module_state import state_tree
@@ -83,12 +84,14 @@ class Reference:
         module: The module after the call; None for a function.
         given: The arguments after the call: positional ones and keywords.
         coarsest: The tolerance of the coarsest dtype that it computed in.
+        drew: Whether it drew random numbers.
     """
 
     out: Any
     module: torch.nn.Module | None
     given: tuple[Any, Any]
     coarsest: float
+    drew: bool = False
 
 
 # Returns eager's gradients by name.
@@ -139,7 +142,7 @@ class Verifier:
                 state = torch.get_rng_state()
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
                     found = self.seen(call)
-                    if not torch.equal(state, torch.get_rng_state()):
+                    if found.drew or not torch.equal(state, torch.get_rng_state()):
                         found = None
             if found is None:
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
@@ -152,7 +155,7 @@ class Verifier:
         seen = Precision()
         found = self.run(call, *modes, seen)
         coarsest = max((RTOL[dtype] for dtype in seen.dtypes), default=0.0)
-        return dataclasses.replace(found, coarsest=coarsest)
+        return dataclasses.replace(found, coarsest=coarsest, drew=seen.drew)
 
     def run(
         self,
@@ -178,7 +181,7 @@ class Verifier:
         with contextlib.ExitStack() as stack:
             stack.enter_context(SWAPS)
             stack.enter_context(eager_compiled())
-            stack.enter_context(installed((Uncheckpointed,)))
+            stack.enter_context(installed((Uncheckpointed, ManualSeed)))
             for mode in modes:
                 stack.enter_context(mode)
             stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))

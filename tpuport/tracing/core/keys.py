@@ -13,6 +13,8 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core.context import KeyStream, Trace
 
 _STREAM: ContextVar[KeyStream | None] = ContextVar("stream", default=None)
+# The eager run that draws a program's numbers, whose `keys` `torch.manual_seed` sets in its place.
+STAND_IN: ContextVar[Any] = ContextVar("stand_in", default=None)
 
 
 @contextlib.contextmanager

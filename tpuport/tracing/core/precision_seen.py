@@ -13,10 +13,21 @@ def tolerance(dtype: torch.dtype, rtol: float | None = None) -> float:
     return rtol if rtol is not None else RTOL.get(dtype, 1e-4)
 
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def draws(func: Any) -> bool:
+    """Return whether an op draws random numbers."""
+    # Torch tags flash attention as random, but uses it only with dropout 0. Its backward needs
+    # the logsumexp that the real kernel returns.
+    return torch.Tag.nondeterministic_seeded in func.tags and func is not _FLASH
+
+
 class Precision(TorchDispatchMode):
     """A dispatch mode that records the floating dtypes that eager torch computes in: `dtypes`.
 
-    A float32 result computed in bfloat16 on the way only has bfloat16's precision.
+    A float32 result computed in bfloat16 on the way only has bfloat16's precision. Also records
+    whether an op draws from torch's own generator (`drew`), which code may set back afterwards.
     """
 
     @classmethod
@@ -26,11 +37,14 @@ class Precision(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self.drew = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        self.drew = self.drew or (draws(func) and kwargs.get("generator") is None)
+        result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.dtype in RTOL:
             self.dtypes.add(result.dtype)
         return result
