@@ -54,7 +54,7 @@ def kinds_of(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _are_shared(values: tuple[Any, ...]) -> bool:
-    """Return whether a tensor occurs twice, which is another structure than two tensors."""
+    """Return whether a tensor occurs twice: a structure that differs from two tensors."""
     found = [id(v) for v in values if type(v) is torch.Tensor or type(v) is ArrayImpl]
     return len(set(found)) < len(found)
 

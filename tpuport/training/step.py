@@ -172,6 +172,9 @@ class TrainStep:
         self.ported.buffers = jax.tree.map(jnp.copy, {**source.buffers, **frozen})
         return self.ported
 
+    # The method's name in the scripts of the first users.
+    put = load_state
+
     def share(self) -> HostShard:
         """Return which rows of a batch this process's chips hold, for `place`.
 

@@ -37,7 +37,7 @@ def decide(value: jax.Array) -> bool:
 def identity_is_asked() -> bool:
     """Return whether running code of the user's has `is True`, `is False` or such a `case`.
 
-    A traced truth value is another object than True, so such code needs the truth itself.
+    A traced truth value is not the object True, so such code needs the truth itself.
     """
     frame = sys._getframe(1)
     while frame is not None:
