@@ -15,7 +15,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.pytree.snapshot import Snapshot
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import Body
@@ -205,15 +205,11 @@ def leaf_value(leaf: Any, meta: Any) -> jax.Array:
     """Return the array of a tensor or number, of a number in the dtype that both sides give."""
     if isinstance(leaf, torch.Tensor):
         return value_of(leaf)
-    value = (
-        sym_numbers.node_value(leaf)
-        if isinstance(leaf, sym_numbers.SYMBOLIC)
-        else jnp.asarray(leaf)
-    )
-    return value if meta is None else value.astype(_NUMBER_DTYPES[number_kind(meta)])
-
-
-_NUMBER_DTYPES = {float: jnp.float32, int: jnp.int32, bool: jnp.bool_}
+    value = sym_numbers.exact_value(leaf)
+    if meta is None:
+        return value
+    with int64.scope():
+        return value.astype(sym_numbers.DTYPES[number_kind(meta)])
 
 
 def _check_sides(sides: list[_Side], site: str) -> None:

@@ -27,7 +27,7 @@ def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
     for leaf in leaves:
         extents = extents_of(leaf)
         if isinstance(leaf, sym_numbers.SYMBOLIC):
-            values.append(sym_numbers.node_value(leaf))
+            values.append(sym_numbers.exact_value(leaf))
             metas.append(type(leaf))
         elif extents:
             values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
