@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tpuport.foundation.errors import PortError
@@ -20,6 +21,7 @@ from tpuport.tracing.core.errors import error_here
 Span = tuple[int, int]
 INT32: Span = (-(2**31), 2**31 - 1)
 INT64: Span = (-(2**63), 2**63 - 1)
+_LONG = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.float64)})
 
 
 def scope() -> Any:
@@ -32,15 +34,18 @@ def is_within(span: Span | None, limits: Span) -> bool:
     return span is not None and limits[0] <= span[0] and span[1] <= limits[1]
 
 
+def is_64() -> bool:
+    """Return whether the user has enabled 64 bits everywhere (or the scope is open)."""
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+
+
 def is_wide(value: Any) -> bool:
     """Return whether an array has 64 bits, which jnp functions outside of the scope would narrow.
 
     If the user has enabled 64 bits everywhere, none is.
     """
     dtype = getattr(value, "dtype", None)
-    if dtype is None or not hasattr(dtype, "itemsize"):
-        return False
-    return dtype != jax.dtypes.canonicalize_dtype(dtype)
+    return dtype in _LONG and dtype != jax.dtypes.canonicalize_dtype(dtype)
 
 
 def narrowed(value: jax.Array, span: Span | None = None) -> jax.Array:

@@ -61,7 +61,7 @@ class Body:
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
         self.written = list(effects.before.values())
-        values = [storage.value for storage in self.alive]
+        values = [storage.held for storage in self.alive]
         values += [number.held for number in self.numbers]
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
         values += [jnp.asarray(stream.count) for stream in self.streams]

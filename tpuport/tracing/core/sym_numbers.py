@@ -40,6 +40,12 @@ def node_value(number: Any) -> jax.Array:
     return _node(number).value
 
 
+def held(number: Any) -> jax.Array:
+    """Return the 0-d jax value of a traced number: an int in as many bits as it may need."""
+    node = _node(number)
+    return node.held if node.kind is int else node.value
+
+
 def exact_value(number: Any) -> jax.Array:
     """Return the 0-d jax value of a Python number, traced or not, in the 64 bits that it has."""
     with int64.scope():
