@@ -146,7 +146,7 @@ def _and_span(a: Span, b: Span) -> Span:
 
 
 def _bits_span(a: Span, b: Span) -> Span:
-    bits = max(value.bit_length() for value in (*a, *b))
+    bits = max((value if value >= 0 else ~value).bit_length() for value in (*a, *b))
     return (0 if min(a[0], b[0]) >= 0 else -(1 << bits)), (1 << bits) - 1
 
 

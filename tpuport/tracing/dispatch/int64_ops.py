@@ -98,7 +98,8 @@ def needs_64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
         return False
     is_whole = first.dtype is torch.int64
     if name in _WIDENING and is_whole:
-        return not int64.is_within(span_of(func, args, kwargs, loose=True), int64.INT32)
+        if not int64.is_within(span_of(func, args, kwargs, loose=True), int64.INT32):
+            return True
     if name not in _TAKES and not is_pointwise(func):
         return False
     found: list[Any] = []
