@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.errors import PortError, UsageError
@@ -22,6 +21,7 @@ from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
+from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer
@@ -389,7 +389,7 @@ class PortedState:
         for name in fresh:
             leaf = leaves[name]
             is_tensor = isinstance(leaf, torch.Tensor)
-            values[name] = backend.to_jax(leaf) if is_tensor else jnp.asarray(leaf)
+            values[name] = backend.to_jax(leaf) if is_tensor else exact_value(leaf)
         trainable = {n for n, p in module.named_parameters() if p.requires_grad}
         kept = {name: values[name] for name in names if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
@@ -413,7 +413,7 @@ class PortedState:
     def _promote_number(self, name: str, value: Any) -> None:
         """Turn a Python number that changes at each call into state of the program."""
         self._tracer.numbers.add(name)
-        self.buffers[name] = jnp.asarray(value)
+        self.buffers[name] = exact_value(value)
 
 
 def _changes_each_time(name: str, *, is_hook: bool) -> PortError:

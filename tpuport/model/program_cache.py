@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from tpuport.foundation import pytree
 from tpuport.reports.report import PortReport
 from tpuport.tracing.attention.options import choice
-from tpuport.tracing.core import arguments
+from tpuport.tracing.core import arguments, int64
 from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on
 from tpuport.tracing.core.constants import HOIST_BYTES, uniform
 from tpuport.tracing.core.context import LiftedCheck
@@ -295,7 +295,10 @@ class JittedProgram:
 
 
 def _literal(const: Any) -> Any:
-    return jnp.broadcast_to(*const) if isinstance(const, tuple) else const
+    if not isinstance(const, tuple):
+        return const
+    with int64.scope():  # or an int64 element would lose half of its bits
+        return jnp.broadcast_to(*const)
 
 
 def raise_failed(checks: Sequence[LiftedCheck], code: jax.Array | None) -> None:

@@ -98,6 +98,15 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     return jnp.array(array, dtype=target, copy=True)
 
 
+def fits(tensor: torch.Tensor) -> bool:
+    """Return whether jax holds the integers of a CPU tensor without loss."""
+    if not tensor.numel() or jax_dtype(tensor.dtype).itemsize == tensor.itemsize:
+        return True
+    low, high = (int(bound) for bound in torch.aminmax(tensor.detach()))
+    info = np.iinfo(jax_dtype(tensor.dtype))
+    return info.min <= low and high <= info.max
+
+
 def check_fits(array: np.ndarray, target: np.dtype) -> None:
     """Refuse to narrow integers that would wrap.
 

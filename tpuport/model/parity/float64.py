@@ -39,6 +39,8 @@ class Float64(TorchDispatchMode):
     Args:
         errors: Put in rounding errors of this many times the size that the dtypes have.
         seed: The seed of their random signs and sizes.
+        as_held: Whether float64 has the errors of the 32 bits that the port holds it in. Integers
+            that come of float64 are to be eager's own, so for them it has those of 64.
 
     Attributes:
         errors: As given.
@@ -49,8 +51,9 @@ class Float64(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, errors: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, errors: float = 0.0, seed: int = 0, *, as_held: bool = True) -> None:
         super().__init__()
+        self._as_held = _AS_HELD if as_held else {}
         self.narrow: dict[str, str] = {}
         self.errors = errors
         self._random = torch.Generator().manual_seed(seed)
@@ -154,12 +157,12 @@ class Float64(TorchDispatchMode):
         written = _written(func, seen, spec)
         made = [(copies[i], widened[i]) for i in written]
         made += zip(once, exact, strict=True)
-        if all(_fits(a, b) for a, b in made):
+        if all(self._fits(a, b) for a, b in made):
             return _called(func, given, spec)
         sums: list[int] = []
         if torch.Tag.pointwise not in func.tags:
             sums = [i for i, leaf in enumerate(seen) if _is_wide(leaf) and i not in written]
-            given = [self._summed(v) if i in sums else v for i, v in enumerate(given)]
+            given = [self._summed(v, seen[i]) if i in sums else v for i, v in enumerate(given)]
         results, shape = tree_flatten(_called(func, given, spec))
         own = {_address(given[i]) for i in written}
         for i in written:
@@ -174,12 +177,27 @@ class Float64(TorchDispatchMode):
             shape,
         )
 
-    def _summed(self, twin: torch.Tensor) -> torch.Tensor:
-        return twin + twin.abs() * self._sum_error()
+    def _summed(self, twin: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        return twin + twin.abs() * self._sum_error(seen)
 
-    def _sum_error(self) -> float:
+    def _sum_error(self, seen: torch.Tensor) -> float:
         sign = 2.0 * float(torch.randint(2, (), generator=self._random)) - 1.0
-        return sign * self.errors * _SUMS_ROUND
+        wide = self._held(seen) in (torch.float64, torch.complex128)
+        return sign * self.errors * (4 * self._unit(seen) if wide else _SUMS_ROUND)
+
+    def _held(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._as_held.get(tensor.dtype, tensor.dtype)
+
+    def _fits(self, seen: Any, exact: Any) -> bool:
+        """Return whether the dtype that a result is held in has its exact value."""
+        if not _is_wide(seen):
+            return True
+        rounded = exact.to(self._held(seen)).to(exact.dtype)
+        return bool(((rounded == exact) | (exact != exact)).all())
+
+    def _unit(self, tensor: torch.Tensor) -> float:
+        """Return the largest relative error of rounding to the dtype that a tensor is held in."""
+        return torch.finfo(self._held(tensor)).eps / 2
 
     def _rounded(
         self, made: torch.Tensor, once: torch.Tensor, exact: torch.Tensor, *, moves: bool = False
@@ -193,9 +211,9 @@ class Float64(TorchDispatchMode):
             torch.rand(made.shape, generator=self._random, dtype=torch.float64) * 2 - 1
             for _ in "12"
         )
-        made = made + (made * first * _unit(once) + second * size) * self.errors
+        made = made + (made * first * self._unit(once) + second * size) * self.errors
         # Of a few huge elements, such as those of a mask, the median knows nothing.
-        return made + made.abs().median() * self._sum_error() if moves else made
+        return made + made.abs().median() * self._sum_error(once) if moves else made
 
     def _show(self, tensor: torch.Tensor) -> None:
         """Give a tensor that an op wrote to the values of its twin."""
@@ -296,20 +314,3 @@ def _written(func: Any, leaves: list[Any], spec: Any) -> list[int]:
 
 def _writes_to(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _held(tensor: torch.Tensor) -> torch.dtype:
-    return _AS_HELD.get(tensor.dtype, tensor.dtype)
-
-
-def _fits(seen: Any, exact: Any) -> bool:
-    """Return whether the dtype that a result is held in has its exact value."""
-    if not _is_wide(seen):
-        return True
-    rounded = exact.to(_held(seen)).to(exact.dtype)
-    return bool(((rounded == exact) | (exact != exact)).all())
-
-
-def _unit(tensor: torch.Tensor) -> float:
-    """Return the largest relative error of rounding to the dtype that a tensor is held in."""
-    return torch.finfo(_held(tensor)).eps / 2

@@ -44,10 +44,16 @@ class _Doubt:
     tolerance: float
     results: list[tuple[float, torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the value is of integers or bools."""
+        dtype = as_tensor(self.pair.want).dtype
+        return not dtype.is_floating_point and not dtype.is_complex
+
     def share(self) -> tuple[float, float, float]:
         """Return eager's distance from the truth, the port's, and the share used of its limit."""
         want, have = (as_tensor(v) for v in (self.pair.want, self.pair.have))
-        if not want.dtype.is_floating_point and not want.dtype.is_complex:
+        if self.is_whole:
             return self._whole_numbers(want, have)
         wide = torch.complex128 if want.is_complex() else torch.float64
         truth, *others = (one.to(wide) for _, one in self.results)
@@ -129,7 +135,8 @@ class Judge:
             try:
                 if not errors and not self._repeats():
                     return NOT_REPEATED
-                self._add(Float64(errors, seed))
+                for whole in {one.is_whole for one in self._doubts.values()}:
+                    self._add(Float64(errors, seed, as_held=not whole), whole=whole)
             except Exception as error:  # any code of the user's may raise anything in float64
                 first = str(error).partition("\n")[0]
                 return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
@@ -163,12 +170,17 @@ class Judge:
         found = self._verifier.run(self._call, SameNumbers(self._call.key), mode)
         return {**_results(found), **self._derivatives(found, mode)}
 
-    def _add(self, mode: Float64) -> None:
-        """Run eager PyTorch in float64 once, and keep its results for the values in question."""
+    def _add(self, mode: Float64, *, whole: bool) -> None:
+        """Run eager PyTorch in float64 once, and keep its results for the values in question.
+
+        Args:
+            mode: The mode to run under.
+            whole: Whether these are the integers and bools, or the others.
+        """
         with no_fused_kernels():
             values = self._values(mode)
         self._narrow.update(mode.narrow)
-        for doubt in self._doubts.values():
+        for doubt in (one for one in self._doubts.values() if one.is_whole is whole):
             value = values.get(doubt.pair.path)
             if value is None:
                 continue

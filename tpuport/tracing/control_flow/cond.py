@@ -71,7 +71,7 @@ def truth(test: Any) -> jax.Array:
         refuse_ambiguous(test)
         value = value_of(test).reshape(())
     elif isinstance(test, sym_numbers.SYMBOLIC):
-        value = sym_numbers.node_value(test)
+        return sym_numbers.truth(test)
     else:
         return jnp.asarray(bool(test))
     return value != 0
@@ -114,5 +114,5 @@ def traced_number(tensor: Any, kind: type) -> Any:
         return torch.sym_int(number)
     if isinstance(number, bool):
         return number
-    truth = number.node.value != 0
-    return decide(truth) if identity_is_asked() else sym_numbers.number(truth, bool)
+    holds = sym_numbers.truth(number)
+    return decide(holds) if identity_is_asked() else sym_numbers.number(holds, bool)

@@ -15,12 +15,12 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.pytree.snapshot import Snapshot
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import Body
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
-from tpuport.tracing.core.values import flow_of, value_of
+from tpuport.tracing.core.values import flow_of, held_of, value_of
 
 
 @dataclass
@@ -41,6 +41,7 @@ class _Side:
     body: Body | None = None
     metas: list[Any] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
+    wide: list[bool] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
     created: Collection[int] = ()
 
@@ -76,6 +77,8 @@ def merge(
         sides[0].draws == sides[1].draws
     )
 
+    wide = [any(pair) for pair in zip(sides[0].wide, sides[1].wide, strict=True)]
+
     def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], ...]]:
         def body() -> tuple[list[jax.Array], ...]:
             if snapshot is not None:
@@ -84,7 +87,8 @@ def merge(
             with trace.recording() as effects:
                 result = _with_changes(thunk(), snapshot)
                 leaves, _ = pytree.flatten(result, leaf=branch_leaf)
-                values = [leaf_value(v, t) for v, t in zip(leaves, sides[0].metas, strict=True)]
+                forms = zip(leaves, sides[0].metas, wide, strict=True)
+                values = [leaf_value(v, meta, wide=w) for v, meta, w in forms]
                 after = [s.value for s in written]
             for storage, value, _ in effects.before.values():
                 storage.value, storage.version = value, storage.version + 1
@@ -158,6 +162,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
                 side.metas = [leaf_meta(leaf) for leaf in side.leaves]
                 side.flows = [flow_of([v]) for v in side.leaves]
+                side.wide = [_is_wide(v) for v in side.leaves]
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError):
                     raise
@@ -201,19 +206,29 @@ def leaf_meta(leaf: Any) -> Any:
     return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def leaf_value(leaf: Any, meta: Any) -> jax.Array:
-    """Return the array of a tensor or number, of a number in the dtype that both sides give."""
+def _is_wide(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and int64.is_wide(held_of(leaf))
+
+
+def leaf_value(leaf: Any, meta: Any, *, wide: bool = False) -> jax.Array:
+    """Return the array of a tensor or number, in the dtype that both sides give.
+
+    Args:
+        leaf: The tensor or number.
+        meta: The type of a number on both sides, or a meta tensor; None if there is one side.
+        wide: Whether the tensor has 64 bits on one side.
+    """
+    if isinstance(leaf, torch.Tensor) and wide:
+        held = held_of(leaf)
+        with int64.scope():
+            return held.astype(jnp.int64)
     if isinstance(leaf, torch.Tensor):
         return value_of(leaf)
-    value = (
-        sym_numbers.node_value(leaf)
-        if isinstance(leaf, sym_numbers.SYMBOLIC)
-        else jnp.asarray(leaf)
-    )
-    return value if meta is None else value.astype(_NUMBER_DTYPES[number_kind(meta)])
-
-
-_NUMBER_DTYPES = {float: jnp.float32, int: jnp.int32, bool: jnp.bool_}
+    value = sym_numbers.exact_value(leaf)
+    if meta is None:
+        return value
+    with int64.scope():
+        return value.astype(sym_numbers.DTYPES[number_kind(meta)])
 
 
 def _check_sides(sides: list[_Side], site: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_meta, leaf_value, number_kind
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -51,6 +51,7 @@ class _Loop:
         )
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
+        self._check_condition(final)
         return self._variables(final)
 
     def _variables(self, values: list[jax.Array]) -> Any:
@@ -80,19 +81,23 @@ class _Loop:
         values, counts, code = carried
         self._enter(counts, code)
         value = truth(self._call(self.test, values))
-        checked = self.failures is not None and self.failures.value is not code
-        if self._drew(counts) or checked:
+        if self._drew(counts):
             raise port_error(
-                "the condition of a while loop on a traced value draws random numbers or checks"
-                " values",
+                "the condition of a while loop on a traced value draws random numbers",
                 code="TPU104",
                 remedy="do that in the body of the loop",
             )
         return value
 
+    def _check_condition(self, values: list[jax.Array]) -> None:
+        """Make the checks of the condition, which cannot return them, by running it again."""
+        if self.failures is not None:
+            truth(self._call(self.test, values))
+
     def _step(self, carried: _Carried) -> _Carried:
         values, counts, code = carried
         self._enter(counts, code)
+        self._check_condition(values)
         with self.trace.recording() as effects:
             out = self._call(self.body, values)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf)
@@ -122,7 +127,8 @@ class _Loop:
                 code="TPU104",
                 remedy="give it that dtype before the loop, such as `n = 0.0` for `n = 0`",
             )
-        return value.astype(before.dtype)
+        with int64.scope():
+            return value.astype(before.dtype)
 
     def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: pytree.TreeSpec) -> None:
         """Refuse a body that does more than return new values of the variables."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim
 from tpuport.reports.records import AttentionCall
-from tpuport.tracing.core import active
+from tpuport.tracing.core import active, int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards
 from tpuport.tracing.core.placement import Placement
@@ -241,7 +241,7 @@ class Trace:
         """Record a storage that is about to be written, with its old value."""
         for effects in self.effects:
             if storage.serial not in effects.created and storage.serial not in effects.before:
-                effects.before[storage.serial] = (storage, storage.value, storage.version)
+                effects.before[storage.serial] = (storage, storage.held, storage.version)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Effects]:
@@ -316,8 +316,24 @@ class Trace:
 
     # -- host constants ----------------------------------------------------------------------------
 
-    def constant(self, tensor: torch.Tensor) -> jax.Array:
-        """Return the jax value of a host tensor, made once for each version of the tensor."""
+    def constant(self, tensor: torch.Tensor, *, wide: bool = False) -> jax.Array:
+        """Return the jax value of a host tensor, made once for each version of the tensor.
+
+        Args:
+            tensor: The tensor.
+            wide: Whether the operation takes an int64 value that does not fit in 32 bits.
+        """
+        value = self._constant(tensor)
+        if int64.is_wide(value) and not wide:
+            raise port_error(
+                "an int64 constant that does not fit in 32 bits reaches an operation that holds it"
+                " in 32",
+                code="TPU106",
+                remedy="use smaller numbers, or set jax_enable_x64 before converting",
+            )
+        return value
+
+    def _constant(self, tensor: torch.Tensor) -> jax.Array:
         # Tensors made under inference_mode do not count their writes.
         counted = None if tensor.is_inference() else tensor._version
         known = self.constants.get(id(tensor))
@@ -325,7 +341,11 @@ class Trace:
             return known.value
         if self.is_foreign(tensor):
             self.recorder.guards.note_tensor(tensor)
-        value = self.options.hoist(tensor) if self.options.hoist is not None else None
+        if tensor.dtype is torch.int64 and not backend.fits(tensor):
+            with jax.ensure_compile_time_eval(), int64.scope():
+                value = jnp.asarray(backend.to_numpy_array(tensor))
+        else:
+            value = self.options.hoist(tensor) if self.options.hoist is not None else None
         if value is None:
             with jax.ensure_compile_time_eval():
                 value = backend.to_jax(tensor)
@@ -385,7 +405,7 @@ class Trace:
         if found is None:
             return None
         offset: Any = tensor.storage_offset()
-        step = strided_step(found[1].value.size, tensor.size(), tensor.stride(), offset)
+        step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
         return TracedTensor(found[1], (step,), tensor, None)
 
 

@@ -118,15 +118,23 @@ def _suppressed(call: ast.expr) -> list[ast.expr]:
     return list(call.args) if isinstance(call, ast.Call) and is_suppress else []
 
 
-def port_error(
+def error_here(
     message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
 ) -> PortError:
-    """Return a PortError at the user's line that is running now."""
+    """Return a PortError at the user's line that is running now, for a check of the program."""
     site = user_site()
     file, line = (site[0], site[1]) if site else (None, None)
     source = linecache.getline(file, line).strip() if file and line else None
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause
+    return error
+
+
+def port_error(
+    message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
+) -> PortError:
+    """Return a PortError at the user's line that is running now, which refuses the trace."""
+    error = error_here(message, code=code, remedy=remedy, cause=cause)
     # A bare `except` in the user's code must not turn a refusal into another path of the program.
     trace = innermost()
     if trace is not None:

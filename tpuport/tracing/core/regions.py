@@ -61,7 +61,8 @@ class Body:
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
         self.written = list(effects.before.values())
-        values = [made.value for made in (*self.alive, *self.numbers)]
+        values = [storage.held for storage in self.alive]
+        values += [number.held for number in self.numbers]
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
         values += [jnp.asarray(stream.count) for stream in self.streams]
         after = [s.value for s, _, _ in self.written]
@@ -78,7 +79,7 @@ class Body:
             storage.version += 1
         rest = iter(values[count:])
         for node in self.numbers:
-            node.value = next(rest)
+            node.held = next(rest)
         for stream in self.streams:
             stream.count = next(rest)
         for (storage, _, _), value in zip(self.written, after, strict=True):

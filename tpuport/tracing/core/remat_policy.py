@@ -123,9 +123,9 @@ def _with_named_inputs(trace: Trace, call: Callable[[], Any], inputs: Any) -> An
         first = form if first is None else first
         if storage.trace is not trace or leaf._chain or form != first:
             continue
-        named.append((storage, storage.value, storage.version))
-        storage.value = checkpoint_name(storage.value, _INPUT)
-        leaf._keep(storage.value)
+        named.append((storage, storage.held, storage.version))
+        storage.value = checkpoint_name(storage.held, _INPUT)
+        leaf._keep(storage.held)
     try:
         return call()
     finally:

@@ -18,7 +18,7 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
     for leaf in leaves:
         if not isinstance(leaf, TracedTensor) or leaf._storage.trace is not trace:
             continue
-        before = leaf._elem
+        before = leaf._held
         after = trace.options.placement.activation(module, side, before)
         if after is before:
             continue

@@ -14,21 +14,53 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from tpuport.foundation.user_frames import is_inside
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.concretize import concrete_number, decide, raise_if
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.python_numbers import (
+    DIGITS,
+    ESTIMATES,
+    EXACT,
+    INT_DIGITS,
+    SPANS,
+    beyond_int64,
+    clipped,
+    floor_divide,
+    inexact,
+    left_shift,
+    modulo,
+    multiply,
+    right_shift,
+    rounded,
+    rounded_int,
+)
 
 
-def _weak(value: Any, kind: type) -> jax.Array:
-    dtype = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}[kind]
-    array = jnp.asarray(value)
-    if array.dtype.kind != jnp.dtype(dtype).kind:
-        array = array.astype(dtype)
-    return array
+def _held(value: Any, kind: type) -> jax.Array:
+    """Return a number as an array that holds it exactly, of 32 bits if that can be seen."""
+    with int64.scope():
+        array = jnp.asarray(value)
+        if kind is bool:
+            return array if array.dtype == jnp.bool_ else array != 0
+        if kind is int:
+            keeps = array.dtype == jnp.int64 and not (
+                isinstance(value, int) and int64.is_within((value, value), int64.INT32)
+            )
+            return array.astype(jnp.int64 if keeps or array.dtype == jnp.uint32 else jnp.int32)
+        if not isinstance(value, jax.Array):
+            exact = not math.isfinite(value) or (
+                abs(value) < _FLOAT32_MAX and float(np.float32(value)) == value
+            )
+            return jnp.asarray(value, jnp.float32 if exact else jnp.float64)
+        return array.astype(jnp.float64 if array.dtype == jnp.float64 else jnp.float32)
 
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _ATOMS = itertools.count(1)
 
 
@@ -98,7 +130,9 @@ for _name in (
 class NumberNode:
     """The node behind a traced number: a 0-d jax value, its Python type, and known bounds.
 
-    `low` and `high` (inclusive) let comparisons that can only go one way be decided while tracing.
+    `held` has the exact value, in 32 bits where that is enough and in 64 where not; `value` is for
+    operations on tensors and has 32. `low` and `high` (inclusive) let comparisons that can only go
+    one way be decided while tracing. `span` is what `held` can be: it is never infinite.
     """
 
     def __init__(
@@ -108,8 +142,9 @@ class NumberNode:
         low: float = -math.inf,
         high: float = math.inf,
         expr: Linear | None = None,
+        span: int64.Span = int64.INT64,
     ) -> None:
-        self.value = _weak(value, kind)
+        self.held = _held(value, kind)
         self.kind = kind
         if kind is int and expr is None:
             atom = next(_ATOMS)
@@ -121,9 +156,49 @@ class NumberNode:
         if expr is not None and not expr.terms:
             low = high = expr.const
         self.low, self.high, self.expr = low, high, expr
+        self.span = self._spanned(span)
+        if self.held.dtype == jnp.int64 and int64.is_within(self.span, int64.INT32):
+            self.held = lax.convert_element_type(self.held, jnp.int32)
+        self._narrow: tuple[int, jax.Array, jax.Array] | None = None
         trace = innermost()
         if trace is not None:
             trace.created_number(self)
+
+    def _spanned(self, span: int64.Span) -> int64.Span:
+        limits = int64.INT64 if self.held.dtype == jnp.int64 else int64.INT32
+        low, high = clipped(span, limits)
+        if math.isfinite(self.low):
+            low = max(low, math.floor(self.low))
+        if math.isfinite(self.high):
+            high = min(high, math.ceil(self.high))
+        return low, high
+
+    @property
+    def value(self) -> jax.Array:
+        """Return the value in 32 bits, for operations on tensors.
+
+        A float is rounded as torch rounds it. If an integer does not fit, the call raises.
+        """
+        if not int64.is_wide(self.held):
+            return self.held
+        trace = innermost()
+        regions = [0] if trace is None else trace.regions
+        if self._narrow is not None:
+            region, held, narrow = self._narrow
+            if held is self.held and region in regions:
+                return narrow
+        if self.kind is int:
+            narrow = int64.narrowed(self.held, self.span)
+        else:
+            narrow = lax.convert_element_type(self.held, jnp.float32)
+        self._narrow = (regions[-1], self.held, narrow)
+        return narrow
+
+    def exact(self) -> jax.Array:
+        """Return the value in the 64 bits that Python has, for use inside of `int64.scope()`."""
+        if self.kind is bool:
+            return self.held
+        return self.held.astype(jnp.int64 if self.kind is int else jnp.float64)
 
     is_traced = True
 
@@ -162,6 +237,13 @@ class NumberNode:
     constant_int = constant_bool = maybe_as_int
 
     def wrap_int(self, number: int) -> "NumberNode":
+        if not int64.is_within((number, number), int64.INT64):
+            raise port_error(
+                f"{number} meets a number that depends on the program's inputs, for which a"
+                " program has 64 bits",
+                code="TPU106",
+                remedy="keep integers below 2**63",
+            )
         return NumberNode(number, int, number, number)
 
     def wrap_float(self, number: float) -> "NumberNode":
@@ -191,17 +273,19 @@ class NumberNode:
         del file, line
         if self.low == self.high:
             return bool(self.low)
-        return decide(self.value != 0)
+        with int64.scope():
+            truth = self.held != 0
+        return decide(truth)
 
     def guard_int(self, file: builtins.str, line: int) -> int:
         del file, line
         if self.low == self.high:
             return int(self.low)
-        return concrete_number(self.value, int)
+        return concrete_number(self.held, int)
 
     def guard_float(self, file: builtins.str, line: int) -> float:
         del file, line
-        return concrete_number(self.value, float)
+        return concrete_number(self.held, float)
 
     def statically_known_true(self, file: builtins.str, line: int) -> bool:
         del file, line
@@ -215,43 +299,101 @@ class NumberNode:
     # -- conversions -------------------------------------------------------------------------------
 
     def sym_float(self) -> "NumberNode":
-        return NumberNode(self.value.astype(jnp.float32), float, self.low, self.high)
+        if self.kind is float:
+            return self
+        with int64.scope():
+            value = self.exact().astype(jnp.float64)
+        self._refuse_inexact()
+        return NumberNode(value, float, self.low, self.high)
+
+    def _refuse_inexact(self) -> None:
+        if self.kind is int and not int64.is_within(self.span, (-EXACT, EXACT)):
+            message = "an int beyond 2**53 becomes a float, which Python rounds or compares exactly"
+            int64.refuse_if(lambda: inexact(self.exact()), message)
 
     def is_integer(self) -> "NumberNode":
-        return NumberNode(self.value == jnp.floor(self.value), bool)
+        with int64.scope():
+            return NumberNode(self.held == jnp.floor(self.held), bool)
 
     def sym_int(self) -> "NumberNode":
-        return NumberNode(self._whole(jnp.trunc), int, self.low, self.high)
+        return self._whole(jnp.trunc, self.low, self.high)
 
-    def _whole(self, rounding: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    def _whole(
+        self,
+        rounding: Callable[[jax.Array], jax.Array],
+        low: float = -math.inf,
+        high: float = math.inf,
+    ) -> "NumberNode":
         """Round to an integer, which Python refuses for NaN and infinity."""
-        if self.kind is float:
-            nan, infinite = (f"cannot convert float {what} to integer" for what in _NOT_FINITE)
-            raise_if(lambda: jnp.isnan(self.value), ValueError(nan))
-            raise_if(lambda: jnp.isinf(self.value), OverflowError(infinite))
-        return rounding(self.value).astype(jnp.int32)
+        if self.kind is not float:
+            return self if self.kind is int else NumberNode(self.held, int, self.low, self.high)
+        nan, infinite = (f"cannot convert float {what} to integer" for what in _NOT_FINITE)
+        _raise_if(lambda: self.held != self.held, ValueError(nan))
+        _raise_if(lambda: jnp.abs(self.held) == math.inf, OverflowError(infinite))
+        with int64.scope():
+            whole = rounding(self.exact())
+            value = whole.astype(jnp.int64)
+        int64.refuse_if(lambda: beyond_int64(whole), _BEYOND)
+        return NumberNode(value, int, low, high)
 
     def neg(self) -> "NumberNode":
         expr = self.expr.times(-1) if self.expr is not None else None
-        return NumberNode(-self.value, self.kind, -self.high, -self.low, expr)
+        span = (-self.span[1], -self.span[0])
+        return self._same_kind(jnp.negative, span, -self.high, -self.low, expr)
 
     def pos(self) -> "NumberNode":
         return self
 
     def abs(self) -> "NumberNode":
         high = max(abs(self.low), abs(self.high))
-        return NumberNode(jnp.abs(self.value), self.kind, 0, high)
+        largest = max(abs(bound) for bound in self.span)
+        return self._same_kind(jnp.abs, (0, largest), 0, high)
+
+    def _same_kind(
+        self,
+        operation: Callable[[jax.Array], jax.Array],
+        span: int64.Span,
+        low: float,
+        high: float,
+        expr: Linear | None = None,
+    ) -> "NumberNode":
+        """Change the sign or drop it, which is exact unless the integer has no counterpart."""
+        kind = float if self.kind is float else int
+        with int64.scope():
+            if kind is int and not int64.is_within(span, int64.INT32):
+                int64.refuse_if(lambda: self.exact() == int64.INT64[0], _BEYOND)
+                value = operation(self.exact())
+            else:
+                value = operation(self.held.astype(jnp.int32) if kind is int else self.held)
+        return NumberNode(value, kind, low, high, expr, span)
 
     def sym_not(self) -> "NumberNode":
-        return NumberNode(jnp.logical_not(self.value), bool, 1 - self.high, 1 - self.low)
+        return NumberNode(jnp.logical_not(self.held), bool, 1 - self.high, 1 - self.low)
 
     def round(self, digits: Any = None) -> "NumberNode":
         if digits is None:
-            return NumberNode(self._whole(jnp.round), int)
-        return NumberNode(jnp.round(self.value, int(getattr(digits, "low", digits))), self.kind)
+            return self._whole(jnp.round)
+        digits = int(digits)
+        if self.kind is not float and digits >= 0:
+            return self._whole(jnp.round)
+        if digits not in (DIGITS if self.kind is float else INT_DIGITS):
+            raise port_error(
+                f"round(..., {digits}) of a number that depends on the program's inputs",
+                code="TPU106",
+                remedy="round to fewer digits, or scale the number first",
+            )
+        with int64.scope():
+            number = self.exact()
+            if self.kind is float:
+                if digits < 0:
+                    int64.refuse_if(lambda: jnp.abs(number) > EXACT, _BEYOND)
+                return NumberNode(rounded(number, digits), float)
+            int64.refuse_if(lambda: beyond_int64(jnp.abs(number) + 1e18), _BEYOND)
+            return NumberNode(rounded_int(number, digits), int)
 
 
 _NOT_FINITE = ("NaN", "infinity")
+_BEYOND = "a Python int leaves the 64 bits that a program has for it"
 
 
 # -- operators -------------------------------------------------------------------------------------
@@ -262,9 +404,24 @@ def _compare(name: str) -> Callable[..., NumberNode]:
 
     def method(self: NumberNode, other: NumberNode) -> NumberNode:
         low, high = _decided(name, self, other)
-        return NumberNode(operation(self.value, other.value), bool, low, high)
+        a, b = self.held, other.held
+        with int64.scope():
+            if a.dtype != b.dtype:
+                a, b = _alike(self, other)
+            return NumberNode(operation(a, b), bool, low, high)
 
     return method
+
+
+def _alike(
+    a: NumberNode, b: NumberNode, kind: type | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return both values in the 64 bits of `kind`, of the wider kind by default."""
+    if (kind or (float if float in (a.kind, b.kind) else int)) is not float:
+        return a.exact().astype(jnp.int64), b.exact().astype(jnp.int64)
+    a._refuse_inexact()
+    b._refuse_inexact()
+    return a.exact().astype(jnp.float64), b.exact().astype(jnp.float64)
 
 
 def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
@@ -316,19 +473,75 @@ def _arithmetic(
     name: str, operation: Callable[..., Any], result: type | None
 ) -> Callable[..., NumberNode]:
     def method(self: NumberNode, other: NumberNode) -> NumberNode:
-        kind = result or (float if float in (self.kind, other.kind) else int)
-        if name in _DIVISIONS and other.low <= 0 <= other.high:
-            raise_if(lambda: other.value == 0, ZeroDivisionError("division by zero"))
-        if name == "float_pow":  # torch checks that the base is not negative
-            message = "0.0 cannot be raised to a negative power"
-            failed = (self.value == 0) & (other.value < 0)
-            raise_if(failed, ZeroDivisionError(message))
-        value = operation(self.value, other.value)
+        kind = float if float in (self.kind, other.kind) else int
+        if kind is float and name in _INTEGERS_ONLY:
+            raise TypeError(f"unsupported operand types for {name}: 'int' and 'float'")
+        kind = result or kind
+        _refuse_operands(name, self, other)
+        span = SPANS[name](self.span, other.span) if kind is int else int64.INT64
+        held = (self.held, other.held)
+        with int64.scope():
+            if kind is int and int64.is_within(span, int64.INT32) and jnp.int64 not in (self.held.dtype, other.held.dtype):
+                value = operation(*(array.astype(jnp.int32) for array in held))
+            elif kind is bool:
+                value = operation(*held)
+            else:
+                a, b = _alike(self, other, kind)
+                # XLA would divide by a constant with its reciprocal, and merge constant factors.
+                a, b = lax.optimization_barrier((a, b)) if kind is float else (a, b)
+                value = operation(a, b)
+                if kind is int and not int64.is_within(span, int64.INT64):
+                    _refuse_beyond(name, a, b)
+        if name == "float_pow":
+            _refuse_power(self, other, value)
         bounds = _BOUNDED.get(name)
         low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
-        return NumberNode(value, kind, low, high, _combined(name, kind, self, other))
+        if name == "mod" and kind is int and other.low > 0:
+            low, high = 0, other.high - 1
+        return NumberNode(value, kind, low, high, _combined(name, kind, self, other), span)
 
     return method
+
+
+_INTEGERS_ONLY = {"lshift", "rshift", "bitwise_and", "bitwise_or", "bitwise_xor"}
+
+
+def _raise_if(failed: Callable[[], jax.Array], error: BaseException) -> None:
+    def scoped() -> jax.Array:
+        with int64.scope():
+            return failed()
+
+    raise_if(scoped, error)
+
+
+def _refuse_operands(name: str, a: NumberNode, b: NumberNode) -> None:
+    """Raise what Python raises for the operands of an operation."""
+    if name in _DIVISIONS and b.low <= 0 <= b.high:
+        _raise_if(lambda: b.held == 0, ZeroDivisionError("division by zero"))
+    if name in ("lshift", "rshift") and b.low < 0:
+        _raise_if(lambda: b.held < 0, ValueError("negative shift count"))
+    if name == "float_pow":
+        message = "0.0 cannot be raised to a negative power"
+        _raise_if(lambda: (a.held == 0) & (b.held < 0), ZeroDivisionError(message))
+
+
+def _refuse_power(a: NumberNode, b: NumberNode, value: jax.Array) -> None:
+    """Raise for a power that is not finite, as Python does, or complex."""
+
+    def finite() -> jax.Array:
+        return (jnp.abs(a.held) < math.inf) & (jnp.abs(b.held) < math.inf)
+
+    int64.refuse_if(lambda: finite() & jnp.isnan(value), "a power that Python makes complex")
+    error = OverflowError(34, "Numerical result out of range")
+    _raise_if(lambda: finite() & (a.held != 0) & (jnp.abs(value) == math.inf), error)
+
+
+def _refuse_beyond(name: str, a: jax.Array, b: jax.Array) -> None:
+    wide = (a.astype(jnp.float64), b.astype(jnp.float64))
+    failed = beyond_int64(ESTIMATES[name](*wide))
+    if name in ("floordiv", "int_floordiv"):
+        failed &= b != 0
+    int64.refuse_if(lambda: failed, _BEYOND)
 
 
 _DIVISIONS = {"mod", "floordiv", "int_floordiv", "truediv", "int_truediv", "float_truediv"}
@@ -348,10 +561,6 @@ def _combined(name: str, kind: type, a: NumberNode, b: NumberNode) -> Linear | N
     return None
 
 
-def _true_divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.true_divide(a, b)
-
-
 for _name, _jnp in {
     "lt": "less",
     "le": "less_equal",
@@ -366,13 +575,13 @@ for _name, _jnp in {
 for _name, _operation, _result in (
     ("add", jnp.add, None),
     ("sub", jnp.subtract, None),
-    ("mul", jnp.multiply, None),
-    ("mod", jnp.mod, None),
-    ("floordiv", jnp.floor_divide, None),
-    ("int_floordiv", jnp.floor_divide, int),
-    ("truediv", _true_divide, float),
-    ("int_truediv", _true_divide, float),
-    ("float_truediv", _true_divide, float),
+    ("mul", multiply, None),
+    ("mod", modulo, None),
+    ("floordiv", floor_divide, None),
+    ("int_floordiv", floor_divide, int),
+    ("truediv", jnp.true_divide, float),
+    ("int_truediv", jnp.true_divide, float),
+    ("float_truediv", jnp.true_divide, float),
     ("pow", jnp.power, None),
     ("float_pow", jnp.power, float),
     ("pow_by_natural", jnp.power, int),
@@ -384,8 +593,9 @@ for _name, _operation, _result in (
     ("or_", jnp.logical_or, bool),
     ("bitwise_and", jnp.bitwise_and, None),
     ("bitwise_or", jnp.bitwise_or, None),
-    ("lshift", jnp.left_shift, int),
-    ("rshift", jnp.right_shift, int),
+    ("bitwise_xor", jnp.bitwise_xor, None),
+    ("lshift", left_shift, int),
+    ("rshift", right_shift, int),
 ):
     setattr(NumberNode, _name, _arithmetic(_name, _operation, _result))
 
@@ -398,8 +608,13 @@ for _name, _operation in (
     setattr(
         NumberNode,
         _name,
-        lambda self, _op=_operation: NumberNode(self._whole(_op), int),
+        lambda self, _op=_operation: self._whole(_op),
     )
+
+
+def _function(node: NumberNode, operation: Callable[[jax.Array], jax.Array]) -> NumberNode:
+    with int64.scope():
+        return NumberNode(operation(node.sym_float().exact()), float)
 
 
 for _name in (
@@ -420,8 +635,4 @@ for _name in (
     _operation = getattr(
         jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)
     )
-    setattr(
-        NumberNode,
-        f"sym_{_name}",
-        lambda self, _op=_operation: NumberNode(_op(self.value.astype(jnp.float32)), float),
-    )
+    setattr(NumberNode, f"sym_{_name}", lambda self, _op=_operation: _function(self, _op))

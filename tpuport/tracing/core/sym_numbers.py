@@ -9,12 +9,16 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.fx.experimental import sym_node as _sym_node  # noqa: F401  (gives SymInt and SymFloat their operators)
 
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.sym_node import NumberNode
 
+# The dtypes of Python numbers that a program takes, gives and carries.
+DTYPES = {float: jnp.float64, int: jnp.int64, bool: jnp.bool_}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -32,10 +36,34 @@ def from_node(node: NumberNode) -> Any:
 
 
 def node_value(number: Any) -> jax.Array:
-    """Return the 0-d jax value of a traced number."""
+    """Return the 0-d jax value of a traced number in 32 bits, for operations on tensors."""
+    return _node(number).value
+
+
+def held(number: Any) -> jax.Array:
+    """Return the 0-d jax value of a traced number: an int in as many bits as it may need."""
+    node = _node(number)
+    return node.held if node.kind is int else node.value
+
+
+def exact_value(number: Any) -> jax.Array:
+    """Return the 0-d jax value of a Python number, traced or not, in the 64 bits that it has."""
+    with int64.scope():
+        if isinstance(number, SYMBOLIC):
+            return _node(number).exact()
+        return jnp.asarray(number, DTYPES[type(number)])
+
+
+def truth(number: Any) -> jax.Array:
+    """Return the truth of a traced number as a 0-d boolean jax value."""
+    with int64.scope():
+        return _node(number).held != 0
+
+
+def _node(number: Any) -> NumberNode:
     node = number.node
     if isinstance(node, NumberNode):
-        return node.value
+        return node
     raise port_error(
         "a symbolic number of torch.export or torch.compile met a traced program",
         code="TPU106",

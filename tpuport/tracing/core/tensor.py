@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import torch
 from jax.ad_checkpoint import checkpoint_name
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import port_error
@@ -44,10 +46,21 @@ class Storage:
     """The value behind a tensor and all of its views; `version` counts the writes.
 
     `stride` is the torch layout of the tensor that made it (the value is in logical order), `flow`
-    that of the values written to it since.
+    that of the values written to it since. `held` is the value, of 64 bits if an int64 result may
+    need them (`wide`); `value` is what operations take that know 32 bits only.
     """
 
-    __slots__ = ("__weakref__", "flow", "serial", "stride", "trace", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "flow",
+        "held",
+        "narrow",
+        "serial",
+        "stride",
+        "trace",
+        "version",
+        "wide",
+    )
 
     def __init__(self, value: jax.Array, trace: ActiveTrace | None) -> None:
         self.value = value
@@ -58,6 +71,22 @@ class Storage:
         self.serial = next(SERIALS)
         if trace is not None:
             trace.created(self)
+
+    @property
+    def value(self) -> jax.Array:
+        """Return the value in the dtype that jax has for it; one that does not fit raises."""
+        return self.narrowed(self.held) if self.wide else self.held
+
+    @value.setter
+    def value(self, value: jax.Array) -> None:
+        self.held, self.wide, self.narrow = value, int64.is_wide(value), None
+
+    def narrowed(self, value: jax.Array) -> jax.Array:
+        """Return a wide value of this storage, or of a view of it, in 32 bits."""
+        regions = [0] if self.trace is None else self.trace.regions
+        if self.narrow is None or self.narrow[0] is not value or self.narrow[1] not in regions:
+            self.narrow = (value, regions[-1], int64.narrowed(value))
+        return self.narrow[2]
 
     def set(self, value: jax.Array) -> None:
         """Replace the value; every view reads it again on next use."""
@@ -162,16 +191,25 @@ class TracedTensor(backend.TorchaxTensor):
         self._cached_region = self._region()
 
     @property
-    def _elem(self) -> jax.Array:
-        """Return the current value, read again from the storage if another alias wrote to it."""
+    def _held(self) -> jax.Array:
+        """Return the current value, read again from the storage if another alias wrote to it.
+
+        It has 64 bits if the storage is wide.
+        """
         storage = self._storage
         if self._cached_version == storage.version and self._is_alive(self._cached_region):
             return self._cached  # type: ignore[return-value]
-        value = storage.value
+        value = storage.held
         for step in self._chain:
-            value = step.forward(value)
+            value = step.read(value)
         self._keep(value)
         return value
+
+    @property
+    def _elem(self) -> jax.Array:
+        """Return the current value in the dtype that jax has for it."""
+        storage, value = self._storage, self._held
+        return storage.narrowed(value) if storage.wide and int64.is_wide(value) else value
 
     @_elem.setter
     def _elem(self, value: jax.Array) -> None:
@@ -179,7 +217,18 @@ class TracedTensor(backend.TorchaxTensor):
 
     def write(self, value: jax.Array) -> None:
         """Set this tensor's value in its storage, so that every alias sees it."""
-        bases = [self._storage.value]
+        if self._chain and (self._storage.wide or int64.is_wide(value)):
+            with int64.scope():
+                base = self._storage.held.astype(jnp.int64)
+                written = self._written(value.astype(jnp.int64), base)
+        else:
+            written = self._written(value, self._storage.held)
+        self._storage.set(written)
+        if not self._chain:
+            self._keep(value)
+
+    def _written(self, value: jax.Array, base: jax.Array) -> jax.Array:
+        bases = [base]
         for step in self._chain[:-1]:
             bases.append(step.forward(bases[-1]))
         written = value
@@ -187,9 +236,7 @@ class TracedTensor(backend.TorchaxTensor):
             if written.size != value.size:
                 written = apart(written)
             written = step.inverse(base, written)
-        self._storage.set(written)
-        if not self._chain:
-            self._keep(value)
+        return written
 
     @property
     def _bounds(self) -> tuple[int, int] | None:
@@ -488,7 +535,7 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
     Raises:
         PortError: The value is a tracer.
     """
-    value = tensor._elem
+    value = tensor._held
     if isinstance(value, jax.core.Tracer):
         raise port_error(
             "a traced value was asked for on the host (.numpy(), np.asarray, .cpu().numpy())",
@@ -507,12 +554,12 @@ def view_of(
     offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
-    chain, value = (*base._chain, step), step.forward(base._elem)
+    chain, value = (*base._chain, step), step.read(base._held)
     # Eager's views made under no_grad pass no gradient on, wherever they are used, although they
     # say that they require one.
     cut = not (detach or torch.is_grad_enabled() or base._frozen)
     if cut:
-        chain, value = (*chain, DETACH), DETACH.forward(value)
+        chain, value = (*chain, DETACH), DETACH.read(value)
     flow = Flow.STOPPED if detach else base._flow if cut else base._own_flow
     result = TracedTensor(base._storage, chain, meta, None, flow, detach or cut or base._detached)
     result._is_leaf = cut
@@ -530,7 +577,7 @@ def item(tensor: TracedTensor) -> Any:
     assert trace is not None
     trace.has_numbers = True
     # A Python number has no gradient.
-    value = jax.lax.stop_gradient(tensor._elem.reshape(()))
+    value = jax.lax.stop_gradient(jax.lax.reshape(tensor._held, ()))
     if tensor.dtype is torch.bool:
         return decide(value) if identity_is_asked() else number(value, bool)
     if tensor.dtype.is_floating_point:
@@ -543,10 +590,10 @@ def item(tensor: TracedTensor) -> Any:
         )
     trace.dynamic = True
     node = tensor._as_number
-    if node is None or node[0] is not tensor._elem or not tensor._is_alive(node[1]):
+    if node is None or node[0] is not tensor._held or not tensor._is_alive(node[1]):
         low, high = tensor._bounds or (-math.inf, math.inf)
         made = NumberNode(value, int, low, high)
-        node = tensor._as_number = (tensor._elem, tensor._region(), made)
+        node = tensor._as_number = (tensor._held, tensor._region(), made)
     return from_node(node[2])
 
 

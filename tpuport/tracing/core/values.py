@@ -1,5 +1,6 @@
 """The jax values of an op's operands, and traced tensors around its results."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.interop import backend
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, differentiable
@@ -68,6 +69,19 @@ def value_of(tensor: Any) -> jax.Array:
     return trace.constant(tensor) if alias is None else alias._elem
 
 
+def held_of(operand: Any) -> jax.Array:
+    """Return the value of a tensor or traced number, of 64 bits if int64 or Python needs them."""
+    if isinstance(operand, sym_numbers.SYMBOLIC):
+        return sym_numbers.held(operand)
+    if isinstance(operand, TracedTensor):
+        return operand._held if operand._storage.wide else value_of(operand)
+    trace = current()
+    if trace is None or operand.dtype is not torch.int64:
+        return value_of(operand)
+    alias = trace.alias(operand)
+    return trace.constant(operand, wide=True) if alias is None else held_of(alias)
+
+
 def _stopped(tensor: TracedTensor) -> jax.Array:
     """Return the value without gradients, for use under `torch.no_grad()`; made once per value."""
     if not differentiable(tensor.dtype):
@@ -106,7 +120,8 @@ def wrap_as(
         msg = f"the lowering of {func} gave shape {value.shape}, torch gives {tuple(meta.shape)}"
         raise AssertionError(msg)
     dtype = backend.jax_dtype(meta.dtype)
-    if value.dtype != dtype:
+    is_wide = meta.dtype is torch.int64 and int64.is_wide(value)
+    if value.dtype != dtype and not is_wide:
         value = value.astype(dtype)
     if trace is not None and meta.dtype == torch.int64:
         trace.note_int64(value)
@@ -140,12 +155,14 @@ def write(target: torch.Tensor, value: jax.Array, *, flow: Flow) -> torch.Tensor
 def _fit(value: jax.Array, target: torch.Tensor) -> jax.Array:
     dtype = backend.jax_dtype(target.dtype)
     value = jnp.asarray(value)
-    if value.dtype != dtype:
+    is_wide = target.dtype is torch.int64 and int64.is_wide(value)
+    if value.dtype != dtype and not is_wide:
         if jnp.issubdtype(value.dtype, jnp.complexfloating) and not jnp.issubdtype(
             dtype, jnp.complexfloating
         ):
             value = value.real
         value = value.astype(dtype)
     if value.shape != torch.Tensor.size(target):
-        value = jnp.broadcast_to(value, torch.Tensor.size(target))
+        with int64.scope() if is_wide else contextlib.nullcontext():
+            value = jnp.broadcast_to(value, torch.Tensor.size(target))
     return value

@@ -17,6 +17,7 @@ import torch
 from jax import lax
 
 from tpuport.foundation.interop import backend
+from tpuport.tracing.core import int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class ViewStep:
 
     forward: Callable[[jax.Array], jax.Array]
     inverse: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def read(self, base: jax.Array) -> jax.Array:
+        """Read from a base that may have 64 bits."""
+        if not int64.is_wide(base):
+            return self.forward(base)
+        with int64.scope():
+            return self.forward(base)
 
 
 aten = torch.ops.aten

@@ -1,7 +1,7 @@
 """Ops that only compute: metadata from torch, the value from a lowering or a decomposition."""
 
 import contextlib
-import operator
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +13,23 @@ from tpuport.foundation.interop.seen_device import where_they_are
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.int64 import INT32, is_within
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
 from tpuport.tracing.core.tensor import Flow, TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.core.view_steps import tied
 from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dispatch.int64_ops import (
+    argument_of,
+    floating_dtype,
+    is_pointwise,
+    needs_64,
+    operand,
+    python_number,
+    run_64,
+    span_of,
+)
 from tpuport.tracing.lowerings._numeric import broadcast_wide
 
 
@@ -47,63 +58,33 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
             "key": op_key(trace, kwargs)
         }
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
-    jax_args = [map_tensors(value_of, a) for a in args]
-    jax_kwargs = {k: map_tensors(value_of, v) for k, v in kwargs.items()}
-    if torch.Tag.pointwise in func.tags and isinstance(metas, torch.Tensor):
-        jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
     is_number = any(isinstance(t, sym_numbers.SYMBOLIC) for t in tensors)
-    value = _lower(func, info.lower, jax_args, jax_kwargs, is_number)
+    lower = functools.partial(_lower, func, info.lower, is_number=is_number)
+    if needs_64(func, args, kwargs, metas):
+        value = run_64(func, lower, args, kwargs, metas)
+    else:
+        value = lower(*_operands(func, args, kwargs, tensors, metas))
     flow = flow_of(tensors)
     if flow is Flow.SEEN and _has_zero_gradient(func, args, kwargs):
         value = tied(value, *map(value_of, tensors))
     result = _wrap_result(func, value, metas, trace, flow)
-    if func._opname in _MARKS:
-        _mark(func, args, kwargs, result)
-    elif func._opname in _BOUNDS and result.dtype is torch.int64:
-        result._bounds = _bounds_of(func, args, kwargs)
+    _mark(func, args, kwargs, result)
     return result
 
 
-_BOUNDS = {"clamp", "remainder", "floor_divide", "randint", "multinomial", "gather", "index_select"}
-_BOUNDS |= {"index", "embedding", "add", "sub", "mul"}
+def _operands(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any], metas: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arrays that an op computes with in 32 bits."""
+    dtype = floating_dtype(func, tensors, metas)
 
+    def array(value: Any) -> Any:
+        return operand(dtype, value)
 
-def _bounds_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the smallest and largest integer that a result can hold, None if that is not known."""
-    name, known = func._opname, _interval(args[0])
-    if name in ("clamp", "randint"):
-        low, high = (
-            _argument(func, which, args, kwargs)
-            for which in (("min", "max") if name == "clamp" else ("low", "high"))
-        )
-        if name == "randint":
-            return (low or 0, high - 1) if isinstance(high, int) else None
-        low = known[0] if known and low is None else low
-        high = known[1] if known and high is None else high
-        return (low, high) if isinstance(low, int) and isinstance(high, int) else None
-    if name == "multinomial":
-        return (0, torch.Tensor.size(args[0])[-1] - 1)
-    if name in ("gather", "index_select", "index", "embedding"):
-        return known
-    other = _interval(args[1])
-    if other is None or kwargs.get("alpha", 1) != 1 or len(args) > 2:
-        return None
-    if name == "remainder":
-        return (0, other[1] - 1) if other[0] > 0 else None
-    if known is None:
-        return None
-    if name == "floor_divide":
-        return (known[0] // other[0], known[1] // other[0]) if 0 < other[0] == other[1] else None
-    operation = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name]
-    ends = [operation(a, b) for a in known for b in other]
-    return (min(ends), max(ends)) if max(map(abs, ends)) < 1 << 31 else None
-
-
-def _interval(value: Any) -> tuple[int, int] | None:
-    """Return the smallest and largest value of an operand, where they are known."""
-    if isinstance(value, int):
-        return (value, value)
-    return value._bounds if isinstance(value, TracedTensor) else None
+    jax_args = [map_tensors(array, python_number(dtype, a)) for a in args]
+    if is_pointwise(func) and isinstance(metas, torch.Tensor):
+        jax_args = [broadcast_wide(a, tuple(metas.shape)) for a in jax_args]
+    return jax_args, {k: map_tensors(array, v) for k, v in kwargs.items()}
 
 
 # Ops with a gradient of zeros in eager, which their lowerings may not read all operands for; and
@@ -119,53 +100,36 @@ def _has_zero_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return name in _ZERO_GRADIENT or (name == "div" and kwargs.get("rounding_mode") is not None)
 
 
-_MARKS = {
-    "sum",
-    "bitwise_not",
-    "logical_not",
-    "topk",
-    "argmax",
-    "argmin",
-    "argsort",
-    "sort",
-    "clone",
-    "_to_copy",
-}
+_INDICES = {"topk", "argmax", "argmin", "argsort", "sort", "max", "min"}
 
 
 def _mark(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Record facts about a result: the mask that it negates, the bounds of a count or an index."""
-    source, name = args[0], func._opname
+    """Record facts about a result: the mask that it negates, the bounds of integers."""
+    name = func._opname
     if name in ("bitwise_not", "logical_not"):
+        source = args[0]
         if isinstance(source, TracedTensor) and source.dtype is torch.bool:
             result._negates = (source, source._elem)
-    elif name == "sum":
-        if (
-            isinstance(source, TracedTensor)
-            and result.dtype is torch.int64
-            and torch.Tensor.numel(result)
-        ):
-            low, high = (0, 1) if source.dtype is torch.bool else source._bounds or (None, None)
-            if low is not None and high is not None:
-                count = torch.Tensor.numel(source) // torch.Tensor.numel(result)
-                result._bounds = (min(low * count, 0), high * count)
-    elif name in ("clone", "_to_copy"):
-        if isinstance(source, TracedTensor):
-            result._bounds = (0, 1) if source.dtype is torch.bool else source._bounds
-    elif isinstance(source, torch.Tensor) and source.dim():
-        dim = _argument(func, "dim", args, kwargs)
+        return
+    values = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(values, TracedTensor) and values.dtype in _WHOLE and name not in _ARGUMENTS:
+        span = span_of(func, args, kwargs)
+        if is_within(span, INT32):
+            values._bounds = span
+    if name in _INDICES and (name in _ARGUMENTS or isinstance(result, tuple)):
+        _mark_indices(func, args, kwargs, result[1] if isinstance(result, tuple) else result)
+
+
+_WHOLE = {torch.int64, torch.int32}
+_ARGUMENTS = {"argmax", "argmin", "argsort"}
+
+
+def _mark_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    source = args[0]
+    if isinstance(source, torch.Tensor) and source.dim():
+        dim = argument_of(func, "dim", args, kwargs)
         size = torch.Tensor.numel(source) if dim is None else torch.Tensor.size(source)[dim]
-        indices = result[1] if isinstance(result, tuple) else result
-        indices._bounds = (0, size - 1)
-
-
-def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the value of one argument of an op, its default if it was not given."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            given = args[position] if position < len(args) else argument.default_value
-            return kwargs.get(name, given)
-    return None
+        result._bounds = (0, size - 1)
 
 
 def _lower(

@@ -9,7 +9,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import RENAMED, OpInfo
 from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.core.tensor import Flow
-from tpuport.tracing.core.values import flat, flow_of, value_of, write
+from tpuport.tracing.core.values import flat, flow_of, held_of, write
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
@@ -73,7 +73,7 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
             code="TPU201",
             remedy="allocate it with the result's shape",
         )
-    write(target, value_of(new), flow=flow)
+    write(target, held_of(new), flow=flow)
 
 
 def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ values when the op runs; a program reports the first check that failed after the
 while tracing costs nothing: values of host tensors, and bounds of traced ones (`_bounds`).
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ import torch
 from jax import lax
 
 from tpuport.foundation.interop.backend import to_numpy_array
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.lowering_registry import special
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, real_elements, strip
 from tpuport.tracing.dynamic_shapes.handlers import tensors_of
 
@@ -90,10 +91,11 @@ def _known(trace: Trace, of: Any) -> Any:
 def _anywhere(failure: Failure, operands: list[torch.Tensor]) -> Any:
     """Return whether an op fails at a real element: padding holds arbitrary values."""
     of = failure.of
-    value = lax.stop_gradient(value_of(strip(of)))
+    value = lax.stop_gradient(held_of(strip(of)))
     # A limit may be no number of a narrow dtype: -100 is no uint8.
     value = value.astype(jnp.int32) if value.dtype.itemsize < 4 and _is_whole(of) else value
-    where = failure.where(value)
+    with int64.scope() if int64.is_wide(value) else contextlib.nullcontext():
+        where = failure.where(value)
     if extents_of(of):
         where &= value_of(real_elements(extents_of(of), where.shape))
     failed = where.any()

@@ -40,9 +40,10 @@ def as_strided(
     assert isinstance(base, TracedTensor)
     offset: Any = base.storage_offset() if storage_offset is None else storage_offset
     root = base._storage
-    shape = root.value.shape
+    shape = root.held.shape
     whole = torch.empty(shape, dtype=base.dtype, device="meta")
-    if root.stride != whole.stride() or root.value.dtype != backend.jax_dtype(base.dtype):
+    same = root.wide or root.held.dtype == backend.jax_dtype(base.dtype)
+    if root.stride != whole.stride() or not same:
         raise port_error(
             "as_strided of a tensor that is not contiguous in memory",
             code="TPU203",
@@ -85,5 +86,5 @@ def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     with no_dispatch():
         func(*args, **kwargs)
     target._chain = result._chain
-    target._keep(result._elem)
+    target._keep(result._held)
     return target

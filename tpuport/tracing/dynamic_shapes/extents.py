@@ -41,7 +41,7 @@ def strip(tensor: Any) -> Any:
         tensor._storage,
         tensor._chain,
         meta_of(tensor),
-        tensor._elem,
+        tensor._held,
         tensor._own_flow,
         tensor._detached,
     )

@@ -122,7 +122,7 @@ def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.
         torch.SymBool: torch.bool,
     }
     meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
-    return wrap_as(func=None, value=sym_numbers.node_value(number), meta=meta, trace=trace)
+    return wrap_as(func=None, value=sym_numbers.held(number), meta=meta, trace=trace)
 
 
 # -- indexing by traced integers -------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.autocast import autocast_dtype, to_autocast
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.values import flow_of, grad_frozen, value_of, wrap_as
+from tpuport.tracing.dispatch.int64_ops import in_64
 from tpuport.tracing.dispatch.meta_infer import check_one_dtype, to_meta
 from tpuport.tracing.dispatch.meta_rules import attention_meta, linear_meta, matmul_meta
 from tpuport.tracing.dynamic_shapes import contractions
@@ -36,7 +37,10 @@ def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., 
     tensors = [o for o in operands if isinstance(o, torch.Tensor)]
     if any(extents_of(t) for t in tensors):
         raise AssertionError("an operand of data-dependent size reached an op lowered as one")
-    value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
+    if any(t.dtype is torch.int64 for t in tensors):
+        value = in_64(compute, operands)
+    else:
+        value = compute(*[value_of(o) if isinstance(o, torch.Tensor) else o for o in operands])
     if isinstance(meta, torch.dtype):
         meta = torch.empty(value.shape, dtype=meta, device="meta")
     return wrap_as(None, value, meta, trace, flow_of(tensors))

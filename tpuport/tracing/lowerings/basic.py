@@ -42,7 +42,12 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
         # torch goes through a 32-bit integer and wraps around; XLA would saturate.
         x = x.astype(jnp.int32)
-    return x.astype(dtype)
+    made = x.astype(dtype)
+    if dtype == jnp.int64 and jnp.issubdtype(x.dtype, jnp.floating):
+        # What no int64 holds becomes the least of them, as on a CPU; XLA would saturate.
+        fits = (x >= -(2.0**63)) & (x < 2.0**63)
+        return jnp.where(fits, made, jnp.iinfo(jnp.int64).min)
+    return made
 
 
 @lowering(

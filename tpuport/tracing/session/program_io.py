@@ -11,7 +11,7 @@ from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, flow_seen, meta_of
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.values import held_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import TraceRequest
@@ -27,13 +27,13 @@ def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
     for leaf in leaves:
         extents = extents_of(leaf)
         if isinstance(leaf, sym_numbers.SYMBOLIC):
-            values.append(sym_numbers.node_value(leaf))
+            values.append(sym_numbers.exact_value(leaf))
             metas.append(type(leaf))
         elif extents:
-            values.append((value_of(strip(leaf)), [node.value for node in extents.values()]))
+            values.append((held_of(strip(leaf)), [node.value for node in extents.values()]))
             metas.append(Unsized(leaf.dtype, tuple(extents), leaf.requires_grad))
         else:
-            values.append(value_of(leaf))
+            values.append(held_of(leaf))
             metas.append(meta_of(leaf, like=True))
     return values, metas
 

@@ -320,7 +320,7 @@ class Tracer:
                 if extents_of(leaf):
                     raise unsized(f"the state {name!r} that the call leaves")
                 if isinstance(leaf, sym_numbers.SYMBOLIC):
-                    outcome.state[name] = sym_numbers.node_value(leaf)
+                    outcome.state[name] = sym_numbers.exact_value(leaf)
                 elif (
                     isinstance(leaf, TracedTensor)
                     or trace.alias(leaf) is not None

@@ -1,0 +1,99 @@
+"""Operators of traced Python numbers that torch's symbolic numbers have otherwise than Python."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.tracing.core import int64, sym_numbers
+from tpuport.tracing.core.sym_node import NumberNode
+
+Operator = Callable[..., Any]
+
+
+class NumberOperators(Shim):
+    """`//`, `**`, `divmod` and `round` of numbers that depend on the program's inputs."""
+
+    TARGET = "torch.SymFloat"
+    REASON = "torch has no divmod, rounds quotients, and refuses a power of a negative number"
+
+    def replacements(self) -> list[Replacement]:
+        return [
+            Replacement(kind, name, _traced(getattr(kind, name, None), operator))
+            for kind in (torch.SymInt, torch.SymFloat)
+            for name, operator in _OPERATORS.items()
+            if name != "__round__" or kind is torch.SymInt
+        ]
+
+
+def _traced(original: Operator | None, operator: Operator) -> Operator:
+    def method(self: Any, *args: Any) -> Any:
+        if isinstance(self.node, NumberNode):
+            return operator(self, *args)
+        return NotImplemented if original is None else original(self, *args)
+
+    return method
+
+
+def _nodes(*numbers: Any) -> list[Any] | None:
+    """Return the nodes of numbers, all floats if one is; None if one is no number."""
+    if not all(isinstance(n, (bool, int, float, *sym_numbers.SYMBOLIC)) for n in numbers):
+        return None
+    nodes = [n.node if isinstance(n, sym_numbers.SYMBOLIC) else _constant(n) for n in numbers]
+    if any(node.kind is float for node in nodes):
+        return [node.sym_float() for node in nodes]
+    return nodes
+
+
+def _constant(number: Any) -> NumberNode:
+    kind = float if isinstance(number, float) else int
+    return NumberNode(kind(number), kind, number, number)
+
+
+def _floor(a: Any, b: Any) -> Any:
+    nodes = _nodes(a, b)
+    return NotImplemented if nodes is None else _run("floordiv", *nodes)
+
+
+def _divided(a: Any, b: Any) -> Any:
+    nodes = _nodes(a, b)
+    return NotImplemented if nodes is None else (_run("floordiv", *nodes), _run("mod", *nodes))
+
+
+def _power(a: Any, b: Any) -> Any:
+    nodes = _nodes(a, b)
+    if nodes is None:
+        return NotImplemented
+    base, exponent = nodes
+    if exponent.kind is float:
+        return _run("float_pow", base, exponent)
+    if exponent.high < 0:
+        return _run("float_pow", base.sym_float(), exponent.sym_float())
+    if exponent.low < 0:
+        message = "an int to a power below 0, which depends on the program's inputs, is a float"
+        int64.refuse_if(lambda: exponent.exact() < 0, message)
+    return _run("pow_by_natural", base, exponent)
+
+
+def _run(name: str, a: Any, b: Any) -> Any:
+    return sym_numbers.from_node(getattr(a, name)(b))
+
+
+def _round(number: Any, digits: Any = None) -> Any:
+    return sym_numbers.from_node(number.node.round(digits))
+
+
+def _reflected(operator: Operator) -> Operator:
+    return lambda a, b: operator(b, a)
+
+
+_OPERATORS: dict[str, Operator] = {
+    "__floordiv__": _floor,
+    "__rfloordiv__": _reflected(_floor),
+    "__divmod__": _divided,
+    "__rdivmod__": _reflected(_divided),
+    "__pow__": _power,
+    "__rpow__": _reflected(_power),
+    "__round__": _round,
+}
