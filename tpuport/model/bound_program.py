@@ -15,6 +15,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
 from tpuport.model.program_cache import CachedProgram, modes, raise_failed
+from tpuport.model.shared_results import share
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
 from tpuport.tracing.core.tensor import Storage, TracedTensor
@@ -73,6 +74,7 @@ class BoundProgram:
         self._state = operator.itemgetter(*names, names[0]) if names else None
         self._baked = compiled.baked
         self._checks = compiled.outcome.trace.recorder.checks
+        self._shares = bool(compiled.outcome.out_aliases)
         self._metas = [_contiguous(meta) for meta in compiled.outcome.out_metas]
 
     @staticmethod
@@ -107,6 +109,9 @@ class BoundProgram:
         if new_state:
             ported._advance(compiled, new_state)
         made = list(map(_result, outs, self._metas))
+        if self._shares:
+            leaves = [v for v in (*args, *kwargs.values()) if type(v) not in _STATIC]
+            share(ported, compiled, leaves, made)
         return True, pytree.unflatten(outcome.out_spec, made)
 
 

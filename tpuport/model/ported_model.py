@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -38,6 +39,7 @@ from tpuport.model.program_cache import (
     retrace_causes,
     signature_of,
 )
+from tpuport.model.shared_results import share
 from tpuport.reports.records import Parity, Retrace
 from tpuport.reports.report import PortReport
 from tpuport.tracing.core import arguments
@@ -165,15 +167,18 @@ class PortedModel(PortedState):
         raise_failed(outcome.trace.recorder.checks, code)
         arguments.refuse_shared_memory(call.leaves, call.given.paths, mutated)
         arguments.write_leaves(call.leaves, mutated)
-        if outcome.argument_changes is not None:
-            left = list(map(self._result, put, outcome.put_metas))
-            outcome.argument_changes.write_back(call.given.spec, call.leaves, left)
         self._advance(compiled, new_state)
-        given = self._sharing(call, list(map(self._result, outs, outcome.out_metas)))
-        return pytree.unflatten(outcome.out_spec, given)
+        made = list(map(self._result, outs, outcome.out_metas))
+        made += map(self._result, put, outcome.put_metas)
+        self._share(call, made)
+        if outcome.argument_changes is not None:
+            left = made[len(outs) :]
+            outcome.argument_changes.write_back(call.given.spec, call.leaves, left)
+        return pytree.unflatten(outcome.out_spec, made[: len(outs)])
 
-    def _sharing(self, call: BoundCall, given: list[Any]) -> list[Any]:
-        return given
+    def _share(self, call: BoundCall, given: list[Any]) -> None:
+        """Give results the memory that eager's results share."""
+        share(self, call.compiled, call.leaves, given)
 
     def _result(self, value: Any, meta: Any) -> Any:
         return arguments.from_program(value, meta)
@@ -516,6 +521,7 @@ class PortedModel(PortedState):
         made = copy.copy(self)
         made.params, made.buffers = params, buffers
         made._cache, made._bound, made._sampler = ProgramCache(), {}, None
+        made._memories = weakref.WeakValueDictionary()
         made._tracer = dataclasses.replace(self._tracer, **parts)
         return made
 

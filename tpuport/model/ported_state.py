@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from tpuport.model import weights
 from tpuport.model.module_edits import ModuleEdits, alias
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
+from tpuport.model.shared_results import StateMemory, leave
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
@@ -64,6 +66,8 @@ class PortedState:
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
         self._outside_changes = 0
+        # The memory of state that results of calls share, by name.
+        self._memories: MutableMapping[str, StateMemory] = weakref.WeakValueDictionary()
         self._edits: ModuleEdits | None = None
         # The mode that the user's module had, until the port is given one of its own.
         self._mode = target.training if is_module else None
@@ -323,6 +327,8 @@ class PortedState:
     # -- after a call ------------------------------------------------------------------------------
 
     def _advance(self, compiled: CachedProgram, new_state: dict[str, jax.Array]) -> None:
+        if self._memories:
+            leave(self._memories, compiled.outcome.rebound)
         for name, value in new_state.items():
             target = self.params if name in self.params else self.buffers
             if name not in target:

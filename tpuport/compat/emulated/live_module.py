@@ -268,19 +268,22 @@ class LiveModel(PortedModel):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
 
-    def _sharing(self, call: BoundCall, given: list[Any]) -> list[Any]:
+    def _share(self, call: BoundCall, given: list[Any]) -> None:
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
-        for index, alias in call.compiled.outcome.out_aliases.items():
-            at = alias.of
-            owner = call.leaves[at] if isinstance(at, int) else self._tree.leaves.get(at)
-            if not isinstance(owner, torch.Tensor):
+        outcome = call.compiled.outcome
+        for index, alias in outcome.out_aliases.items():
+            owner, at = None, alias.of
+            if isinstance(at, int):
+                owner = call.leaves[at]
+            elif isinstance(at, str) and at not in outcome.changed:
+                owner = self._tree.leaves.get(at)
+            if not isinstance(owner, torch.Tensor) or not alias.is_exact:
                 continue
             if alias.is_same:
                 given[index] = owner
             elif not owner.requires_grad:
                 offset = owner.storage_offset() + alias.offset
                 given[index] = owner.as_strided(alias.size, alias.stride, offset)
-        return given
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,37 +1,148 @@
-"""Outputs of a call that share memory with its arguments or with the state of its module."""
+"""Outputs of a call that share memory with its arguments, with state, or with one another."""
 
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+import torch
 
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
-from tpuport.tracing.state.request import Alias, TraceResult
+from tpuport.tracing.state.module_state import StateTree
+from tpuport.tracing.state.request import Alias, Outside, Sibling, TraceResult
 
 
 def output_aliases(
-    outcome: TraceResult, outputs: list[Any], made: list[Any], state: dict[str, Any]
+    outcome: TraceResult, outputs: list[Any], made: list[Any], after: StateTree | None
 ) -> dict[int, Alias]:
-    """Return which outputs are arguments, unchanged state, or views of these.
+    """Return which outputs are arguments, state, tensors from outside, or views of these.
 
     Args:
         outcome: The outcome of the call.
-        outputs: The flattened results of the call.
+        outputs: The program's results: what the call returns and what it puts into containers.
         made: The flattened arguments of the call.
-        state: The tensors of the module after the call, by name.
+        after: The module's tensors after the call.
     """
-    if len(outputs) != len(outcome.out_leaves):
-        return {}  # some outputs are numbers
-    kept = {name: leaf for name, leaf in state.items() if name not in outcome.state}
-    owners: dict[int, tuple[int | str, TracedTensor]] = {}
-    for of, leaf in (*enumerate(made), *kept.items()):
-        if isinstance(leaf, TracedTensor) and not leaf._chain:
-            owners.setdefault(id(leaf._storage), (of, leaf))
+    trace, kept = outcome.trace, {} if after is None else after.leaves
+    owners: dict[int, tuple[Any, torch.Tensor, bool]] = {}
+    for of, leaf in (*enumerate(made), *outcome.baked.items(), *kept.items()):
+        if isinstance(leaf, torch.Tensor):
+            # A plain attribute that no call changed is a tensor of the user's own module too,
+            # which the port must not write to.
+            is_theirs = trace.is_foreign(leaf)
+            found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
+            owners.setdefault(_memory(leaf), found_at)
     found: dict[int, Alias] = {}
+    groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
-        if not isinstance(leaf, TracedTensor) or id(leaf._storage) not in owners:
+        if not isinstance(leaf, torch.Tensor):
             continue
-        of, owner = owners[id(leaf._storage)]
-        meta, base = meta_of(leaf), meta_of(owner)
-        if meta.dtype == base.dtype and not extents_of(leaf):
-            offset = int(meta.storage_offset() - base.storage_offset())
-            found[index] = Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset)
+        # A weight of the model that code took from elsewhere.
+        leaf = leaf if isinstance(leaf, TracedTensor) else trace.substitutes.get(id(leaf), leaf)
+        memory = _memory(leaf)
+        if memory in owners:
+            found[index] = _alias(leaf, *owners[memory])
+        elif trace.is_foreign(leaf):
+            found[index] = _alias(leaf, Outside(leaf), leaf)
+        else:
+            groups.setdefault(memory, []).append(index)
+    for group in groups.values():
+        found.update(_siblings(outputs, group))
     return found
+
+
+def memory_of(tree: StateTree) -> dict[str, tuple[Any, Any]]:
+    """Return each traced tensor of the state with its memory, by name."""
+    traced = {n: leaf for n, leaf in tree.leaves.items() if isinstance(leaf, TracedTensor)}
+    return {name: (leaf, leaf._storage) for name, leaf in traced.items()}
+
+
+def rebound(before: dict[str, tuple[Any, Any]], after: StateTree | None) -> dict[str, bool]:
+    """Return the state that is in other memory after the call.
+
+    The value of each says whether the old memory was written to, or the tensor itself was moved.
+    """
+    kept = {} if after is None else after.leaves
+    return {
+        name: storage.version > 0 or kept.get(name) is leaf
+        for name, (leaf, storage) in before.items()
+        if getattr(kept.get(name), "_storage", None) is not storage
+    }
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return a number that tells apart what tensors are stored in."""
+    if isinstance(tensor, TracedTensor):
+        return id(tensor._storage)
+    return -1 - tensor.untyped_storage()._cdata
+
+
+def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = False) -> Alias:
+    meta, base = meta_of(leaf), meta_of(owner)
+    start, offset = _offset(owner), _offset(leaf)
+    moved = isinstance(owner, TracedTensor) and bool(owner._chain)
+    is_exact = meta.dtype == base.dtype and not (is_theirs or moved or extents_of(leaf))
+    return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
+
+
+def _offset(tensor: torch.Tensor) -> int:
+    offset: Any = tensor.storage_offset()
+    return int(offset)
+
+
+def _siblings(outputs: list[Any], group: list[int]) -> Iterator[tuple[int, Alias]]:
+    """Yield what outputs over the same memory share, if they share an element."""
+    whole = next((i for i in group if _is_whole(outputs[i])), None)
+    for index in group:
+        others = [other for other in group if other != index]
+        if whole is not None and index != whole:
+            yield index, _alias(outputs[index], Sibling(whole), outputs[whole])
+        elif whole is None and (
+            shared := next((o for o in others if _overlap(outputs[index], outputs[o])), None)
+        ):
+            leaf = meta_of(outputs[index])
+            yield index, Alias(Sibling(shared), False, tuple(leaf.shape), leaf.stride(), 0, False)
+
+
+def _is_whole(leaf: torch.Tensor) -> bool:
+    """Return whether an output is all of its memory, in order."""
+    if _offset(leaf) or extents_of(leaf) or not leaf.is_contiguous():
+        return False
+    if isinstance(leaf, TracedTensor):
+        return not leaf._chain
+    return leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize
+
+
+# Steps that numpy may take to solve which elements two views share. One that takes more counts as
+# sharing some.
+_WORK = 100_000
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two views of the same memory share an element."""
+    memory = np.empty(0, np.uint8)
+
+    def window(tensor: torch.Tensor) -> np.ndarray:
+        size = tensor.itemsize
+        start = memory.ctypes.data + _offset(tensor) * size
+        interface = {
+            "shape": tuple(torch.Tensor.size(tensor)),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (start, False),
+            "version": 3,
+        }
+        return np.asarray(_Window(interface))
+
+    try:
+        work: Any = _WORK  # numpy's stubs know its two special values only
+        return np.shares_memory(window(a), window(b), max_work=work)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Window:
+    """An array of numpy over memory that is not read."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface

@@ -41,7 +41,7 @@ from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
-from tpuport.tracing.session.output_aliases import output_aliases
+from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
@@ -223,7 +223,7 @@ class Tracer:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
         tree = state_tree(module, objects=True) if module is not None else None
-        named = {} if tree is None else tree.modules
+        named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
         trace.own_modules = {number: fqn for fqn, number in named.items()}
         if request.on_module is not None:
             request.on_module(module)
@@ -246,12 +246,14 @@ class Tracer:
         refuse_foreign_writes(trace, module, made)
         after = state_tree(module, objects=True) if module is not None else None
         outcome = self._outcome(trace, module, tree, after, result, request.values, baked)
-        leaves = {} if after is None else after.leaves
-        outcome.out_aliases = output_aliases(outcome, pytree.flatten(result)[0], made, leaves)
         outcome.argument_changes = watch.changes()
+        outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves
             outcome.put_leaves, outcome.put_metas = program_leaves(put)
+            outputs += put
+        outcome.out_aliases = output_aliases(outcome, outputs, made, after)
+        outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
         for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
             if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)

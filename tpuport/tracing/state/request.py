@@ -35,8 +35,12 @@ class TraceResult:
     put_leaves: list[Any] = field(default_factory=list)
     put_metas: list[Any] = field(default_factory=list)
     host_paths: list[str] = field(default_factory=list)
-    # By output index: outputs that are an argument (by index) or state (by name), or a view of one.
+    # By output index (those put into arguments follow): outputs that share memory with others.
     out_aliases: "dict[int, Alias]" = field(default_factory=dict)
+    # State that the call changes, by name.
+    changed: frozenset[str] = frozenset()
+    # State that is in other memory after the call, by name: whether the old memory was written to.
+    rebound: dict[str, bool] = field(default_factory=dict)
 
     @property
     def code(self) -> jax.Array:
@@ -45,14 +49,38 @@ class TraceResult:
 
 
 @dataclass(frozen=True)
-class Alias:
-    """A description of the memory that an output shares, and of its part in it."""
+class Sibling:
+    """Another output of the call, by index."""
 
-    of: int | str
+    index: int
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A tensor that is neither an argument nor state: a global, a plain attribute."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A description of the memory that an output shares, and of its part in it.
+
+    Attributes:
+        of: An argument by index, state by name, another output, or a tensor from outside.
+        is_same: Whether the output is that tensor.
+        size: Its sizes.
+        stride: Its strides in that memory.
+        offset: Where it starts, counted from where the other one starts.
+        is_exact: Whether it is such a window into the other one, with the same dtype.
+    """
+
+    of: int | str | Sibling | Outside
     is_same: bool
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_exact: bool = True
 
 
 @dataclass
