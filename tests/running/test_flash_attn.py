@@ -349,6 +349,40 @@ def test_flash_attention_3(flash):
         three.flash_attn_func(q, k, v, qv=q)
 
 
+def test_flash_attention_3_gives_the_pair_that_its_caller_takes_apart(flash):
+    del flash
+    import flash_attn_interface as three
+
+    q, k, v = tensors((2, 4, 4, 8), (2, 7, 4, 8), (2, 7, 4, 8))
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    starts = (torch.tensor([0, 4, 8]), torch.tensor([0, 7, 14]), 4, 7)
+    want = torch.stack([naive(q[b], k[b], v[b]) for b in range(2)])
+
+    def first(*rows):
+        return three.flash_attn_varlen_func(*rows, *starts)[0].unflatten(0, (2, 4)).view(2, 4, 32)
+
+    def both(*rows):
+        out, lse, *_ = three.flash_attn_varlen_func(*rows, *starts)
+        return out.unflatten(0, (2, 4)), lse
+
+    def dense(q, k, v):
+        return three.flash_attn_func(q, k, v)[0], three.flash_attn_func(q, k, v).view(2, 4, 32)
+
+    lse = torch.einsum("blhd,bshd->bhls", q, k).div(math.sqrt(8)).logsumexp(-1)
+    for call in (lambda f: f, tpuport.convert):
+        close(tpuport.to_torch(call(first)(*rows)), want.flatten(2))
+        out, found = tpuport.to_torch(call(both)(*rows))
+        close(out, want)
+        torch.testing.assert_close(found, lse.transpose(0, 1).flatten(1))
+        out, flat = tpuport.to_torch(call(dense)(q, k, v))
+        close(out, want)
+        close(flat, want.flatten(2))
+    with tpuport.porting(flash_attn_interface={"returns_lse": True}):
+        kept = three.flash_attn_func(q, k, v)
+        assert isinstance(kept, tuple)
+        assert len(kept) == 2
+
+
 def test_what_is_refused(flash):
     q, k = tensors((1, 3, 4, 8), (1, 3, 3, 8))
     with pytest.raises(UsageError, match="4 heads over 3 heads"):

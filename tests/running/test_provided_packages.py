@@ -35,6 +35,7 @@ def compare(function, want, *operands, rtol=2e-5):
         def forward(self, *args):
             return function(*args)
 
+    assert out.is_contiguous()
     with torch.no_grad():
         ported = tpuport.to_torch(tpuport.convert(Module())(*operands))
     torch.testing.assert_close(ported, out.detach(), rtol=rtol, atol=rtol)
@@ -84,20 +85,61 @@ def test_xformers_causal(ops, kind, sizes):
     assert mask.materialize((1, 2, *sizes)).isinf().logical_not().equal(seen.expand(1, 2, *sizes))
 
 
-@pytest.mark.parametrize("causal", [None, "make_causal", "make_causal_from_bottomright"])
-def test_xformers_blocks(ops, causal):
-    q, k, v = operands(9, 11)
-    mask = ops.fmha.attn_bias.BlockDiagonalMask.from_seqlens([3, 0, 6], [5, 2, 4])
-    if causal is not None:
-        mask = getattr(mask, causal)()
-    blocks = []
-    for m, n in ((3, 5), (0, 2), (6, 4)):
-        block = torch.ones(m, n, dtype=torch.bool)
-        shift = 0 if causal == "make_causal" else n - m
-        blocks.append(block if causal is None else block.tril(shift))
-    seen = torch.block_diag(*blocks).bool()
+BLOCKS = {
+    "make_causal": lambda own, distance: distance <= 0,
+    "make_causal_from_bottomright": lambda own, distance: own <= 0,
+    "make_local_attention": lambda own, distance: (distance <= 0) & (distance > -2),
+    "make_local_attention_from_bottomright": lambda own, distance: (own <= 0) & (own > -2),
+    None: lambda own, distance: distance == distance,
+}
+
+
+def block(kind, m, n):
+    """Written down: `distance` from the start of both sequences, `own` from their ends."""
+    distance = torch.arange(n) - torch.arange(m)[:, None]
+    return BLOCKS[kind](distance - (n - m), distance)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_xformers_blocks(ops, kind):
+    q, k, v = operands(8, 12)
+    sizes = [(3, 5), (0, 2), (5, 4 if kind in (None, "make_causal", "make_local_attention") else 5)]
+    k, v = (x[:, : sum(n for _, n in sizes)] for x in (k, v))
+    mask = ops.fmha.attn_bias.BlockDiagonalMask.from_seqlens(*map(list, zip(*sizes, strict=True)))
+    if kind is not None:
+        mask = getattr(mask, kind)(*([2] if "local" in kind else []))
+    seen = torch.block_diag(*(block(kind, m, n) for m, n in sizes)).bool()
     compare(lambda *x: ops.memory_efficient_attention(*x, mask), plain(q, k, v, seen), q, k, v)
-    assert mask.materialize((9, 11)).isinf().logical_not().equal(seen)
+    assert mask.materialize((8, k.shape[1])).isinf().logical_not().equal(seen)
+    with pytest.raises(UsageError, match="for 8 queries and"):
+        ops.memory_efficient_attention(q[:, 1:], k, v, mask)
+
+
+def test_xformers_other_masks(ops):
+    q, k, v = operands(5, 7)
+    distance = torch.arange(7) - torch.arange(5)[:, None] - 2
+    band = ops.fmha.attn_bias.LocalAttentionFromBottomRightMask(2, 1)
+    seen = (distance >= -2) & (distance <= 1)
+    compare(lambda *x: ops.memory_efficient_attention(*x, band), plain(q, k, v, seen), q, k, v)
+    local = ops.LowerTriangularFromBottomRightMask().make_local_attention(2)
+    seen = (distance > -2) & (distance <= 0)
+    compare(lambda *x: ops.memory_efficient_attention(*x, local), plain(q, k, v, seen), q, k, v)
+    bias = torch.randn(1, 2, 5, 7)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / math.sqrt(8) + bias.double()
+    scores = scores.masked_fill(distance > -2, -math.inf)
+    want = torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v.double())
+    mask = ops.LowerTriangularMask().add_bias(bias)
+    compare(lambda *x: ops.memory_efficient_attention(*x, mask), want, q, k, v)
+    padded = ops.fmha.attn_bias.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
+        q_seqlen=[2, 3], kv_padding=4, kv_seqlen=[3, 4]
+    )
+    q, k, v = operands(5, 8)
+    first = torch.nn.functional.pad(block("make_causal_from_bottomright", 2, 3), (0, 1))
+    second = block("make_causal_from_bottomright", 3, 4)
+    seen = torch.block_diag(first, second).bool()
+    compare(lambda *x: ops.memory_efficient_attention(*x, padded), plain(q, k, v, seen), q, k, v)
+    with pytest.raises(ValueError, match="num_keys >= num_queries"):
+        ops.fmha.BlockDiagonalMask.from_seqlens([3], [2]).make_causal_from_bottomright()
 
 
 def test_xformers_tensor_lists_come_back(ops):
@@ -105,7 +147,65 @@ def test_xformers_tensor_lists_come_back(ops):
     mask, rows = ops.fmha.BlockDiagonalMask.from_tensor_list(tensors)
     assert rows.shape == (1, 10, 2, 8)
     assert all(a.equal(b) for a, b in zip(mask.split(rows), tensors, strict=True))
-    assert mask.q_lengths == [3, 3, 4]
+    assert mask.q_seqinfo.seqstart.tolist() == [0, 3, 6, 10]
+    assert (mask.q_seqinfo.max_seqlen, mask.q_seqinfo.min_seqlen) == (4, 3)
+    with pytest.raises(ValueError, match="expected format"):
+        mask.split(rows[:, 1:])
+
+
+def test_xformers_nested_lists(ops):
+    """DINOv2's training on crops of two sizes, as dinov2/layers/block.py has it."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.gamma = torch.nn.Linear(8, 24), torch.nn.Parameter(torch.rand(8))
+            self.mlp = ops.SwiGLU(8, 16)
+
+        def forward(self, big, small):
+            chosen = [torch.tensor([2, 0]), torch.tensor([1])]
+            lengths = [x.shape[1] for x in (big, small) for _ in range(2 if x is big else 1)]
+            mask = ops.fmha.BlockDiagonalMask.from_seqlens(lengths)
+            mask._batch_sizes = [2, 1]
+            rows = ops.index_select_cat([big.flatten(1), small.flatten(1)], chosen)
+            rows = rows.view(1, -1, 8)
+            q, k, v = ops.unbind(self.qkv(rows).reshape(1, -1, 3, 2, 4), 2)
+            out = ops.memory_efficient_attention(q, k, v, attn_bias=mask).view(1, -1, 8)
+            outs = []
+            for x, index, part in zip((big, small), chosen, mask.split(self.mlp(out)), strict=True):
+                x = x * 1.0
+                outs.append(ops.scaled_index_add(x, index, part, scaling=self.gamma, alpha=1.5))
+            return outs
+
+    class Plain(Block):
+        def forward(self, big, small):
+            outs = []
+            for x, index in ((big, [2, 0]), (small, [1])):
+                rows = x[index]
+                q, k, v = self.qkv(rows).reshape(*rows.shape[:2], 3, 2, 4).unbind(2)
+                out = plain(q, k, v).float().flatten(2)
+                first, second = self.mlp.w12(out).chunk(2, -1)
+                out = self.mlp.w3(torch.nn.functional.silu(first) * second)
+                x = x.clone()
+                x[index] += 1.5 * self.gamma * out
+                outs.append(x)
+            return outs
+
+    block, written = Block(), Plain()
+    written.load_state_dict(block.state_dict())
+    crops = (torch.randn(3, 5, 8), torch.randn(2, 3, 8))
+    ported = tpuport.convert(block)
+    for _ in range(2):
+        for ours, want, eager in zip(
+            tpuport.to_torch(ported(*crops)), written(*crops), block(*crops), strict=True
+        ):
+            torch.testing.assert_close(ours, want)
+            torch.testing.assert_close(eager, want)
+    losses = [sum(x.square().mean() for x in model(*crops)) for model in (block, written)]
+    for loss in losses:
+        loss.backward()
+    for (name, ours), want in zip(block.named_parameters(), written.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, want.grad, msg=name)
 
 
 def test_xformers_refuses_a_mask_that_it_does_not_know(ops):

@@ -161,6 +161,30 @@ def test_a_kernel_is_not_the_function_that_it_was_written_as(run):
 
 
 @pytest.mark.usefixtures("absent")
+def test_what_a_definition_calls_is_part_of_it(run):
+    code = run(
+        "import triton\nimport triton.language as tl\nfrom triton import Config\n"
+        "from packaging import version\n"
+        "NEW = version.parse(triton.__version__) >= version.parse('3.0.0')\n"
+        "sizes = [Config({'B': b}, num_warps=8) for b in (16, 32) for _ in range(2)]\n"
+        "def more():\n    return [triton.Config({'B': b}) for b in (16, 32)]\n"
+        "LIMIT = tl.constexpr(3)\n"
+        "@triton.autotune(configs=sizes + more(), key=['n'])\n"
+        "@triton.heuristics({'EVEN': lambda args: triton.next_power_of_2(args['n'])})\n"
+        "@triton.jit\n"
+        "def kernel(x, n, B: tl.constexpr, EVEN: tl.constexpr = LIMIT):\n    return x\n"
+        "def launch():\n    return kernel[lambda meta: (triton.cdiv(3, meta['B']),)](3)\n"
+        "def work():\n    return [triton.cdiv(n, 2) for n in (1, 2)]\n"
+    )
+    assert len(code.sizes) == 4
+    assert code.NEW is True
+    with pytest.raises(PortError, match=r"user_code\.py:16: triton\.jit\(kernel\) was indexed"):
+        code.launch()
+    with pytest.raises(PortError, match=r"user_code\.py:18: triton\.cdiv was called"):
+        code.work()
+
+
+@pytest.mark.usefixtures("absent")
 @pytest.mark.parametrize(
     "handler",
     [

@@ -14,7 +14,7 @@ from tpuport.model.ported_model import PortedModel
 
 
 def convert(
-    target: torch.nn.Module | Callable[..., Any],
+    target: torch.nn.Module | torch.export.ExportedProgram | Callable[..., Any],
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
@@ -28,8 +28,9 @@ def convert(
     """Port a PyTorch module or function to a jitted JAX program, checked against eager PyTorch.
 
     Args:
-        target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only) or a
-            function of tensors.
+        target: an `nn.Module` (weights on the CPU, or on the meta device for shapes only), a
+            function of tensors, or an `ExportedProgram`. A `GraphModule` is a module, and of what
+            `torch.compile` returned, the original is ported.
         args: example positional arguments; with them the port is traced, compiled and checked now
             instead of at the first call.
         kwargs: example keyword arguments, likewise.
@@ -62,6 +63,7 @@ def convert(
         ParityError: the port's result differs from eager's; the report names the first module that
             differs.
     """
+    target = _unwrapped(target)
     names, functions = _named(methods)
     options = ConvertOptions(names, functions, verify, rtol, checks, matmul_precision, blocks)
     _check_target(target, names, functions)
@@ -71,6 +73,14 @@ def convert(
         _check_arguments(target, names[0], functions.get(names[0]), args, kwargs)
         ported.trace_now(names[0], tuple(args), kwargs)
     return ported
+
+
+def _unwrapped(target: Any) -> Any:
+    """Return the module that a program of torch's compilers runs."""
+    if isinstance(target, torch.export.ExportedProgram):
+        return target.module()
+    # By name, since importing torch._dynamo takes a second.
+    return target._orig_mod if type(target).__name__ == "OptimizedModule" else target
 
 
 def _named(

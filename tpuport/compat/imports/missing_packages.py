@@ -9,7 +9,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from tpuport.foundation.errors import PortError
-from tpuport.foundation.user_frames import user_frame
+from tpuport.foundation.user_frames import is_inside, user_frame
 from tpuport.tracing.core.errors import port_error
 
 # Names that code puts into `except`, where Python wants a class derived from BaseException.
@@ -22,6 +22,8 @@ CUDA_ONLY = frozenset(
         "amp_C",
         "apex",
         "bitsandbytes",
+        "causal_conv1d",
+        "causal_conv1d_cuda",
         "cupy",
         "cupyx",
         "deepspeed",
@@ -35,6 +37,7 @@ CUDA_ONLY = frozenset(
         "pycuda",
         "pynvml",
         "sageattention",
+        "selective_scan_cuda",
         "tensorrt",
         "torch_tensorrt",
         "transformer_engine",
@@ -43,6 +46,9 @@ CUDA_ONLY = frozenset(
         "xfuser",
     }
 )
+
+# Read at import to choose between spellings of a kernel (`version.parse(triton.__version__)`).
+_VERSIONS = {"triton": "3.5.0"}
 
 
 def is_cuda_only(name: str) -> bool:
@@ -86,8 +92,7 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a decorated definition or a stand-in for the result; raise where work is done."""
-        frame = user_frame()
-        if frame is not None and _defines(frame):
+        if _in_definition():
             if len(args) == 1 and not kwargs and isinstance(args[0], _DECORATED):
                 return self._decorate(args[0])
             if not self._called:
@@ -183,6 +188,8 @@ class StandInModule(StandIn, ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__" and _is_star_import():
             raise refuse(self._path, "was imported by `from ... import *`, which needs its names")
+        if name == "__version__" and self._path in _VERSIONS:
+            return _VERSIONS[self._path]
         return StandIn.__getattr__(self, name)
 
     def __bool__(self) -> bool:
@@ -232,8 +239,16 @@ def _base(path: str) -> type:
 
 
 def _in_definition() -> bool:
+    """Return whether the user's code defines something now, in a frame or on behalf of its callers.
+
+    A comprehension or a function that a decorator's arguments call makes part of the definition.
+    """
     frame = user_frame()
-    return frame is not None and _defines(frame)
+    while frame is not None:
+        if _defines(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _defines(frame: FrameType) -> bool:
@@ -242,7 +257,7 @@ def _defines(frame: FrameType) -> bool:
     True in a class body, a decorator, a default value, and at the top of a module that is imported
     (not of the script that is run).
     """
-    if frame.f_code.co_name == "<lambda>":
+    if is_inside(frame.f_code.co_filename) or frame.f_code.co_name == "<lambda>":
         return False
     if frame.f_lineno in definition_lines(frame.f_code):
         return True

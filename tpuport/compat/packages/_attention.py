@@ -112,6 +112,11 @@ def attend(
     return out, None
 
 
+def heads_last(out: torch.Tensor) -> torch.Tensor:
+    """Return [B, H, L, D] as a dense [B, L, H, D], which is how the kernels write it."""
+    return out.transpose(1, 2).contiguous()
+
+
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise UsageError(
@@ -243,7 +248,7 @@ def attend_packed(
         rule = dataclasses.replace(rule, slopes=by_row[None])
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out, lse = attend(q, k, v, rule, distance=distance, seen=seen, with_lse=with_lse)
-    packed = out[0].transpose(0, 1)
+    packed = heads_last(out)[0]
     lse = None if lse is None else lse[0]
     if 0 in counts:
         packed = attach(packed, {0: counts[0]})

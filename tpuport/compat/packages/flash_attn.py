@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tpuport.compat.packages import _flash_attn_parts as parts
-from tpuport.compat.packages._attention import MaskRule, attend, attend_packed
+from tpuport.compat.packages._attention import MaskRule, attend, attend_packed, heads_last
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -49,27 +49,6 @@ class FlashAttn(Package):
         }
 
 
-class FlashAttnInterface(Package):
-    """`flash_attn_interface`, the module of flash-attn 3: no dropout, and the values may have other
-    channels than the keys.
-    """
-
-    NAME = "flash_attn_interface"
-    DISTRIBUTION = "flash_attn_3"
-    VERSION = "3.0.0"
-    TARGET = "flash_attn_interface"
-    REASON = "it builds for Hopper only; models call it by name"
-    REFERENCE = "softmax(scale * q @ k.T) @ v; Dao-AILab/flash-attention, hopper/"
-
-    def modules(self) -> dict[str, dict[str, Any]]:
-        return {
-            "flash_attn_interface": {
-                "flash_attn_func": flash_attn_3_func,
-                "flash_attn_varlen_func": flash_attn_3_varlen_func,
-            }
-        }
-
-
 def unpad_input(
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor,
@@ -108,7 +87,7 @@ def flash_attn_func(
     rule = MaskRule(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     _check_weights(return_attn_probs, dropout_p)
     out, lse = attend(*_heads_first(q, k, v), rule, with_lse=return_attn_probs)
-    return _answer(out.transpose(1, 2), lse)
+    return _answer(heads_last(out), lse)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -226,72 +205,8 @@ def flash_attn_with_kvcache(
         seen=(at < lengths[:, None])[:, None, None],
         with_lse=return_softmax_lse,
     )
-    out = out.transpose(1, 2)
+    out = heads_last(out)
     return (out, lse) if return_softmax_lse else out
-
-
-def flash_attn_3_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    return_attn_probs: bool = False,
-    **rest: Any,
-) -> Any:
-    """Compute the attention of q [B, L, H, D] over k [B, S, G, D] and v [B, S, G, Dv].
-
-    The result is [B, L, H, Dv], with the logarithm of the softmax denominators if asked for.
-    """
-    _refuse_rest(rest)
-    rule = MaskRule(softmax_scale, causal, window_size, softcap)
-    out, lse = attend(*_heads_first(q, k, v), rule, with_lse=return_attn_probs)
-    return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
-
-
-def flash_attn_3_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    return_attn_probs: bool = False,
-    **rest: Any,
-) -> Any:
-    """Compute attention in sequences laid end to end: q [T, H, D], k [U, G, D], v [U, G, Dv]."""
-    del max_seqlen_q, max_seqlen_k
-    _refuse_rest({"seqused_q": seqused_q, **rest})
-    rule = MaskRule(softmax_scale, causal, window_size, softcap)
-    starts = (cu_seqlens_q, cu_seqlens_k)
-    out, lse = attend_packed(q, k, v, starts, rule, with_lse=return_attn_probs, used=seqused_k)
-    return (out, lse) if return_attn_probs else out
-
-
-# Arguments of flash-attn 3 that choose a way to compute, or whose usual value changes nothing.
-_CHANGES_NOTHING = {"deterministic", "num_splits", "pack_gqa", "sm_margin"}
-_USUAL = {"attention_chunk": 0}
-
-
-def _refuse_rest(rest: dict[str, Any]) -> None:
-    for name, value in rest.items():
-        if name in _CHANGES_NOTHING or value is None or _USUAL.get(name) == value:
-            continue
-        raise UsageError(
-            f"flash_attn_interface: {name} is not provided by tpuport. What to do: leave it out, or"
-            " compute attention without flash-attn"
-        )
 
 
 def _refuse_pages(block_table: torch.Tensor | None) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.packages._attention import MaskRule, attend, attend_packed
+from tpuport.compat.packages._attention import MaskRule, attend, attend_packed, heads_last
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -59,7 +59,7 @@ def sageattn(
     rule = MaskRule(sm_scale, is_causal, dropout=float(kwargs.get("dropout_p") or 0.0))
     out, lse = attend(q, k, v, rule, seen=mask, with_lse=return_lse)
     if tensor_layout == "NHD":
-        out = out.transpose(1, 2)
+        out = heads_last(out)
     return (out, lse) if return_lse else out
 
 

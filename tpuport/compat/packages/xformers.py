@@ -1,11 +1,12 @@
-"""xformers: `memory_efficient_attention`, whose kernels exist for CUDA."""
+"""xformers: attention and the small operations of `xformers.ops`, whose kernels exist for CUDA."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tpuport.compat.packages import _xformers_masks as masks
-from tpuport.compat.packages._attention import MaskRule, Packed, attend
+from tpuport.compat.packages._attention import MaskRule, attend, heads_last
 from tpuport.compat.packages._package import Package, named
 from tpuport.foundation.errors import UsageError
 
@@ -21,22 +22,18 @@ class Xformers(Package):
     REFERENCE = "softmax(q @ k.T * scale + bias) @ v; xformers.ops.memory_efficient_attention, docs"
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        kinds = named(
-            masks.AttentionBias,
-            masks.LowerTriangularMask,
-            masks.LowerTriangularFromBottomRightMask,
-            masks.BlockDiagonalMask,
-            masks.BlockDiagonalCausalMask,
-            masks.BlockDiagonalCausalFromBottomRightMask,
-        )
+        kinds = named(*masks.KINDS)
         attention = named(memory_efficient_attention)
+        attention["memory_efficient_attention_forward"] = memory_efficient_attention
         # Names of kernels, which code passes as `op=`: which one computes it makes no difference.
-        kernels = dict.fromkeys(("MemoryEfficientAttentionFlashAttentionOp",), None)
-        kernels |= dict.fromkeys(("MemoryEfficientAttentionCutlassOp",), None)
+        names = ("FlashAttention", "Cutlass", "CutlassFwdFlashBw", "Ck")
+        kernels = dict.fromkeys((f"MemoryEfficientAttention{name}Op" for name in names), None)
+        rest = named(index_select_cat, scaled_index_add, swiglu, SwiGLU)
+        rest |= {"unbind": torch.unbind, "AttentionMask": masks.AttentionBias}
         return {
             "xformers": {"__version__": self.version()},
-            "xformers.ops": {**attention, **kinds, **kernels},
-            "xformers.ops.fmha": {**attention, **kinds},
+            "xformers.ops": {**attention, **kinds, **kernels, **rest},
+            "xformers.ops.fmha": {**attention, **kinds, **kernels},
             "xformers.ops.fmha.attn_bias": kinds,
         }
 
@@ -83,7 +80,7 @@ def memory_efficient_attention(
             f"memory_efficient_attention: attn_bias of type {type(attn_bias).__name__} is not"
             " provided by tpuport. What to do: pass a tensor that is added to the scores"
         )
-    out = out.transpose(1, 2).reshape(*shape[:-1], value.shape[-1])
+    out = heads_last(out).view(*shape[:-1], value.shape[-1])
     return out if output_dtype is None else out.to(output_dtype)
 
 
@@ -118,18 +115,83 @@ def _masked(
     bias: "masks.AttentionBias",
     rule: MaskRule,
 ) -> torch.Tensor:
-    rows = torch.arange(query.shape[2], device=query.device)
-    columns = torch.arange(key.shape[2], device=query.device)
-    seen = None
-    shift: Any = key.shape[2] - query.shape[2]
-    if isinstance(bias, masks.BlockDiagonalMask):
-        q = Packed.of(bias.q_starts.to(query.device), query.shape[2])
-        k = Packed.of(bias.k_starts.to(query.device), key.shape[2])
-        rows, columns = q.position, k.position
-        seen = q.sequence[:, None] == k.sequence
-        shift = (k.lengths - q.lengths)[q.sequence][:, None]
-    if bias.causal is not None:
-        own = rows[:, None] + (shift if bias.causal == "bottom right" else 0)
-        below = columns <= own
-        seen = below if seen is None else seen & below
+    if isinstance(bias, masks.LowerTriangularMaskWithTensorBias):
+        shape = (*query.shape[:3], key.shape[2])
+        added = bias.materialize(shape, query.dtype, query.device)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=added, dropout_p=rule.dropout, scale=rule.scale
+        )
+    seen = bias.visible(query.shape[2], key.shape[2], query.device)
     return attend(query, key, value, rule, seen=seen)[0]
+
+
+def index_select_cat(
+    sources: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the rows of each source [S, D] at its indices, all values laid end to end."""
+    rows = [source[index.long()].flatten() for source, index in zip(sources, indices, strict=True)]
+    return torch.cat(rows)
+
+
+def scaled_index_add(
+    input: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    scaling: torch.Tensor | None = None,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    """Add alpha * scaling * source [I, M, D] to the rows `index` of input [B, M, D], in place."""
+    scaled = source if scaling is None else source * scaling
+    return input.index_add_(0, index, scaled.to(input.dtype), alpha=alpha)
+
+
+def swiglu(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    w3: torch.Tensor,
+    b3: torch.Tensor | None,
+    *,
+    op: Any = None,
+) -> torch.Tensor:
+    """Apply a gated linear unit: w3 @ (silu(w1 @ x + b1) * (w2 @ x + b2)) + b3."""
+    del op
+    linear = torch.nn.functional.linear
+    return linear(torch.nn.functional.silu(linear(x, w1, b1)) * linear(x, w2, b2), w3, b3)
+
+
+class SwiGLU(torch.nn.Module):
+    """`swiglu` with its weights: `w12` holds the first two, unless they are not packed."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        *,
+        _pack_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        out_features = out_features or in_features
+        hidden_features = hidden_features or in_features
+        linear = torch.nn.Linear
+        self.w12 = linear(in_features, 2 * hidden_features, bias=bias) if _pack_weights else None
+        if not _pack_weights:
+            self.w1 = linear(in_features, hidden_features, bias=bias)
+            self.w2 = linear(in_features, hidden_features, bias=bias)
+        self.w3 = linear(hidden_features, out_features, bias=bias)
+        self.hidden_features = hidden_features
+        self.out_features = out_features
+        self.in_features = in_features
+        self.op = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.w12 is None:
+            halves = ((self.w1.weight, self.w1.bias), (self.w2.weight, self.w2.bias))
+        else:
+            biases = (None, None) if self.w12.bias is None else self.w12.bias.chunk(2)
+            halves = tuple(zip(self.w12.weight.chunk(2), biases, strict=True))
+        return swiglu(x, *halves[0], *halves[1], self.w3.weight, self.w3.bias)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 RTOL = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -30,6 +31,9 @@ class Precision(TorchDispatchMode):
     whether an op draws from torch's own generator (`drew`), which code may set back afterwards.
     """
 
+    # `torch.cond` and its like are run as they are; what they compute inside is not seen.
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -43,6 +47,8 @@ class Precision(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
         self.drew = self.drew or (draws(func) and kwargs.get("generator") is None)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.dtype in RTOL:

@@ -32,7 +32,7 @@ from tpuport.tracing.functions.registry import FUNCTIONS, Handler, function, hol
 # -- Python numbers --------------------------------------------------------------------------------
 
 
-@function(torch.Tensor.item)
+@function(torch.Tensor.item, torch.ops.aten.item.default)
 def _item(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
     return NotImplemented if tensor is None else item(tensor)
