@@ -214,6 +214,16 @@ def _nonzero_rows(x: torch.Tensor) -> Any:
     return out.index_add(0, index, x[index])
 
 
+def _lengths(x: torch.Tensor) -> Any:
+    """The length of a selection decides, divides and is counted, as losses on mined pairs do."""
+    pairs = torch.where(x > 0.9)
+    if all(len(index) <= 1 for index in pairs):
+        return x.sum() * 0, x.mean(0)
+    rows, columns = pairs
+    scale = 1 / max(len(rows), 1) if len(columns) else 0.5
+    return x[rows, columns].sum() * scale, x.mean(0) / len(rows)
+
+
 class Experts(nn.Module):
     """Mixture of experts the way it is written: one masked pass for each expert."""
 
@@ -276,6 +286,7 @@ SELECTIONS = [
         MASK,
     ),
     Scenario("nonzero_rows", lambda: _nonzero_rows, EACH, CONCRETE),
+    Scenario("lengths", lambda: _lengths, EACH, CONCRETE),
     Scenario("experts", Experts, EACH, MASK, rtol=1e-4),
     Scenario("sorted_experts", SortedExperts, EACH, CONCRETE, rtol=1e-4),
     Scenario("counts", lambda: _counts, EACH, "bincount of traced values", grads=False),

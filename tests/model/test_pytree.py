@@ -163,11 +163,14 @@ def test_local_functions_get_gradients():
         assert np.abs(got[name] - parameter.grad.numpy()).max() < 1e-6
 
 
-class Irrep(tuple[int, ...]):
+class Irrep(tuple[Any, ...]):
     """As in e3nn: a tuple whose length is not to be asked for."""
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+
+GLOBAL_IRREPS = Irrep((Irrep((3, 1)),))
 
 
 class Built(nn.Module):
@@ -181,7 +184,7 @@ class Built(nn.Module):
         self.inner, self.irrep = inner, Irrep((2, -1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.irrep[0]
+        return self.inner(x) * self.irrep[0] * GLOBAL_IRREPS[0][0]
 
 
 def test_no_code_of_the_classes_runs_when_a_module_is_copied():

@@ -31,6 +31,7 @@ from tpuport.ops.masks import (
 )
 from tpuport.ops.numbers import (
     item,
+    length,
     negate,
     to_bool,
     to_float,
@@ -66,6 +67,7 @@ __all__ = [
     "is_traced",
     "item",
     "largest",
+    "length",
     "masked",
     "masked_select",
     "mismatched",

@@ -44,6 +44,13 @@ def _number(value: Any, kind: type) -> Any:
     return kind(value)
 
 
+def length(value: Any) -> Any:
+    """Return `len(value)`; for a traced tensor whose size depends on data, a traced number."""
+    if not is_traced(value) or is_plain(value) or not value.dim():
+        return len(value)
+    return value.shape[0]
+
+
 def item(value: Any) -> Any:
     """Return `value.item()`; for a traced tensor, a traced number."""
     if is_plain(value):

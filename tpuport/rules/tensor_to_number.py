@@ -10,7 +10,7 @@ from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import is_in_f_string
 from tpuport.source.syntax.text import Edit, Passage
 
-_BUILTINS = frozenset({"float", "int", "bool", "complex"})
+_BUILTINS = frozenset({"float", "int", "bool", "complex", "len"})
 
 
 class TensorToNumber(Rule):
@@ -18,7 +18,8 @@ class TensorToNumber(Rule):
 
     ## What it does
     Finds `float(t)`, `int(t)`, `bool(t)` and `complex(t)` of a tensor that depends on the program's
-    inputs, and functions of `math` on one. The fix calls `tpuport.ops.to_float` and its siblings,
+    inputs, functions of `math` on one, and, while a program is traced, `len(t)` of one whose size
+    depends on data. The fix calls `tpuport.ops.to_float` and its siblings,
     which return a Python number in eager PyTorch and a traced number while a program is traced.
 
     ## Why is this bad?
@@ -105,8 +106,10 @@ class TensorToNumber(Rule):
             case ast.Call(func=ast.Name(id=name), args=[argument]) if name in _BUILTINS:
                 if node.keywords or isinstance(argument, ast.Starred):
                     return
-                # A trace records the call as traced, inference from source its argument.
-                if not context.is_traced(node) and not context.is_traced(argument):
+                # A trace records the call as traced, inference from source its argument. The length
+                # of a traced tensor is known, unless a trace finds that it is not.
+                known = name == "len" or not context.is_traced(argument)
+                if known and not context.is_traced(node):
                     return
                 # Text in an error's message is made only if the error is raised.
                 is_text = is_in_f_string(node, context.module) and is_message(node, context)
@@ -128,5 +131,6 @@ class TensorToNumber(Rule):
         if node.func.id == "complex":
             raise NotFixable("a complex number cannot be part of a program", pins=False)
         start, end = context.module.span(node.func)
-        name = Passage.of(f"{OPS}.to_{node.func.id}", context.module.origin(node))
+        function = "length" if node.func.id == "len" else f"to_{node.func.id}"
+        name = Passage.of(f"{OPS}.{function}", context.module.origin(node))
         return Fix((Edit(start, end, name),), (OPS,))

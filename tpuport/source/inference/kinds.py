@@ -135,8 +135,13 @@ class _Observed:
         self.module, self.sites = module, sites
 
     def kind(self, node: ast.expr) -> Kind:
-        if is_surely_host(node):
-            return HOST
+        match node:
+            case ast.Call(func=ast.Name(id="len")) if self._matches(node):
+                return TRACED  # Of a tensor whose size depends on data.
+            case _ if is_surely_host(node):
+                return HOST
+            case _:
+                pass
         return TRACED if self._is_site(node) else structural_kind(node)
 
     def is_boolean(self, node: ast.expr) -> bool:

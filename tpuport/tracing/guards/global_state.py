@@ -26,6 +26,7 @@ from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
 
 _CONTAINERS = (list, dict, set, deque)
+_BASES = (list, tuple, dict, set, frozenset, deque)
 _LARGEST, _MOST_BYTES = 4096, 4096
 
 
@@ -133,7 +134,7 @@ class _Identities:
 
     def __init__(self) -> None:
         self._mappings: list[tuple[Any, Any, int, tuple[Any, ...]]] = []
-        self._sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self._sequences: list[tuple[Any, Any, tuple[Any, ...]]] = []
         self._dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
         self._others: list[tuple[Any, Any, Any]] = []
 
@@ -148,8 +149,9 @@ class _Identities:
         """Keep what a container holds."""
         if isinstance(value, dict):
             self._dicts.append((value, tuple(value), tuple(value.values())))
-        elif isinstance(value, (list, tuple, deque)):
-            self._sequences.append((value, tuple(value)))
+        elif isinstance(value, (list, deque)):  # A tuple holds what it held.
+            base = list if isinstance(value, list) else deque
+            self._sequences.append((base, value, tuple(base.__iter__(value))))
         elif isinstance(value, (set, frozenset)):
             self._others.append((operator.eq, value, set(value)))
 
@@ -166,8 +168,10 @@ class _Identities:
                     return False
         except KeyError:
             return False
-        for held, values in self._sequences:
-            if len(held) != len(values) or not all(map(same, held, values)):
+        for base, held, values in self._sequences:
+            if base.__len__(held) != len(values):
+                return False
+            if not all(map(same, base.__iter__(held), values)):
                 return False
         for held, keys, values in self._dicts:
             if len(held) != len(values) or not all(map(same, held.values(), values)):
@@ -281,16 +285,19 @@ class _Freezer:
 
     def _contents(self, value: Any) -> Any:
         kind = type(value)
-        if isinstance(value, (list, tuple, dict, set, frozenset, deque)):
-            if len(value) > self._left:
-                return (_Same(value), len(value))
+        # A class of the user's may count and walk in its own way, or refuse to.
+        base: Any = next((b for b in _BASES if isinstance(value, b)), None)
+        if base is not None:
+            if base.__len__(value) > self._left:
+                return (_Same(value), base.__len__(value))
             self.identities.container(value)
             if kind in _CONTAINERS:
                 self.mutable.append(value)
         if isinstance(value, (list, tuple, deque)):
-            return (kind, tuple(map(self._frozen, value)))
+            return (kind, tuple(map(self._frozen, base.__iter__(value))))
         if isinstance(value, (set, frozenset)):
-            return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in value))
+            members = base.__iter__(value)
+            return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in members))
         if isinstance(value, np.ndarray):
             if value.nbytes > _MOST_BYTES or value.dtype == object:
                 return _Same(value)
@@ -301,7 +308,7 @@ class _Freezer:
             self.identities.other(_has_value, value, now)
             return (_Same(value), self._frozen(now))
         if isinstance(value, dict):
-            items = tuple((k if isinstance(k, VALUES) else id(k), v) for k, v in value.items())
+            items = tuple((k if isinstance(k, VALUES) else id(k), v) for k, v in dict.items(value))
             return (kind, tuple((k, self._frozen(v)) for k, v in items), self._attributes(value))
         return self._attributes(value)
 
