@@ -90,6 +90,7 @@ def call(
                 model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)
+            settings.calls.note(module)
             return model.call(method, args, kwargs)
     except ParityError:
         raise

@@ -12,12 +12,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tpuport.compat.emulated import costs
+from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
 from tpuport.compat.runner.tracebacks import trim
 from tpuport.diagnosis.explain import add_explanation
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.reporting.markup import visible
 
 _INTERRUPTED = 130
 
@@ -61,6 +64,7 @@ def run(
     cache_dir: str | None = None,
     report: Path | None = None,
     full_traceback: bool = False,
+    quiet: bool = False,
     ends_process: bool = True,
     **porting_options: Any,
 ) -> int:
@@ -80,6 +84,7 @@ def run(
             apply if left out.
         report: File for the report, .html, .json or .txt; written even if the program fails.
         full_traceback: Whether tracebacks show the frames of tpuport too.
+        quiet: Whether to leave out the lines at the end that say what cost time.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.compat.runner.exit`.
         porting_options: Passed on to `tpuport.porting`.
@@ -107,6 +112,8 @@ def run(
             status = _execute(program, full_traceback)
         if report is not None:
             settings.report.save(report)
+        if status == 0 and not quiet:
+            _say_costs(settings)
         if ends_process:
             finish(status)
         return status
@@ -120,6 +127,15 @@ def _check(program: RunTarget, report: Path | None) -> None:
             raise UsageError(f"The folder {program.name} has no __main__.py to run.")
     if report is not None and report.suffix.lower() not in (".html", ".json", ".txt"):
         raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
+
+
+def _say_costs(settings: PortingSettings) -> None:
+    found = costs.lines(
+        settings.report.programs, settings.calls, settings.report.descended, settings.eager
+    )
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.writelines(f"tpuport run: {visible(line)}\n" for line in found)
 
 
 def _execute(program: RunTarget, full_traceback: bool) -> int:
