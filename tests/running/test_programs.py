@@ -269,6 +269,8 @@ def test_nothing_inside_to_fall_back_on_is_an_error():
         net = Leaf(6, 6).cuda()
         with pytest.raises(PortError, match=r"test_programs.py:\d+: TPU") as raised:
             net(batch("cuda"))
+    frames = [frame.path for frame in raised.traceback]
+    assert not any("/tpuport/tracing/" in str(path) for path in frames)
     # What the message names helps a person who cannot edit the class.
     assert str(raised.value).endswith("tpuport run --eager Leaf")
     with tpuport.porting(eager=["Leaf"]):

@@ -20,6 +20,7 @@ from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError
 from tpuport.foundation.interop.device_mark import is_tagged
+from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.reentrancy import is_part_of_program, part_of_program
 
@@ -96,6 +97,7 @@ def call(
         is_whole = not _has_parts(module) and not _has_hooks(module)
         if is_whole or isinstance(error, ParityError):
             _name_the_option(error, module)
+            trim(error)
             raise
         _DESCENDED.setdefault(module, set()).add(method)
         _forget_if_empty(module, settings)

@@ -17,10 +17,10 @@ from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
-from tpuport.compat.runner.tracebacks import trim
 from tpuport.diagnosis.explain import add_explanation
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.reporting.markup import visible
+from tpuport.foundation.tracebacks import DEBUG, trim
 
 _INTERRUPTED = 130
 
@@ -101,7 +101,7 @@ def run(
     elif packages or paths:
         raise UsageError("What is not to be rewritten needs no packages and paths to rewrite.")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment())
+        stack.enter_context(_environment(full_traceback))
         stack.enter_context(_interpreter(program))
         if cache_dir is not None:
             from tpuport.aot.cache.compile_cache import compile_cache
@@ -109,7 +109,7 @@ def run(
             stack.enter_context(compile_cache(cache_dir))
         settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
-            status = _execute(program, full_traceback)
+            status = _execute(program)
         if report is not None:
             settings.report.save(report)
         if status == 0 and not quiet:
@@ -138,7 +138,7 @@ def _say_costs(settings: PortingSettings) -> None:
         sys.stderr.writelines(f"tpuport run: {visible(line)}\n" for line in found)
 
 
-def _execute(program: RunTarget, full_traceback: bool) -> int:
+def _execute(program: RunTarget) -> int:
     """Run the program, print what it raises as Python does, and return its exit status."""
     try:
         exec(_main_code(program), vars(sys.modules["__main__"]))
@@ -147,7 +147,7 @@ def _execute(program: RunTarget, full_traceback: bool) -> int:
     except _NoProgramError:
         raise
     except BaseException as error:
-        return _shown(error, full_traceback)
+        return _shown(error)
     return 0
 
 
@@ -164,10 +164,9 @@ def _status(code: Any) -> int:
     return 1
 
 
-def _shown(error: BaseException, full_traceback: bool) -> int:
+def _shown(error: BaseException) -> int:
     add_explanation(error)
-    if not full_traceback:
-        trim(error)
+    trim(error)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     show = sys.excepthook
@@ -260,7 +259,7 @@ def _interpreter(program: RunTarget) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _environment(full_traceback: bool) -> Iterator[None]:
     """Set in the block the variables that `torchrun` sets for the only process of a run.
 
     See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
@@ -272,6 +271,7 @@ def _environment() -> Iterator[None]:
     values = {
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **({DEBUG: "1"} if full_traceback else {}),
     }
     names = (*values, "TORCHELASTIC_RUN_ID")
     kept = {name: os.environ.get(name) for name in names}
