@@ -267,8 +267,14 @@ def test_nothing_inside_to_fall_back_on_is_an_error():
 
     with tpuport.porting():
         net = Leaf(6, 6).cuda()
-        with pytest.raises(PortError, match=r"test_programs.py:\d+: TPU"):
+        with pytest.raises(PortError, match=r"test_programs.py:\d+: TPU") as raised:
             net(batch("cuda"))
+    frames = [frame.path for frame in raised.traceback]
+    assert not any("/tpuport/tracing/" in str(path) for path in frames)
+    # What the message names helps a person who cannot edit the class.
+    assert str(raised.value).endswith("tpuport run --eager Leaf")
+    with tpuport.porting(eager=["Leaf"]):
+        assert isinstance(Leaf(6, 6).cuda()(batch("cuda")), str)
 
 
 def test_a_class_can_be_left_to_eager():

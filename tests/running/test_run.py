@@ -309,7 +309,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
     monkeypatch.setattr("tpuport.compat.runner.run.run", run)
     options = "--package a --package b --path c --absent d --eager E --program F.g --no-verify"
     more = f"--rtol 0.1 --no-port --profile {tmp_path} --cache-dir d -m name --package x -m -- y"
-    options += " --report r.html"
+    options += " --report r.html --quiet"
     result = CliRunner().invoke(app, ["run", *options.split(), *more.split()])
     assert result.exit_code == 5
     assert given == {
@@ -321,6 +321,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         "cache_dir": "d",
         "report": Path("r.html"),
         "full_traceback": False,
+        "quiet": True,
         "absent": ["d"],
         "eager": ["E"],
         "methods": ["F.g"],

@@ -136,6 +136,12 @@ FullTraceback = Annotated[
         help="Show tpuport's own lines in tracebacks, too: for reports of bugs.",
     ),
 ]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", rich_help_panel=_RUN, help="Do not say at the end what cost time."
+    ),
+]
 
 
 def run(
@@ -155,6 +161,7 @@ def run(
     cache_dir: CacheDir = None,
     report: Report = None,
     full_traceback: FullTraceback = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a script that was written for CUDA, without editing it.
 
@@ -176,6 +183,7 @@ def run(
             cache_dir=cache_dir,
             report=report,
             full_traceback=full_traceback,
+            quiet=quiet,
             absent=absent or (),
             eager=eager or (),
             methods=program or (),

@@ -433,9 +433,10 @@ class PortedModel(PortedState):
         host = self._tracer.plan_for(method, given.spec).host_args
         for index in host:
             if isinstance(given.values[index], jax.ShapeDtypeStruct):
+                name = arguments.argument_name(given.paths[index])
                 raise UsageError(
-                    f"the program depends on the value of {given.paths[index].lstrip('.')}, and"
-                    " only its shape is given; pass a tensor with the value"
+                    f"the program depends on the value of {name}, and only its shape is given;"
+                    " pass a tensor with the value"
                 )
         version = (self._state_version, self._variant())
         return signature_of(method, given, version, host)
@@ -469,7 +470,9 @@ class PortedModel(PortedState):
             placed = self._placement.state(outcome.state)
             outcome.state = stacked_params.restack(placed, state)
             host = self._tracer.plan.host_args
-            outcome.host_paths = [signature.parts[i][0].lstrip(".") for i in sorted(host)]
+            outcome.host_paths = [
+                arguments.argument_name(signature.parts[i][0]) for i in sorted(host)
+            ]
             held["outcome"] = outcome
             put = outcome.put_leaves
             return outcome.out_leaves, outcome.state, outcome.mutated, put, outcome.error_code

@@ -213,7 +213,7 @@ def retrace_causes(
     """Say why a call could not use the program of the last call of its method."""
     was, now = dict(last.parts), dict(signature.parts)
     causes = [
-        f"{path}: {was.get(path, 'absent')} -> {now.get(path, 'absent')}"
+        f"{_cause_name(path)}: {was.get(path, 'absent')} -> {now.get(path, 'absent')}"
         for path in dict.fromkeys([*was, *now])
         if was.get(path) != now.get(path)
     ]
@@ -227,6 +227,11 @@ def retrace_causes(
     if not causes:
         causes = ["strides, grad mode, autocast, default dtype or options of attention changed"]
     return tuple(causes)
+
+
+def _cause_name(path: str) -> str:
+    start, is_value, argument = path.rpartition("value of ")
+    return start + is_value + arguments.argument_name(argument)
 
 
 def _static_difference(was: Any, now: Any) -> str:

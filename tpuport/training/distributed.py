@@ -1,6 +1,5 @@
 """Joining the processes of a run: the same script on one or on many."""
 
-import glob
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 import jax
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop.platforms import has_tpu_device
 
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
@@ -157,5 +157,4 @@ def _in_slice(env: Mapping[str, str]) -> bool:
     several = "," in env.get("TPU_WORKER_HOSTNAMES", "") or env.get("MEGASCALE_COORDINATOR_ADDRESS")
     if several:
         return True
-    has_chips = bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
-    return has_chips and "TPU_SKIP_MDS_QUERY" not in env
+    return has_tpu_device() and "TPU_SKIP_MDS_QUERY" not in env

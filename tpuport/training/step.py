@@ -276,8 +276,8 @@ class TrainStep:
         causes: tuple[str, ...] = ()
         if self._compiled:
             found = retrace_causes(self._compiled[-1].signature, signature, ())
-            # The path of the first argument in (args, kwargs).
-            causes = tuple(cause.replace("[0][0]", "batch", 1) for cause in found)
+            # The batch is the first argument of the loss.
+            causes = tuple(cause.replace("args[0]", "batch", 1) for cause in found)
         alike = not all(batch.weighted)
         made = _Compiled(run, outcome, signature, causes, call.paths, next(_NUMBERS), alike)
         self._compiled.append(made)

@@ -308,7 +308,10 @@ class LiveModel(PortedModel):
         def labels(state: Any, written: Any, put: Any, code: Any) -> dict[str, Any]:
             del code
             found = {f"the attribute {n!r}": v for n, v in state.items() if n not in registered}
-            found |= {f"the argument {paths[int(i)]}": v for i, v in written.items()}
+            found |= {
+                f"the argument {arguments.argument_name(paths[int(i)])}": v
+                for i, v in written.items()
+            }
             return found | {f"an object among the arguments ({i})": v for i, v in enumerate(put)}
 
         return gradients.differentiable(pure, self._wanted, labels)

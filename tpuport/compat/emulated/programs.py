@@ -20,6 +20,7 @@ from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError
 from tpuport.foundation.interop.device_mark import is_tagged
+from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.reentrancy import is_part_of_program, part_of_program
 
@@ -90,16 +91,26 @@ def call(
                 model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)
+            settings.calls.note(module)
             return model.call(method, args, kwargs)
-    except ParityError:
-        raise
     except PortError as error:
-        if not _has_parts(module) and not _has_hooks(module):
+        is_whole = not _has_parts(module) and not _has_hooks(module)
+        if is_whole or isinstance(error, ParityError):
+            _name_the_option(error, module)
+            trim(error)
             raise
         _DESCENDED.setdefault(module, set()).add(method)
         _forget_if_empty(module, settings)
         _say_descended(module, method, error, settings)
     return original(module, *args, **kwargs)
+
+
+def _name_the_option(error: PortError, module: torch.nn.Module) -> None:
+    """Add to an error what helps a person who cannot edit the code."""
+    name = type(module).__name__
+    if "--eager" not in (error.remedy or ""):
+        option = f"leave {name} to eager PyTorch on the CPU: tpuport run --eager {name}"
+        error.remedy = f"{error.remedy}\n    or {option}" if error.remedy else option
 
 
 def _has_parts(module: torch.nn.Module) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tpuport.compat.emulated.costs import Calls
 from tpuport.compat.emulated.report import RunReport
 
 
@@ -23,6 +24,7 @@ class PortingSettings:
         port_modules: Whether calls of modules on the accelerator become programs.
         options: The options of single shims and provided packages, by name.
         report: The report of what happens in the block.
+        calls: The calls of modules in the block.
     """
 
     packages: tuple[str, ...] = ()
@@ -35,6 +37,7 @@ class PortingSettings:
     port_modules: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
+    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     def inside(self, outer: "PortingSettings | None") -> "PortingSettings":
         """Return these settings with the names and options of an enclosing block added."""

@@ -12,12 +12,15 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tpuport.compat.emulated import costs
+from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
-from tpuport.compat.runner.tracebacks import trim
 from tpuport.diagnosis.explain import add_explanation
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.reporting.markup import visible
+from tpuport.foundation.tracebacks import DEBUG, trim
 
 _INTERRUPTED = 130
 
@@ -61,6 +64,7 @@ def run(
     cache_dir: str | None = None,
     report: Path | None = None,
     full_traceback: bool = False,
+    quiet: bool = False,
     ends_process: bool = True,
     **porting_options: Any,
 ) -> int:
@@ -80,6 +84,7 @@ def run(
             apply if left out.
         report: File for the report, .html, .json or .txt; written even if the program fails.
         full_traceback: Whether tracebacks show the frames of tpuport too.
+        quiet: Whether to leave out the lines at the end that say what cost time.
         ends_process: Whether the process is to end with the program: threads that are stuck then
             do not keep it alive. See `tpuport.compat.runner.exit`.
         porting_options: Passed on to `tpuport.porting`.
@@ -96,7 +101,7 @@ def run(
     elif packages or paths:
         raise UsageError("What is not to be rewritten needs no packages and paths to rewrite.")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment())
+        stack.enter_context(_environment(full_traceback))
         stack.enter_context(_interpreter(program))
         if cache_dir is not None:
             from tpuport.aot.cache.compile_cache import compile_cache
@@ -104,9 +109,11 @@ def run(
             stack.enter_context(compile_cache(cache_dir))
         settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
-            status = _execute(program, full_traceback)
+            status = _execute(program)
         if report is not None:
             settings.report.save(report)
+        if status == 0 and not quiet:
+            _say_costs(settings)
         if ends_process:
             finish(status)
         return status
@@ -122,7 +129,16 @@ def _check(program: RunTarget, report: Path | None) -> None:
         raise UsageError(f"Expected a report file ending in .json, .html or .txt, got {report}.")
 
 
-def _execute(program: RunTarget, full_traceback: bool) -> int:
+def _say_costs(settings: PortingSettings) -> None:
+    found = costs.lines(
+        settings.report.programs, settings.calls, settings.report.descended, settings.eager
+    )
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.writelines(f"tpuport run: {visible(line)}\n" for line in found)
+
+
+def _execute(program: RunTarget) -> int:
     """Run the program, print what it raises as Python does, and return its exit status."""
     try:
         exec(_main_code(program), vars(sys.modules["__main__"]))
@@ -131,7 +147,7 @@ def _execute(program: RunTarget, full_traceback: bool) -> int:
     except _NoProgramError:
         raise
     except BaseException as error:
-        return _shown(error, full_traceback)
+        return _shown(error)
     return 0
 
 
@@ -148,10 +164,9 @@ def _status(code: Any) -> int:
     return 1
 
 
-def _shown(error: BaseException, full_traceback: bool) -> int:
+def _shown(error: BaseException) -> int:
     add_explanation(error)
-    if not full_traceback:
-        trim(error)
+    trim(error)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     show = sys.excepthook
@@ -244,7 +259,7 @@ def _interpreter(program: RunTarget) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _environment(full_traceback: bool) -> Iterator[None]:
     """Set in the block the variables that `torchrun` sets for the only process of a run.
 
     See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
@@ -256,6 +271,7 @@ def _environment() -> Iterator[None]:
     values = {
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **({DEBUG: "1"} if full_traceback else {}),
     }
     names = (*values, "TORCHELASTIC_RUN_ID")
     kept = {name: os.environ.get(name) for name in names}

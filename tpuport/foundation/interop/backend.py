@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tpuport.foundation.interop.platforms import leave_out_libtpu
+
 
 def _import_torchax() -> None:
     variable = "ENABLE_RUNTIME_UPTIME_TELEMETRY"
@@ -30,6 +32,7 @@ def _import_torchax() -> None:
         os.environ.pop(variable, None)
 
 
+leave_out_libtpu()
 _import_torchax()
 
 from torchax.ops import jaten, ops_registry  # noqa: E402

@@ -1,5 +1,6 @@
 """The arguments of a call as arrays, and what the call changed in the caller's own objects."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,12 @@ def flatten_call(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
     attribute that changed since the last call needs a retrace.
     """
     return pytree.flatten_with_paths(value, objects=True)
+
+
+def argument_name(path: str) -> str:
+    """Return the name of an argument by its path in (args, kwargs): `args[0].x`, `mask`."""
+    positional = re.sub(r"^\[0\](?=\[)", "args", path)
+    return re.sub(r"^\[1\]\.?", "", positional)
 
 
 def copies(value: Any) -> Any:
@@ -256,9 +263,10 @@ def refuse_shared_memory(
     for index in map(int, mutated):
         for other, leaf in enumerate(leaves):
             if other != index and _overlap(leaves[index], leaf):
+                mine, theirs = argument_name(paths[index]), argument_name(paths[other])
                 msg = (
-                    f"the call writes to argument {paths[index]}, which shares memory with argument"
-                    f" {paths[other]}; pass {paths[other]} as a .clone()"
+                    f"the call writes to argument {mine}, which shares memory with argument"
+                    f" {theirs}; pass {theirs} as a .clone()"
                 )
                 raise UsageError(msg)
 

@@ -7,17 +7,24 @@ from types import TracebackType
 
 from tpuport.foundation.errors import TpuportError
 
-_OWN = os.path.join(str(Path(__file__).parents[2]), "")
+_OWN = os.path.join(str(Path(__file__).parents[1]), "")
 _MACHINERY = ("<frozen runpy>", "<frozen importlib")
+_NOTE_OF_JAX = "--------------------\nFor simplicity, JAX has removed"
+# Set to 1, it keeps the frames of tpuport.
+DEBUG = "TPUPORT_DEBUG"
 
 
 def trim(error: BaseException) -> None:
     """Drop the frames of tpuport and of Python's import system, here and in what led to the error.
 
     An error without other frames keeps them, unless tpuport raised it on purpose, or the compiler:
-    their messages say it all.
+    their messages say it all. The environment variable TPUPORT_DEBUG=1 keeps everything.
     """
+    if os.environ.get(DEBUG) == "1":
+        return
     for one in _chain(error, set()):
+        if notes := getattr(one, "__notes__", None):
+            notes[:] = [note for note in notes if not note.startswith(_NOTE_OF_JAX)]
         kept = [frame for frame in _frames(one.__traceback__) if not _is_hidden(frame)]
         if kept or isinstance(one, TpuportError | SyntaxError):
             one.__traceback__ = _linked(kept)
