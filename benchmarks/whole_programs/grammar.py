@@ -9,7 +9,7 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "mat": ("a", "b", "x", "y", "a", "b"),
     "vec": ("v", "v", "x[:, 0]", "a[:, 1]"),
     "scal": ("s", "s", "v[0]", "a[0, 1]"),
-    "mask": ("m", "~m", "(v > 0)"),
+    "mask": ("m", "(~m)", "(v > 0)"),
     "emask": ("(a > 0)", "(b > a)", "(x == y)"),
     "idx": ("k", "k", "torch.arange(len(x))"),
     "num": ("0", "1", "-1.5", "0.5", "2", "n", "n"),
@@ -83,14 +83,14 @@ DEEPER: dict[str, tuple[str, ...]] = {
         *("sum(r.max() for r in {mat})", "{vec}[::2].sum()", "{mat}[{mask}, {small}].sum()", "max({scal}, {scal})"),
     ),
     "mask": (
-        *("({vec} > {num})", "({vec} >= {vec})", "({vec} == {vec})", "~{mask}", "({mask} & {mask})"),
+        *("({vec} > {num})", "({vec} >= {vec})", "({vec} == {vec})", "(~{mask})", "({mask} & {mask})"),
         *("({mask} | {mask})", "({mask} ^ {mask})", "{mat}.isnan().any(1)", "({idx} == {small})"),
         *("{mask}.flip(0)", "{mat}.isfinite().all(1)", "torch.ones_like({mask})", "{mask}.logical_not()"),
         *("({vec} != 0)", "({idx} < {idx})", "{emask}[:, {small}]", "{emask}.all(1)", "{mask}[{idx}]"),
         *("(torch.arange(len(x)) < {int})", "({vec} > {scal})", "{mask}.roll(1)", "{vec}.bool()"),
     ),
     "emask": (
-        *("({mat} > {num})", "({mat} <= {mat})", "{mask}[:, None].expand(-1, 4)", "~{emask}"),
+        *("({mat} > {num})", "({mat} <= {mat})", "{mask}[:, None].expand(-1, 4)", "(~{emask})"),
         *("({emask} & {mask}[:, None])", "{mat}.isnan()", "({mat} > {vec}[:, None])", "{mat}.bool()"),
     ),
     "idx": (
@@ -150,7 +150,7 @@ SIMPLE: tuple[str, ...] = (
     *("r = {mask}.nonzero()[:, 0]\ns = s + {vec}[r].sum()", "r = {vec}[{mask}]\nv = v + r.sum() + r.numel()"),
     *("r = self.lin({mat}[{mask}])\ns = s + r.mean()", "r = {mat}[{mask}]\nr[:, 0] = {num}\ns = s + r.sum()"),
     *("r = torch.cat([{vec}[{mask}], {vec}[{mask}]])\ns = s + r.max()", "r = {mat}[{mask}]\ns = s + r[{int}].sum()"),
-    *("r = {mat}[{mask:1}]\na = a.index_put(({mask:1}.nonzero()[:, 0],), r)", "r = {vec}[{mask}]\ns = s + r.argmax()"),
+    *("r = {mat}[{mask:1}]\na = a.index_put((({mask:1}).nonzero()[:, 0],), r)", "r = {vec}[{mask}]\ns = s + r.argmax()"),
     *("r = {mat}[{mask}]\ns = s + torch.stack([t.sum() for t in (r, r * 2)]).max()", "r = {vec}[{mask}][:2]\ns = s + r.sum()"),
     # State.
     *("self.total += {mat}.sum(0).detach()", "self.total = {mat}.mean(0).detach()", "self.steps += 1"),
@@ -176,10 +176,10 @@ BLOCKS: tuple[str, ...] = (
     *("if {cond}:\n    {body}\nelif {cond}:\n    {body}\nelse:\n    {body}", "if {cond}:\n    {return}"),
     *("if {cond}:\n    {body}\n    {return}", "if {cond}:\n    raise ValueError('no')", "assert {cond}, 'no'"),
     *("for j in range({small}):\n    {loop}", "for j in range({int}):\n    {loop}", "for r in {mat}:\n    s = s + r.sum()\n    {loop}"),
-    *("j = 0\nwhile {cond} and j < 3:\n    j += 1\n    {loop}", "while s > 1:\n    s = s / 2\n    {loop}"),
+    *("c$ = 0\nwhile {cond} and c$ < 3:\n    c$ += 1\n    {loop}", "c$ = 0\nwhile s > 1 and c$ < 4:\n    s = s / 2\n    c$ += 1\n    {loop}"),
     *("with torch.no_grad():\n    {body}", "try:\n    {body}\nexcept (IndexError, RuntimeError, ZeroDivisionError):\n    {body}"),
     *("for j, r in enumerate({mat}):\n    if r.sum() > {num}:\n        v[j] = {num}\n        {loop}", "for t in (a, b):\n    s = s + t.sum()\n    {loop}"),
-    *("j = 0\nwhile True:\n    j += 1\n    {loop}\n    if j > 2 or {cond}:\n        break",),
+    *("c$ = 0\nwhile True:\n    c$ += 1\n    if c$ > 2 or {cond}:\n        break\n    {loop}",),
     *("r = {mat}[{mask}]\nif len(r) > 1:\n    s = s + r.mean()\n    {body}", "for j in range(len(x)):\n    if {mask}[j]:\n        {w}[j] = {num}\n        {loop}"),
 )
 

@@ -152,6 +152,7 @@ class Maker:
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
         self._return = grammar.RETURNS[0]
+        self._count = 0
 
     def program(self) -> Program:
         """Return the program."""
@@ -195,8 +196,9 @@ class Maker:
 
     def _filled(self, kind: str, template: str, depth: int, *, loop: bool = False) -> Node:
         node, shared = Node(kind, ""), dict[str, int]()
+        self._count += 1
         lines = []
-        for line in template.split("\n"):
+        for line in template.replace("$", str(self._count)).split("\n"):
             block = _BLOCK.match(line)
             if block:
                 node.blocks.append(self._block(block[2], depth, loop=loop))

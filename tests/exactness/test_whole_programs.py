@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch import nn
@@ -189,3 +191,31 @@ def test_what_a_traced_number_cannot_do_is_no_error_of_the_code():
     with pytest.raises(PortError, match="where its value is needed") as error:
         tpuport.convert(Inverted(), verify=False)(torch.ones(2))
     assert (error.value.source_line or "").strip() == "x = x + ~int(x.sum())"
+
+
+class Halving(nn.Module):
+    """A loop that ends by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        total, rounds = (x * self.weight).sum(), 0
+        while total > 1:
+            total = total / 2
+            rounds += 1
+        return total, rounds
+
+
+def test_a_while_loop_has_a_tangent_and_refuses_a_gradient():
+    ported = tpuport.convert(Halving(), verify=False)
+
+    def total(params: Any) -> Any:
+        return ported.apply(params, {}, None, jnp.ones(3))[0][0]
+
+    value, tangent = jax.jvp(total, (ported.params,), (ported.params,))
+    assert (float(value), float(tangent)) == (0.75, 0.75)
+    with pytest.raises(PortError, match="has no gradient") as error:
+        jax.jit(jax.grad(total))(ported.params)
+    assert (error.value.source_line or "").strip() == "while total > 1:"
