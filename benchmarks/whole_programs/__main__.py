@@ -22,6 +22,7 @@ import jax
 import torch
 
 from benchmarks.whole_programs.judge import FINDS, Judge, Verdict
+from benchmarks.whole_programs.page import PAGE, page, read
 from benchmarks.whole_programs.programs import Maker, Program
 from benchmarks.whole_programs.shrink import shrink
 
@@ -36,7 +37,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
     parser.add_argument("--log", type=Path, help="a file of verdicts, one a line: they are added")
     parser.add_argument("--minutes", type=float, default=1e9, help="end after this time")
+    parser.add_argument(
+        "--page", metavar="COMMIT", help="write docs/fuzzing.md from the log, as of"
+    )
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(read(options.log), options.page))
+        return
     torch.set_num_threads(1)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -87,10 +87,15 @@ def _equal_leaf(path: str, want: Any, have: Any, others: list[Any]) -> None:
         _equal_tensors(path, want.detach(), have.detach(), others)
         return
     if type(want) is not type(have):
-        raise Difference(path, f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}")
+        raise Difference(
+            path, f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}"
+        )
     if isinstance(want, float):
         close = math.isclose(want, have, rel_tol=1e-5, abs_tol=1e-6)
-        inside = any(isinstance(o, float) and math.isclose(o, have, rel_tol=1e-5, abs_tol=1e-6) for o in others)
+        inside = any(
+            isinstance(o, float) and math.isclose(o, have, rel_tol=1e-5, abs_tol=1e-6)
+            for o in others
+        )
         if not (close or inside or (want != want and have != have) or _within(want, have, others)):
             raise Difference(path, f"{have!r} for {want!r}", "number")
     elif want != have and not any(other != want for other in others):
@@ -131,7 +136,9 @@ def _equal_tensors(path: str, want: torch.Tensor, have: torch.Tensor, others: li
     spread = max([float(np.abs(o - w)[finite].max()) for o in near], default=0.0)
     error = float(np.abs(h - w)[finite].max())
     if error > limit * scale + FACTOR * spread:
-        raise Difference(path, f"off by {error:.1e} of {scale:.1e}: {_few(have)} for {_few(want)}", "value")
+        raise Difference(
+            path, f"off by {error:.1e} of {scale:.1e}: {_few(have)} for {_few(want)}", "value"
+        )
 
 
 def _few(tensor: torch.Tensor) -> str:

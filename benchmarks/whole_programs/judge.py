@@ -39,8 +39,8 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding explains), or
-            "eager raises" (its first call).
+        kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding
+            explains), or "eager raises" (its first call).
         what: the difference, or the code of the refusal.
         call: the number of the call.
         line: the text of the line that a refusal names.
@@ -79,7 +79,8 @@ def _loaded(source: str, folder: Path) -> Iterator[tuple[type[nn.Module], Path]]
     path = folder / f"{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -133,7 +134,8 @@ class _Run:
     def verdict(self) -> Verdict:
         """Make all calls."""
         try:
-            for self.number, call in enumerate(self.program.calls):
+            for number, call in enumerate(self.program.calls):
+                self.number = number
                 self._call(call)
         except _Found as found:
             return found.verdict
@@ -203,9 +205,7 @@ class _Run:
             raise self._end("error made", _said(b))
         raise self._end("crash", f"{_said(b)} at {_where(b)}")
 
-    def _same(
-        self, kind: str, want: Result, have: Result, again: Callable[[Any], Result]
-    ) -> None:
+    def _same(self, kind: str, want: Result, have: Result, again: Callable[[Any], Result]) -> None:
         """Compare values; ask eager PyTorch in float64 where they differ."""
         try:
             compare.equal(want.values, have.values)
@@ -301,7 +301,9 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
             found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     except Exception as error:
         return Result({}, error)
-    zeros = [torch.zeros_like(w) if g is None else g for w, g in zip(wanted.values(), found, strict=True)]
+    zeros = [
+        torch.zeros_like(w) if g is None else g for w, g in zip(wanted.values(), found, strict=True)
+    ]
     return Result({name: held(g) for name, g in zip(wanted, zeros, strict=True)})
 
 

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "fuzzing.md"
 _MEANING = {
     "passes": "all calls and gradients are eager PyTorch's",
     "refused": "an error of tpuport that names the line",
-    "rounding": "a difference that float64 and rounding errors put in explain; the program ends there",
+    "rounding": "what differs does so in eager PyTorch too, with rounding errors put in",
     "eager raises": "eager PyTorch raises at the first call: nothing was compared",
     "silent": "a value, a dtype, an argument or a state differs without an error",
     "gradient": "a gradient differs without an error",
@@ -42,17 +42,17 @@ def page(verdicts: list[Verdict], commit: str) -> str:
     lines = [
         "# Random programs",
         "",
-        "Written by `python -m benchmarks.whole_programs --log FILE --page COMMIT`. Random modules with masks,"
-        " slices, branches, loops, state and in-place writes go through `convert`; eager PyTorch is the judge"
-        " of outputs, arguments, buffers and Python state of three calls (later ones with hostile inputs:"
-        " empty and full masks, ties, zeros, NaN, infinities, indices out of range, other sizes), of what is"
-        " raised, and of the gradients of parameters and inputs of one of the calls. What differs is compared"
-        " with eager PyTorch in float64, also with rounding errors put in. `make fuzz` runs it, prints each"
-        " find as a small script, and the seed makes the program again.",
+        "Written by `python -m benchmarks.whole_programs --log FILE --page COMMIT`. Random modules"
+        " with masks, slices, branches, loops, state and in-place writes go through `convert`."
+        " Eager PyTorch is the judge of three calls: outputs, arguments, buffers, Python state, what"
+        " is raised, and at one of them the gradients of parameters and inputs. Later calls have"
+        " hostile inputs: empty and full masks, ties, zeros, NaN, infinities, indices out of range,"
+        " other sizes. What differs is compared with eager PyTorch in float64, with rounding errors"
+        " put in too. `make fuzz` runs it and prints each find as a small script.",
         "",
-        f"The last run: {len(verdicts):,} programs on {commit}; {len(compared):,} of them run in eager PyTorch,"
-        f" {sum(v.calls for v in verdicts):,} calls and {sum(v.gradients for v in verdicts):,} gradients were"
-        " compared.",
+        f"The last run: {len(verdicts):,} programs on {commit}. {len(compared):,} of them run in"
+        f" eager PyTorch; {sum(v.calls for v in verdicts):,} calls and"
+        f" {sum(v.gradients for v in verdicts):,} sets of gradients were compared.",
         "",
         "| outcome | programs | |",
         "|---|---|---|",
@@ -72,8 +72,8 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         "",
         "What earlier runs found is in tests/exactness/test_whole_programs.py.",
         "",
-        "Not generated: random numbers; several writes to one element through an index without `accumulate`,"
-        " whose result and gradient PyTorch leaves undefined; integers and Python numbers that need 64 bits.",
+        "Not generated: random numbers; writes of several values to one element without"
+        " `accumulate`, which PyTorch leaves undefined; integers and Python numbers of 64 bits.",
     ]
     return "\n".join(lines) + "\n"
 

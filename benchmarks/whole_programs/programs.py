@@ -3,7 +3,7 @@
 import random
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,10 +13,29 @@ from benchmarks.whole_programs import grammar
 
 _GAP = re.compile(r"\{([a-z]+)(?::(\d))?\}")
 _BLOCK = re.compile(r"^( *)\{(body|loop|return)\}$")
-HOSTILE = (
-    *("ordinary", "all", "none", "alternating", "zeros", "ties", "large", "negative"),
-    *("nan", "inf", "far", "before", "rows"),
-)
+
+
+def _put(tensor: torch.Tensor, *values: tuple[tuple[int, ...], float]) -> torch.Tensor:
+    for place, value in values:
+        tensor[place] = value
+    return tensor
+
+
+# What hostile calls make of ordinary arguments; "rows" has more of them.
+_CHANGES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "all": lambda x, y, m, k: (x, y, m | True, k),
+    "none": lambda x, y, m, k: (x, y, m & False, k),
+    "alternating": lambda x, y, m, k: (x, y, torch.arange(len(m)) % 2 == 0, k),
+    "zeros": lambda x, y, m, k: (x * 0, y, m, k * 0),
+    "ties": lambda x, y, m, k: (torch.ones_like(x), x[:1].repeat(len(x), 1), m, k),
+    "large": lambda x, y, m, k: (x * 1024, y * 4096, m, k),
+    "negative": lambda x, y, m, k: (-x.abs() - 0.25, -y.abs(), m, k),
+    "nan": lambda x, y, m, k: (_put(x, ((1, 2), torch.nan)), _put(y, ((0, 0), torch.nan)), m, k),
+    "inf": lambda x, y, m, k: (_put(x, ((1, 2), torch.inf)), _put(y, ((0, 1), -torch.inf)), m, k),
+    "far": lambda x, y, m, k: (x, y, m, _put(k, ((1,), 7))),
+    "before": lambda x, y, m, k: (x, y, m, _put(k, ((1,), -1), ((2,), -4))),
+}
+HOSTILE = ("ordinary", "rows", *_CHANGES)
 _ORDINARY_ROWS = 3
 
 
@@ -87,30 +106,7 @@ class Call:
         y = torch.randint(-8, 9, (rows, 4), generator=draw) / 4
         m = torch.randint(0, 2, (rows,), generator=draw).bool()
         k = torch.randint(0, 3, (rows,), generator=draw)
-        match self.kind:
-            case "all":
-                m = torch.ones_like(m)
-            case "none":
-                m = torch.zeros_like(m)
-            case "alternating":
-                m = torch.arange(rows) % 2 == 0
-            case "zeros":
-                x, k = torch.zeros_like(x), torch.zeros_like(k)
-            case "ties":
-                x, y = torch.ones_like(x), x[:1].expand(rows, 4).clone()
-            case "large":
-                x, y = x * 1024, y * 4096
-            case "negative":
-                x, y = -x.abs() - 0.25, -y.abs()
-            case "nan":
-                x[1, 2] = y[0, 0] = torch.nan
-            case "inf":
-                x[1, 2], y[0, 1] = torch.inf, -torch.inf
-            case "far":
-                k[1] = 7
-            case "before":
-                k[1], k[2] = -1, -4
-        return x, y, m, k
+        return _CHANGES.get(self.kind, lambda *given: given)(x, y, m, k)
 
 
 @dataclass
@@ -137,7 +133,9 @@ class Program:
 
     def script(self) -> str:
         """Return the module and its calls as a script."""
-        calls = "".join(f"# {c.kind} (seed {c.seed}): {_shown(c.arguments())}\n" for c in self.calls)
+        calls = "".join(
+            f"# {c.kind} (seed {c.seed}): {_shown(c.arguments())}\n" for c in self.calls
+        )
         head = f"# seed {self.seed}, train={self.train}, gradients of call {self.graded}\n"
         return f"{head}{self.source()}\n\n{calls}"
 

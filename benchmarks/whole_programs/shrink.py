@@ -31,24 +31,22 @@ def shrink(program: Program, shows: Callable[[Program], bool], most: int = 80) -
 
 def _smaller(program: Program) -> Iterator[Program]:
     """Yield programs with one thing less, the greatest steps first."""
-    if len(program.calls) > 1:
-        for index in range(len(program.calls)):
-            left = program.calls[:index] + program.calls[index + 1 :]
-            yield replace(program, calls=left, graded=min(program.graded, len(left) - 1))
-    for node in program.body:
+    count = len(program.calls)
+    for index in range(count if count > 1 else 0):
+        left = program.calls[:index] + program.calls[index + 1 :]
+        yield replace(program, calls=left, graded=min(program.graded, count - 2))
+    nodes = [node for top in program.body for node in top.walk()]
+    statements = [node for node in nodes if node.kind == "statement"]
+    for node in (*program.body, *statements):
         yield _with(program, node, [])
-    for node in [n for top in program.body for n in top.walk()]:
-        if node.kind == "statement":
-            yield _with(program, node, [])
-            for block in node.blocks:
-                yield _with(program, node, block)
-    for node in [n for top in program.body for n in top.walk()]:
-        if node.kind == "statement" or not node.parts:
-            continue
-        for part in node.parts:
-            if part.kind == node.kind:
+    for node in statements:
+        for block in node.blocks:
+            yield _with(program, node, block)
+    for node in nodes:
+        if node.parts and node.kind != "statement":
+            same = [part for part in node.parts if part.kind == node.kind]
+            for part in (*same, Node(node.kind, grammar.LEAVES[node.kind][0])):
                 yield _with(program, node, [part])
-        yield _with(program, node, [Node(node.kind, grammar.LEAVES[node.kind][0])])
 
 
 def _with(program: Program, old: Node, new: list[Node]) -> Program:

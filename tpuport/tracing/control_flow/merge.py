@@ -23,7 +23,6 @@ from tpuport.tracing.core.regions import Body
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, value_of
 
-
 # Of a traced number that Python or torch cannot use, which is no error of the user's code.
 _OF_NUMBERS = re.compile(r"\bSym(Int|Float|Bool)\b")
 

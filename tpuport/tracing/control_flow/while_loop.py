@@ -55,8 +55,8 @@ class _Loop:
         self._enter(counts if self.drawn else draws, code)
         before = self.trace.recorder.refusal
         refusal = port_error(
-            "a while loop on a traced value has no gradient: the number of its rounds, whose results"
-            " the backward pass would need, is not known when it is compiled",
+            "a while loop on a traced value has no gradient: the number of its rounds, whose"
+            " results the backward pass would need, is not known when it is compiled",
             code="TPU104",
             remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
         )

@@ -178,7 +178,8 @@ class PythonChanges:
     """The Python attributes and hooks of modules that a call changed.
 
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
-    attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks changed.
+    attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
+    changed.
     """
 
     names: list[str]
