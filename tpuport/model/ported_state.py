@@ -349,6 +349,9 @@ class PortedState:
             self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
             if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
                 raise _changes_each_time(name, is_hook=name not in changes.owners)
+            if name in changes.numbers:
+                self._tracer.numbers.add(name)
+                continue
             again = count >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])

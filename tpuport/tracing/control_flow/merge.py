@@ -4,6 +4,7 @@ Each side is run abstractly first, to see whether the two agree in structure, sh
 a side raises, the condition becomes a check and the other side is the program.
 """
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import Body
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
+
+# Of a traced number that Python or torch cannot use, which is no error of the user's code.
+_OF_NUMBERS = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
 @dataclass
@@ -164,7 +168,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.flows = [flow_of([v]) for v in side.leaves]
                 side.wide = [_is_wide(v) for v in side.leaves]
             except Exception as error:  # the user's own error on this path: it becomes a check
-                if isinstance(error, TpuportError):
+                if isinstance(error, TpuportError) or _OF_NUMBERS.search(str(error)):
                     raise
                 side.error = error
         side.body = Body(trace, thunk)
@@ -236,8 +240,9 @@ def _check_sides(sides: list[_Side], site: str) -> None:
     for leaf in (*a.leaves, *b.leaves):
         if isinstance(leaf, TracedTensor) and leaf._extents is not None:
             raise port_error(
-                f"a branch on a traced value (at {site}) gives a tensor whose size depends on data",
+                "a branch on a traced value gives a tensor whose size depends on data",
                 code="TPU203",
+                place=site,
                 remedy="reduce it to a static size inside the branch",
             )
     same = a.spec.key == b.spec.key and len(a.leaves) == len(b.leaves)
@@ -251,10 +256,10 @@ def _check_sides(sides: list[_Side], site: str) -> None:
                 a.metas[index] = b.metas[index] = number_kind(x, y)
     if not same:
         raise port_error(
-            f"the two outcomes of the branch at {site} differ in structure, shape, dtype or"
-            " Python values:"
+            "the two outcomes of the branch differ in structure, shape, dtype or Python values:"
             f" {_outline(a)} against {_outline(b)}",
             code="TPU101",
+            place=site,
             remedy=(
                 "make both outcomes give tensors of one shape and dtype, or decide the branch by"
                 " a Python value"

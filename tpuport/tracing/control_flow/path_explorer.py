@@ -22,13 +22,17 @@ _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 @dataclass(eq=False)
 class Unit:
-    """A module call (or the ported function) being explored path by path."""
+    """A module call (or the ported function) being explored path by path.
+
+    `site` is the line of the branch that was met last.
+    """
 
     name: str
     path: tuple[bool, ...] = ()
     position: int = 0
     known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
     runs: int = 0
+    site: str | None = None
     # The branch that ended this run. The user's code may have caught it, by a bare `except` or by
     # a `finally` that returns or raises.
     undecided: UndecidedBranch | None = None
@@ -114,6 +118,7 @@ class Explorer:
                     f"{unit.name} branches on traced values along too many paths (more than"
                     f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs)",
                     code="TPU101",
+                    place=unit.site,
                     remedy="use torch.where for the choice, or make the condition a Python value",
                 )
             snapshot.restore()
@@ -138,6 +143,7 @@ class Explorer:
                 for storage, value, _ in effects.before.values():
                     storage.set(value)
             prefix = tuple(unit.path[: unit.position])
+            unit.site = pending.site
             self.branches[pending.site] = f"both outcomes explored in {unit.name}"
             merged = merge(
                 self.trace,
@@ -166,9 +172,10 @@ class Explorer:
             raise RestartTrace(within=unit.name)
         else:
             raise port_error(
-                f"the error that {site} raises for some values leaves a part of the program that"
+                "the error that this line raises for some values leaves a part of the program that"
                 f" is compiled by itself ({unit.name[1:-1]}), and the `try` at {caught} around it"
                 " catches the error",
                 code="TPU104",
+                place=site,
                 remedy="move the `try` into that part, or choose by a condition with torch.where",
             )

@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.custom_derivatives import linear_call
 
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_meta, leaf_value, number_kind
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.tensor import wrap
 from tpuport.tracing.core.values import flow_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
@@ -52,7 +54,13 @@ class _Loop:
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
         self._check_condition(final)
-        return self._variables(final)
+        refusal = error_here(
+            "a while loop on a traced value has no gradient: the number of its rounds, whose"
+            " results the backward pass would need, is not known when it is compiled",
+            code="TPU104",
+            remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
+        )
+        return self._variables([_forward_only(value, refusal) for value in final])
 
     def _variables(self, values: list[jax.Array]) -> Any:
         made = [
@@ -142,6 +150,25 @@ class _Loop:
                 code="TPU104",
                 remedy="loop a fixed number of times and select with torch.where",
             )
+
+
+def _forward_only(value: jax.Array, refusal: PortError) -> jax.Array:
+    """Return a value that raises when a backward pass reaches it."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact) or int64.is_wide(value):
+        return value  # wide values are Python numbers, which have no gradient
+
+    def refuse(_: Any, cotangent: jax.Array) -> jax.Array:
+        raise refusal
+
+    @jax.custom_jvp
+    def same(value: jax.Array) -> jax.Array:
+        return value
+
+    @same.defjvp
+    def same_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
+        return primals[0], linear_call(lambda _, t: t, refuse, (), tangents[0])
+
+    return same(value)
 
 
 def _breadth(value: jax.Array) -> int:

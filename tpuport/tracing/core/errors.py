@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from tpuport.foundation.errors import PortError
-from tpuport.foundation.user_frames import inside_prefixes, user_site
+from tpuport.foundation.user_frames import inside_prefixes, user_frame
 from tpuport.tracing.core.active import innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,6 +27,22 @@ class _Guarded:
     end: int
     line: int
     caught: tuple[ast.expr | None, ...]
+
+
+def _running_line() -> tuple[str | None, int | None]:
+    """Return the line of the traced code that is running; the trace's caller has no part in it."""
+    frame = user_frame()
+    inner: FrameType | None = sys._getframe(1)
+    while inner is not None and inner is not frame:
+        if inner.f_code.co_filename == _TRACER:
+            return None, None
+        inner = inner.f_back
+    return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _split(place: str) -> tuple[str | None, int | None]:
+    file, _, line = place.rpartition(":")
+    return (file, int(line)) if line.isdigit() else (None, None)
 
 
 def inside_try(error: BaseException) -> str | None:
@@ -119,11 +135,19 @@ def _suppressed(call: ast.expr) -> list[ast.expr]:
 
 
 def error_here(
-    message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
+    message: str,
+    *,
+    code: str | None = None,
+    remedy: str,
+    cause: BaseException | None = None,
+    place: str | None = None,
 ) -> PortError:
-    """Return a PortError at the user's line that is running now, for a check of the program."""
-    site = user_site()
-    file, line = (site[0], site[1]) if site else (None, None)
+    """Return a PortError at the user's line that is running now, or at a place as `file:line`.
+
+    It refuses nothing by itself: it is for a check of the program. What is found when the code has
+    run has no line here: the tracer gives it that of the method.
+    """
+    file, line = _split(place) if place else _running_line()
     source = linecache.getline(file, line).strip() if file and line else None
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause
@@ -131,10 +155,15 @@ def error_here(
 
 
 def port_error(
-    message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
+    message: str,
+    *,
+    code: str | None = None,
+    remedy: str,
+    cause: BaseException | None = None,
+    place: str | None = None,
 ) -> PortError:
-    """Return a PortError at the user's line that is running now, which refuses the trace."""
-    error = error_here(message, code=code, remedy=remedy, cause=cause)
+    """Return a PortError as `error_here` does, and let it refuse the trace."""
+    error = error_here(message, code=code, remedy=remedy, cause=cause, place=place)
     # A bare `except` in the user's code must not turn a refusal into another path of the program.
     trace = innermost()
     if trace is not None:

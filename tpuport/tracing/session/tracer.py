@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import inspect
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim, installed
 from tpuport.foundation.pytree.clone import clone_module
-from tpuport.foundation.user_frames import is_inside
+from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.source.rewrite import live
 from tpuport.source.rewrite.codegen import nested_codes
 from tpuport.source.rewrite.matching import RuleVisitor
@@ -128,7 +129,7 @@ class Tracer:
             except RestartTrace as restart:
                 self._learn(restart)
             except PortError as error:
-                refused = refused or error
+                refused = refused or self._placed(error, request.method)
                 if error.code not in _NEEDS_VALUE or not self.plan.widen(request.candidates):
                     raise refused from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -144,6 +145,15 @@ class Tracer:
             f" {sorted(map(str, self.plan.tried))}"
         )
         raise PortError(msg, remedy="please report this with the code of the function")
+
+    def _placed(self, error: PortError, method: str) -> PortError:
+        """Give an error that was found after the method's last line the line of its definition."""
+        target = self.functions.get(method) or self.function or getattr(self.master, method, None)
+        code = getattr(inspect.unwrap(target), "__code__", None) if callable(target) else None
+        if error.file is None and code is not None and not is_inside(code.co_filename):
+            place = CodePlace.at(code.co_filename, code.co_firstlineno)
+            error.file, error.line, error.source_line = place.file, place.line, place.source
+        return error
 
     def outside(self, method: str) -> GlobalState:
         """Return what a method's code reads outside of the module."""

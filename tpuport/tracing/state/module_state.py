@@ -11,6 +11,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.clone import Cloner
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
 
@@ -176,8 +177,9 @@ def _state_leaf(value: Any) -> bool:
 class PythonChanges:
     """The Python attributes and hooks of modules that a call changed.
 
-    Traced tensors in the new values are placeholders. `hooks` has, by fqn, all hook attributes of
-    modules whose hooks changed.
+    Traced tensors in the new values are placeholders, and so are the traced numbers of the
+    attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
+    changed.
     """
 
     names: list[str]
@@ -188,6 +190,7 @@ class PythonChanges:
     registered: set[str]
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     replacement: torch.nn.Module | None = None
+    numbers: frozenset[str] = frozenset()
 
     @property
     def causes(self) -> list[str]:
@@ -262,7 +265,11 @@ def python_changes(
         before: The state tree of the traced copy before the call.
         after: The state tree of the same copy after the call.
         module: The traced copy.
+
+    Raises:
+        PortError: A list, dict or object of the module holds a traced number.
     """
+    _refuse_inner_numbers(after)
     names = [
         name
         for name in dict.fromkeys([*before.statics, *after.statics])
@@ -273,10 +280,14 @@ def python_changes(
     cloner = Cloner(_placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
     values: dict[str, Any] = {}
+    numbers: set[str] = set()
     for name in names:
         if name not in after.values:
             continue
         value = cloner.clone(after.values[name])
+        if isinstance(value, sym_numbers.SYMBOLIC):
+            value = sym_numbers.placeholder(value)
+            numbers.add(name)
         if name in after.registered and name not in before.owners:
             value = _BufferSlot(value)
         values[name] = value
@@ -292,7 +303,20 @@ def python_changes(
     replacement = None
     if before.modules != after.modules:
         replacement = Cloner(_placeholder).clone(module)
-    return PythonChanges(names, old, values, owners, gone, after.registered, hooks, replacement)
+    return PythonChanges(
+        names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
+    )
+
+
+def _refuse_inner_numbers(after: StateTree) -> None:
+    """Refuse a traced number inside of an attribute: only an attribute itself can be state."""
+    for path, leaf in after.leaves.items():
+        if isinstance(leaf, sym_numbers.SYMBOLIC) and path not in after.owners:
+            raise port_error(
+                f"the module keeps a number that depends on the program's inputs in {path!r}",
+                code="TPU405",
+                remedy="keep it as a tensor, or as an attribute of the module itself",
+            )
 
 
 _ABSENT = object()

@@ -1,0 +1,75 @@
+"""Runs programs, prints finds as scripts, and writes docs/fuzzing.md."""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+# jax reads these once, when it is first imported: as in tests/conftest.py.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    " --xla_cpu_multi_thread_eigen=false",
+)
+
+import jax
+import torch
+
+from benchmarks.whole_programs.judge import FINDS, Judge, Verdict
+from benchmarks.whole_programs.page import PAGE, page, read
+from benchmarks.whole_programs.programs import Maker, Program
+from benchmarks.whole_programs.shrink import shrink
+
+# A process keeps compiled programs until it is told not to.
+_FORGET = 200
+
+
+def main() -> None:
+    """Run the programs of some seeds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--start", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1000, help="how many programs")
+    parser.add_argument("--log", type=Path, help="a file of verdicts, one a line: they are added")
+    parser.add_argument("--minutes", type=float, default=1e9, help="end after this time")
+    parser.add_argument(
+        "--page", metavar="COMMIT", help="write docs/fuzzing.md from the log, as of"
+    )
+    options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(page(read(options.log), options.page))
+        return
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(Path(folder))
+        for seed in range(options.start, options.start + options.count):
+            if time.perf_counter() - began > 60 * options.minutes:
+                break
+            program = Maker(seed).program()
+            verdict = judge.run(program)
+            if options.log is not None:
+                with options.log.open("a") as lines:
+                    lines.write(json.dumps({"seed": seed, **asdict(verdict)}) + "\n")
+            if verdict.kind in FINDS:
+                report(judge, program, verdict)
+            if seed % _FORGET == 0:
+                jax.clear_caches()
+
+
+def report(judge: Judge, program: Program, verdict: Verdict) -> None:
+    """Print a find as a script, made small."""
+    small = shrink(program, lambda one: judge.run(one).kind == verdict.kind)
+    last = judge.run(small)
+    print(f"=== {verdict.kind}, seed {program.seed}: {last.what} {last.line}")
+    text = small.script()
+    print(text[text.index("    def forward(self, x, y") :], flush=True)
+
+
+if __name__ == "__main__":
+    main()

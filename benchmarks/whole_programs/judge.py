@@ -1,0 +1,330 @@
+"""Runs a program by eager PyTorch and by its port, call after call, and compares all of it."""
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import linecache
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+import tpuport
+from benchmarks.whole_programs import compare, grammar
+from benchmarks.whole_programs.compare import Difference
+from benchmarks.whole_programs.programs import Call, Program
+from tpuport.foundation.errors import PortError, TpuportError
+from tpuport.foundation.interop import backend
+from tpuport.model.parity.float64 import Float64
+
+# Worst first. "silent" is a difference without an error.
+FINDS = ("silent", "gradient", "crash", "error missed", "error made", "other error", "wrong line")
+# The runs of eager PyTorch in float64, by the size of the errors that are put in.
+_RUNS = (0, 1, 1, 16, 64)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding
+            explains), or "eager raises" (its first call).
+        what: the difference, or the code of the refusal.
+        call: the number of the call.
+        line: the text of the line that a refusal names.
+        gradients: how many gradients were compared.
+        calls: how many calls were compared.
+    """
+
+    kind: str
+    what: str = ""
+    call: int = 0
+    line: str = ""
+    gradients: int = 0
+    calls: int = 0
+
+
+class Judge:
+    """Judges programs.
+
+    Args:
+        folder: where their text goes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def run(self, program: Program) -> Verdict:
+        """Judge a program."""
+        with _loaded(program.source(), self._folder) as (model, path), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Run(program, model, path).verdict()
+
+
+@contextlib.contextmanager
+def _loaded(source: str, folder: Path) -> Iterator[tuple[type[nn.Module], Path]]:
+    name = f"whole_program_{next(_numbers)}"
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield module.Model, path
+    finally:
+        del sys.modules[name]
+        linecache.cache.pop(str(path), None)
+        path.unlink()
+
+
+def _ready(model: type[nn.Module], program: Program) -> nn.Module:
+    torch.manual_seed(0)
+    made = model()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in made.parameters():  # small fractions, so that most results are exact
+            one.copy_(torch.randint(-4, 5, one.shape, generator=draw) / 4)
+    return made.train(program.train)
+
+
+@dataclass
+class Result:
+    """What a call gave.
+
+    Attributes:
+        values: the output, the arguments and the state after it, by path.
+        error: what it raised.
+    """
+
+    values: dict[str, Any]
+    error: Exception | None = None
+
+
+class _Found(Exception):
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.kind)
+        self.verdict = verdict
+
+
+class _Run:
+    """One program's calls."""
+
+    def __init__(self, program: Program, model: type[nn.Module], path: Path) -> None:
+        self.program, self.path = program, path
+        self.eager = _ready(model, program)
+        self.ported: Any = None
+        self.model = model
+        self.number, self.gradients, self.calls = 0, 0, 0
+
+    def verdict(self) -> Verdict:
+        """Make all calls."""
+        try:
+            for number, call in enumerate(self.program.calls):
+                self.number = number
+                self._call(call)
+        except _Found as found:
+            return found.verdict
+        return self._end("passes").verdict
+
+    def _end(self, kind: str, what: str = "", line: str = "") -> _Found:
+        return _Found(Verdict(kind, what, self.number, line, self.gradients, self.calls))
+
+    def _call(self, call: Call) -> None:
+        before = copy.deepcopy(self.eager)
+        want = _eager(self.eager, call)
+        if want.error is not None and not self.number:
+            raise self._end("eager raises", _said(want.error))
+        if self.ported is None:
+            ready = _ready(self.model, self.program)
+            self.ported = tpuport.convert(ready, verify=self.program.verify)
+        if want.error is None and self.number == self.program.graded:
+            self._gradients(before, call)
+        have = self._port(call)
+
+        def again(mode: Any) -> Result:
+            return _eager(copy.deepcopy(before), call, mode)
+
+        self._errors(want, have, again)
+        if want.error is not None:
+            # Eager has left a state, and arguments, that are half changed; the port has not.
+            raise self._end("passes", "ends with an error")
+        self._same("silent", want, have, again)
+        self.calls += 1
+
+    def _port(self, call: Call) -> Result:
+        given = call.arguments()
+        try:
+            out = tpuport.to_torch(self.ported(*given))
+            return Result(_values(out, given, self.ported.to_torch()))
+        except TpuportError as error:
+            raise self._refused(error) from None
+        except Exception as error:
+            return Result({}, error)
+
+    def _refused(self, error: TpuportError) -> _Found:
+        if isinstance(error, tpuport.ParityError):
+            return self._end("silent", f"found by verification: {str(error)[:300]}")
+        code = getattr(error, "code", None) or type(error).__name__
+        message = getattr(error, "message", str(error)).partition("\n")[0]
+        what = f"{code} {message}"
+        file, number = getattr(error, "file", None), getattr(error, "line", None)
+        if not isinstance(error, PortError) or file is None or number is None:
+            return self._end("refused", what, "no line")
+        text = self.program.source().splitlines()
+        if Path(file) != self.path or number <= text.index(grammar.FORWARD.rstrip()):
+            return self._end("wrong line", what, f"{file}:{number}")
+        return self._end("refused", what, text[number - 1].strip())
+
+    def _errors(self, want: Result, have: Result, again: Callable[[Any], Result]) -> None:
+        """Compare what was raised."""
+        a, b = want.error, have.error
+        if _compatible(a, b):
+            return
+        if any(_compatible(again(mode).error, b) for mode in _modes()):
+            raise self._end("rounding")
+        if b is None:
+            raise self._end("error missed", f"eager raises {_said(a)}")
+        if a is not None:
+            raise self._end("other error", f"{_said(b)} for {_said(a)}")
+        if _where(b).startswith(self.path.name):
+            raise self._end("error made", _said(b))
+        raise self._end("crash", f"{_said(b)} at {_where(b)}")
+
+    def _same(self, kind: str, want: Result, have: Result, again: Callable[[Any], Result]) -> None:
+        """Compare values; ask eager PyTorch in float64 where they differ."""
+        try:
+            compare.equal(want.values, have.values)
+            return
+        except Difference as difference:
+            first = difference
+        others = []
+        for mode in _modes():
+            other = again(mode)
+            if other.error is not None:
+                raise self._end("rounding", str(first))
+            others.append(other.values)
+        try:
+            compare.equal(want.values, have.values, others)
+        except Difference as difference:
+            raise self._end(kind, f"{difference.kind}: {difference}") from None
+        raise self._end("rounding", str(first))
+
+    def _gradients(self, before: nn.Module, call: Call) -> None:
+        """Compare the gradients of the parameters and of x and y."""
+        # Eager refuses to write to an argument that has a gradient.
+        for inputs in (True, False):
+
+            def again(mode: Any, inputs: bool = inputs) -> Result:
+                return _eager_gradients(copy.deepcopy(before), call, mode, inputs=inputs)
+
+            want = again(None)
+            if want.error is None:
+                break
+        else:
+            return
+        try:
+            have = self._ported_gradients(call, inputs=inputs)
+        except TpuportError as error:
+            raise self._refused(error) from None
+        except Exception as error:
+            raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
+        self._same("gradient", want, have, again)
+        self.gradients += 1
+
+    def _ported_gradients(self, call: Call, *, inputs: bool) -> Result:
+        given = [backend.to_jax(one) for one in call.arguments()]
+
+        def loss(params: Any, floats: Any) -> Any:
+            args = [*floats, *given[len(floats) :]]
+            out, _ = self.ported.apply(params, self.ported.buffers, jax.random.key(0), *args)
+            total = jnp.zeros(())
+            for path, one in compare.flat(out).items():
+                if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jnp.floating):
+                    total += jnp.sum(one.astype(jnp.float32) * _weights(one.shape, path))
+            return total
+
+        floats = given[:2] if inputs else []
+        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(self.ported.params, floats)
+        params, args = jax.tree.map(backend.to_torch, found)
+        return Result({**params, **dict(zip(("x", "y"), args, strict=False))})
+
+
+def _values(out: Any, given: Any, module: nn.Module, mode: Any = None) -> dict[str, Any]:
+    """Return the results of a call by path, safe from later writes."""
+    found = compare.flat({"output": out, "argument": given, "state": compare.state(module)})
+    held = mode.value if isinstance(mode, Float64) else lambda t: t.detach().clone()
+    return {p: held(v) if isinstance(v, torch.Tensor) else v for p, v in found.items()}
+
+
+def _modes() -> Iterator[Float64]:
+    for seed, errors in enumerate(_RUNS):
+        yield Float64(errors, seed)
+
+
+def _eager(module: nn.Module, call: Call, mode: Any = None) -> Result:
+    given = call.arguments()
+    try:
+        with mode or contextlib.nullcontext():
+            out = module(*given)
+    except Exception as error:
+        return Result({}, error)
+    return Result(_values(out, given, module, mode))
+
+
+def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) -> Result:
+    given = call.arguments()
+    floats = {"x": given[0].requires_grad_(), "y": given[1].requires_grad_()} if inputs else {}
+    wanted = {**dict(module.named_parameters()), **floats}
+    held = mode.value if isinstance(mode, Float64) else lambda t: t
+    try:
+        with mode or contextlib.nullcontext():
+            total = torch.zeros((), requires_grad=True) * 1
+            for path, one in compare.flat(module(*given)).items():
+                if isinstance(one, torch.Tensor) and one.is_floating_point():
+                    weights = torch.from_numpy(_weights(one.shape, path))
+                    total = total + (one.float() * weights).sum()
+            found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    except Exception as error:
+        return Result({}, error)
+    zeros = [
+        torch.zeros_like(w) if g is None else g for w, g in zip(wanted.values(), found, strict=True)
+    ]
+    return Result({name: held(g) for name, g in zip(wanted, zeros, strict=True)})
+
+
+def _weights(shape: Any, path: str) -> np.ndarray:
+    """Return small fractions that float32 holds exactly."""
+    count, start = int(np.prod(shape)), sum(map(ord, path))
+    numbers = (np.arange(count) * 7 + start) % 9 - 4.0
+    return (numbers / 4).reshape(tuple(shape)).astype(np.float32)
+
+
+def _compatible(a: Exception | None, b: Exception | None) -> bool:
+    """Return whether code that catches one error would catch the other too."""
+    if a is None or b is None:
+        return a is b
+    return isinstance(a, type(b)) or isinstance(b, type(a))
+
+
+def _said(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+
+
+def _where(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}"

@@ -1,0 +1,221 @@
+"""Random modules through `convert`, and what they have found.
+
+`python -m benchmarks.whole_programs` runs more of them; `TPUPORT_FUZZ` sets how many run here.
+"""
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from benchmarks.whole_programs.judge import FINDS, Judge
+from benchmarks.whole_programs.programs import Call, Maker, Node, Program
+from benchmarks.whole_programs.shrink import shrink
+from tests.exactness.scenario import Scenario, by_tpuport, check_calls
+from tpuport.foundation.errors import PortError
+
+FEW, MORE = 16, int(os.environ.get("TPUPORT_FUZZ", "200"))
+
+
+def check_programs(seeds: range, folder: Path) -> None:
+    """No program differs."""
+    judge = Judge(folder)
+    for seed in seeds:
+        program = Maker(seed).program()
+        verdict = judge.run(program)
+        assert verdict.kind not in FINDS, f"{verdict}\n{program.script()}"
+
+
+def test_random_programs_are_eagers(tmp_path: Path):
+    check_programs(range(FEW), tmp_path)
+
+
+# The fast sibling is the one above.
+@pytest.mark.slow
+def test_many_random_programs_are_eagers(tmp_path: Path):
+    check_programs(range(FEW, FEW + MORE), tmp_path)
+
+
+def written(*lines: str) -> Program:
+    """A program of these lines."""
+    body = [Node("statement", line) for line in ("a = x", "s = x.sum()", *lines)]
+    return Program(0, [], body, "return a, s", [Call("ordinary", 1)] * 2, True, False, 0)
+
+
+def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    right = torch.Tensor.tanh
+    traced = tpuport.tracing.core.tensor.TracedTensor
+    monkeypatch.setattr(
+        torch.Tensor, "tanh", lambda t: right(t) * (2 if isinstance(t, traced) else 1)
+    )
+    judge = Judge(tmp_path)
+    program = written("a = a + 1", "if s > 100:\n    s = s + 1", "a = a.tanh()")
+    verdict = judge.run(program)
+    assert verdict.kind in ("silent", "gradient")
+    small = shrink(program, lambda one: judge.run(one).kind == verdict.kind)
+    assert "tanh" in small.source()
+    assert "s + 1" not in small.source()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("a = x[7]", "eager raises"),
+        ("a = x[x > 0]", "refused"),
+        ("a = torch.randn(3)", "rounding"),  # eager PyTorch differs from itself
+    ],
+)
+def test_what_becomes_of_a_program_is_told(line: str, kind: str, tmp_path: Path):
+    assert Judge(tmp_path).run(written(line)).kind == kind
+
+
+# -- what they found -------------------------------------------------------------------------------
+
+
+class Flag(nn.Module):
+    """A flag that a call sets by the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x + 1 if self.kept else x
+        self.kept = bool((x > 1).any())
+        return out
+
+
+class Last(nn.Module):
+    """A number of the last call, None before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x if self.kept is None else x + self.kept
+        self.kept = x.sum().item()
+        return out
+
+
+class Count(nn.Module):
+    """A count of what the calls have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept += int((x > 0).sum())
+        return x * self.kept
+
+
+@pytest.mark.parametrize("made", [Flag, Last, Count])
+def test_an_attribute_set_to_a_traced_number_is_state(made: type[nn.Module]):
+    calls = tuple((torch.tensor(x),) for x in ([1.0, 0.5], [2.0, -1.0], [0.0, 0.0], [3.0, 1.0]))
+    eager = made()
+    for call in calls:
+        eager(*call)
+    ported = check_calls(Scenario(made.__name__, made, calls), by_tpuport)
+    kept = ported.to_torch().kept
+    assert type(kept) is type(eager.kept)
+    assert kept == eager.kept
+
+
+class History(nn.Module):
+    """A list of traced numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.sum().item())
+        return x
+
+
+class TwoForms(nn.Module):
+    """A branch whose outcomes differ in structure."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * 2
+        if x.sum() > 0:
+            return y
+        return y, x
+
+
+class ManyPaths(nn.Module):
+    """A loop with a way out in each round."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in x:
+            if row.max() > 0:
+                return x * row
+            x = x + 1
+        return x
+
+
+@pytest.mark.parametrize(
+    ("target", "x", "line"),
+    [
+        (History(), torch.ones(2), "def forward(self, x"),
+        (TwoForms(), torch.ones(2), "if x.sum() > 0:"),
+        (ManyPaths(), torch.ones(14, 2), "if row.max() > 0:"),
+    ],
+)
+def test_a_refusal_names_a_line_of_the_module(target: nn.Module, x: torch.Tensor, line: str):
+    with pytest.raises(PortError) as error:
+        tpuport.convert(target, verify=False)(x)
+    assert error.value.file == __file__
+    assert line in inspect.getsource(type(target))
+    assert (error.value.source_line or "").startswith(line)
+
+
+class Inverted(nn.Module):
+    """`~` of a traced number, which only a branch computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x = x + ~int(x.sum())
+        return x
+
+
+def test_what_a_traced_number_cannot_do_is_no_error_of_the_code():
+    with pytest.raises(PortError, match="where its value is needed") as error:
+        tpuport.convert(Inverted(), verify=False)(torch.ones(2))
+    assert (error.value.source_line or "").strip() == "x = x + ~int(x.sum())"
+
+
+class Halving(nn.Module):
+    """A loop that ends by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        total, rounds = (x * self.weight).sum(), 0
+        while total > 1:
+            total = total / 2
+            rounds += 1
+        return total, rounds
+
+
+def test_a_while_loop_has_a_tangent_and_refuses_a_gradient():
+    ported = tpuport.convert(Halving(), verify=False)
+
+    def total(params: Any) -> Any:
+        return ported.apply(params, {}, None, jnp.ones(3))[0][0]
+
+    value, tangent = jax.jvp(total, (ported.params,), (ported.params,))
+    assert (float(value), float(tangent)) == (0.75, 0.75)
+    with pytest.raises(PortError, match="has no gradient") as error:
+        jax.jit(jax.grad(total))(ported.params)
+    assert (error.value.source_line or "").strip() == "while total > 1:"
