@@ -48,7 +48,7 @@ def _gradients(
     """
     del retain_graph, only_inputs
     starts = _sources(trace, inputs)
-    retained = [] if is_grads_batched else trace.gradient_leaves(retained=True)
+    retained = [] if is_grads_batched else _retained(trace, starts)
     found = _derivatives(
         *(trace, outputs, [*starts, *retained], grad_outputs),
         graph=create_graph,
@@ -103,8 +103,8 @@ def _accumulate(
     inputs = options[-1] if options and options[-1] is not None else inputs
     leaves = trace.gradient_leaves()
     if inputs is not None:
-        some = [*_sources(trace, inputs), *trace.gradient_leaves(retained=True)]
-        leaves = list({id(leaf): leaf for leaf in some}.values())
+        starts = _sources(trace, inputs)
+        leaves = list({id(t): t for t in (*starts, *_retained(trace, starts))}.values())
     found = _derivatives(trace, tensors, leaves, grad_tensors, graph=create_graph)
     for leaf, grad in zip(leaves, found, strict=True):
         if grad is not None and leaf._is_given and id(leaf) not in trace.gathered:
@@ -134,6 +134,14 @@ def _retain_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
     trace.add_leaf(tensor)
     return None
+
+
+def _retained(trace: Trace, starts: list[TracedTensor]) -> list[TracedTensor]:
+    """Return the tensors that retain a gradient and are passed on the way back to some others."""
+    retained = trace.gradient_leaves(retained=True)
+    with torch.enable_grad():
+        sources = list(map(value_of, starts))
+        return [t for t in retained if any(_Replay([value_of(t)], sources).used)]
 
 
 def _sources(trace: Trace, inputs: Any) -> list[TracedTensor]:
@@ -177,11 +185,14 @@ def _derivatives(
             _cotangent(given, end, value)
             for given, end, value in zip(_given(grad_outputs, ends), ends, values, strict=True)
         ]
-    replay = _Replay(values, sources)
-    pull = jax.vjp(replay, *sources)[1]
-    found = (jax.vmap(pull) if batched else pull)(cotangents)
+    unique = list({id(source): source for source in sources}.values())
+    replay = _Replay(values, unique)
+    pull = jax.vjp(replay, *unique)[1]
+    pulled = (jax.vmap(pull) if batched else pull)(cotangents)
+    known = {id(u): one for u, *one in zip(unique, pulled, replay.used, strict=True)}
     made: list[torch.Tensor | None] = []
-    for start, value, used in zip(starts, found, replay.used, strict=True):
+    for start, source in zip(starts, sources, strict=True):
+        value, used = known[id(source)]
         # torch's gradients of complex numbers are the conjugates of jax's.
         value = value.conj() if jnp.iscomplexobj(value) else value
         value = value if graph else jax.lax.stop_gradient(value)
