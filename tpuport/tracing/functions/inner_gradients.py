@@ -54,7 +54,7 @@ def _gradients(
         graph=create_graph,
         batched=is_grads_batched,
     )
-    _add(retained, found[len(starts) :])
+    _add(retained, found[len(starts) :], graph=create_graph)
     found = found[: len(starts)]
     if materialize_grads:
         pairs = zip(found, starts, strict=True)
@@ -115,14 +115,15 @@ def _accumulate(
                 remedy="name what you read: torch.autograd.grad(loss, x) or backward(inputs=[x]);"
                 " take gradients of parameters outside, with jax.grad of ported.apply",
             )
-    _add(leaves, found)
+    _add(leaves, found, graph=create_graph)
 
 
-def _add(leaves: list[TracedTensor], grads: list[Any]) -> None:
-    """Add gradients to those that tensors have."""
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad is not None:
-            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+def _add(leaves: list[TracedTensor], grads: list[Any], *, graph: bool) -> None:
+    """Add gradients to those that tensors have; a sum has no graph if they have none."""
+    with torch.set_grad_enabled(graph):
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
 @function(torch.Tensor.retain_grad)
